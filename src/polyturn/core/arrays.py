@@ -1,0 +1,83 @@
+"""Compact, read-only token arrays: int32 ids, float32 logprobs and weights.
+
+Separate because every core type holds such arrays and all of them must agree on three things: they cannot be written to
+after construction (also not after unpickling), two records compare by value through `same_as` (`==` on arrays is not a
+bool, so the dataclasses have `eq=False`), and thousands of live episodes fit in memory because no token is a Python object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ids = NDArray[np.int32]
+"""[T] token ids."""
+Floats = NDArray[np.float32]
+"""[T] one number per token."""
+
+_T = TypeVar("_T")
+
+
+def ids_array(values: ArrayLike) -> Ids:
+    """Return `values` as a read-only int32 vector, copying only what is not one already."""
+    return _frozen(values, np.int32)
+
+
+def float_array(values: ArrayLike) -> Floats:
+    """Return `values` as a read-only float32 vector, copying only what is not one already."""
+    return _frozen(values, np.float32)
+
+
+def _frozen(values: ArrayLike, dtype: type[Any]) -> NDArray[Any]:
+    array = np.asarray(values, dtype=dtype)
+    if array.ndim != 1:
+        raise ValueError(f"a per-token array is one-dimensional, this one has shape {array.shape}")
+    if array.flags.writeable:
+        # A caller's own writeable array must not change under a record, so it is copied; a fresh one is ours already.
+        array = array.copy() if isinstance(values, np.ndarray) else array
+        array.flags.writeable = False
+    return array
+
+
+def _rebuild(cls: type[_T], values: dict[str, Any]) -> _T:
+    return cls(**values)
+
+
+class Record:
+    """Mixin of the frozen dataclasses that hold arrays: value comparison, and pickling through the constructor."""
+
+    __slots__ = ()
+
+    def same_as(self, other: object) -> bool:
+        """Return whether `other` has the same type and equal fields; NaN equals NaN, -inf equals -inf."""
+        return same(self, other)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return _rebuild, (type(self), values)
+
+
+def same(a: object, b: object) -> bool:
+    """Compare two values by content, through arrays, sequences, mappings and dataclasses."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)) or a.dtype != b.dtype:
+            return False
+        return bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+    if dataclasses.is_dataclass(a) and not isinstance(a, type):
+        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, Sequence) and not isinstance(a, str | bytes):
+        return (
+            isinstance(b, Sequence)
+            and not isinstance(b, str | bytes)
+            and len(a) == len(b)
+            and all(same(x, y) for x, y in zip(a, b, strict=True))
+        )
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (a != a and b != b)
+    return a == b

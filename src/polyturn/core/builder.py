@@ -1,0 +1,172 @@
+"""TrajectoryBuilder: the only object that appends tokens to a trajectory.
+
+It keeps one growing buffer per segment, so that a turn costs O(new tokens) however long the history is, and hands the
+engine a read-only view of it: the prompt that the engine sees *is* the prefix of the training sample (I1).
+
+    builder.open(prompt_ids)                     segment 0: PROMPT
+    builder.sample(completion, turn=0)           segment 0: PROMPT SAMPLED
+    builder.observe(feedback_ids, turn=0)        segment 0: PROMPT SAMPLED OBSERVATION
+    builder.rewrite(edited_ids, turn=1)          segment 1: PROMPT, a branch of segment 0 (or segment 0 goes on)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from polyturn.core.arrays import Floats, Ids, float_array, ids_array
+from polyturn.core.errors import AlignmentError
+from polyturn.core.generation import Completion
+from polyturn.core.trajectory import Branch, Segment, Span, SpanRef, SpanSource
+
+
+@dataclass(slots=True)
+class _Open:
+    """A segment that still grows: one id buffer with spare room, and the spans so far."""
+
+    agent: str
+    parent: Branch | None
+    buffer: Ids = field(default_factory=lambda: np.empty(256, np.int32))
+    length: int = 0
+    spans: list[Span] = field(default_factory=list)
+    media: list[Any] = field(default_factory=list)
+
+    @property
+    def ids(self) -> Ids:
+        view = self.buffer[: self.length]
+        view.flags.writeable = False
+        return view
+
+    def append(self, span: Span) -> None:
+        end = self.length + len(span)
+        if end > len(self.buffer):
+            grown = np.empty(max(end, 2 * len(self.buffer)), np.int32)
+            grown[: self.length] = self.buffer[: self.length]
+            self.buffer = grown  # views that engines still hold keep the old buffer, which no longer changes
+        self.buffer[self.length : end] = span.ids
+        self.length = end
+        self.spans.append(span)
+
+
+class TrajectoryBuilder:
+    """Collects the tokens of one episode into segments."""
+
+    def __init__(self, *, agent: str = "assistant") -> None:
+        self._agent = agent
+        self._segments: list[_Open] = []
+        self._current = -1
+
+    @property
+    def context(self) -> Ids:
+        """[T] the ids of the segment that grows now, as a read-only view: what the engine is asked to continue."""
+        return self._open_segment().ids
+
+    @property
+    def num_segments(self) -> int:
+        """How many segments there are so far."""
+        return len(self._segments)
+
+    def open(self, ids: ArrayLike, *, turn: int = -1, agent: str | None = None, parent: Branch | None = None) -> SpanRef:
+        """Start a segment with the prompt `ids` and make it the one that grows."""
+        self._segments.append(_Open(agent=agent or self._agent, parent=parent))
+        self._current = len(self._segments) - 1
+        return self._append(Span(ids=ids_array(ids), source=SpanSource.PROMPT, turn=turn))
+
+    def sample(self, completion: Completion, *, turn: int, weights: ArrayLike | None = None) -> tuple[SpanRef, ...]:
+        """Append a completion exactly as it was sampled; k policy versions become k spans.
+
+        Args:
+            completion: What the engine returned.
+            turn: The turn it belongs to.
+            weights: [len(completion.token_ids)] weights in the loss; None trains every token with weight 1.
+
+        Raises:
+            AlignmentError: `weights` has another length.
+        """
+        ids = completion.token_ids
+        chosen: Floats | None = None if weights is None else float_array(weights)
+        if chosen is not None and len(chosen) != len(ids):
+            raise AlignmentError(f"turn {turn}: {len(chosen)} weights for {len(ids)} sampled tokens; they must be as many")
+        starts = [start for start, _ in completion.policy_versions]
+        ends = [*starts[1:], len(ids)]
+        refs = []
+        for (start, version), end in zip(completion.policy_versions, ends, strict=True):
+            refs.append(
+                self._append(
+                    Span(
+                        ids=ids[start:end],
+                        source=SpanSource.SAMPLED,
+                        turn=turn,
+                        logprobs=None if completion.logprobs is None else completion.logprobs[start:end],
+                        policy_version=version,
+                        weights=None if chosen is None else chosen[start:end],
+                    )
+                )
+            )
+        return tuple(refs)
+
+    def observe(self, ids: ArrayLike, *, turn: int) -> SpanRef:
+        """Append what the environment and the template added after turn `turn`; these tokens weigh 0."""
+        return self._append(Span(ids=ids_array(ids), source=SpanSource.OBSERVATION, turn=turn))
+
+    def rewrite(self, ids: ArrayLike, *, turn: int) -> SpanRef | None:
+        """Continue from the full prompt `ids`, wherever it came from.
+
+        It extends the longest segment of the agent that it continues token for token; when none does, a new segment
+        starts, which remembers where it branched. Nothing is repaired or re-aligned.
+
+        Returns:
+            The span that was added; None when `ids` is exactly the segment so far.
+        """
+        new = ids_array(ids)
+        best, shared = -1, 0
+        for index, segment in enumerate(self._segments):
+            if segment.agent != self._agent:
+                continue
+            is_longest = best < 0 or segment.length > self._segments[best].length
+            if is_longest and _common_prefix(segment.ids, new) == segment.length:
+                best = index
+        if best >= 0:
+            self._current = best
+            rest = new[self._segments[best].length :]
+            return self.observe(rest, turn=turn) if len(rest) else None
+        parent = None
+        for index, segment in enumerate(self._segments):
+            common = _common_prefix(segment.ids, new)
+            if segment.agent == self._agent and common > shared:
+                parent, shared = Branch(index, common), common
+        return self.open(new, turn=turn, parent=parent)
+
+    def add_media(self, *items: Any) -> None:
+        """Attach images or other media to the segment that grows now."""
+        self._open_segment().media.extend(items)
+
+    def span(self, ref: SpanRef) -> Span:
+        """Return the span that `ref` names."""
+        return self._segments[ref.segment].spans[ref.span]
+
+    def build(self) -> tuple[Segment, ...]:
+        """Return the segments so far, as records."""
+        return tuple(
+            Segment(spans=tuple(s.spans), media=tuple(s.media), agent=s.agent, parent=s.parent) for s in self._segments
+        )
+
+    def _open_segment(self) -> _Open:
+        if not self._segments:
+            raise AlignmentError("there is no segment yet; call `open` with the prompt first")
+        return self._segments[self._current]
+
+    def _append(self, span: Span) -> SpanRef:
+        segment = self._open_segment()
+        segment.append(span)
+        return SpanRef(self._current, len(segment.spans) - 1)
+
+
+def _common_prefix(a: Ids, b: Ids) -> int:
+    """Return how many leading ids `a` and `b` share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n

@@ -1,0 +1,98 @@
+"""The error tree. One root, and each class also inherits the standard type it refines.
+
+    ConfigError("unknown key 'max_turn' in rollout; did you mean 'max_turns'?")   is a PolyturnError and a ValueError
+
+A message says what is wrong, shows the value, and says what to do. `ToolError` is not in the tree: a tool's author raises
+it to tell the *model* something, and the episode goes on (a bad rollout is data, a broken invariant is a crash).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PolyturnError(Exception):
+    """Root of every error the library raises on purpose."""
+
+
+class ConfigError(PolyturnError, ValueError):
+    """A configuration, a plug-in file or a registry name that cannot work."""
+
+
+class UnknownNameError(ConfigError, LookupError):
+    """A name that is not registered; the message carries the nearest known ones."""
+
+
+class MissingModuleError(ConfigError, ModuleNotFoundError):
+    """A dotted path whose module cannot be imported."""
+
+
+class MissingAttributeError(ConfigError, AttributeError):
+    """A dotted path whose module exists and whose attribute does not."""
+
+
+class DataError(PolyturnError, ValueError):
+    """A dataset row or file that cannot be used."""
+
+
+class TemplateError(PolyturnError, ValueError):
+    """A chat template that cannot render what the run needs."""
+
+
+class AlignmentError(PolyturnError, ValueError):
+    """Per-token arrays that do not describe the same tokens: a broken invariant."""
+
+
+class LifecycleError(PolyturnError, RuntimeError):
+    """A request state transition that the table does not allow, or a plug-in instance used outside its life."""
+
+
+class EngineError(PolyturnError, RuntimeError):
+    """An inference engine that cannot answer."""
+
+
+class InteractionError(PolyturnError, RuntimeError):
+    """An interaction that raised or missed its deadline: the trajectory fails, the run goes on."""
+
+
+class RewardError(PolyturnError, RuntimeError):
+    """A reward function that raised or returned something that is not a finite number. Never 0.0."""
+
+
+class RolloutError(PolyturnError, RuntimeError):
+    """Too large a share of trajectories failed for the run to go on."""
+
+
+class TrainingError(PolyturnError, RuntimeError):
+    """A training step that cannot be taken, for example a loss that is not finite."""
+
+
+class CheckpointError(PolyturnError, RuntimeError):
+    """A checkpoint that is missing, damaged or made by another model."""
+
+
+class ToolError(Exception):
+    """Raised by a tool's author to tell the model what went wrong; it becomes an observation, never a failure."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint that ends an error message about an unknown name.
+
+    did_you_mean("max_turn", ["max_turns", "seed"])  ->  " Did you mean 'max_turns'?"
+    did_you_mean("zzz", ["max_turns", "seed"])       ->  " Known: 'max_turns', 'seed'."
+    """
+    names = sorted(set(known))
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
+    if near:
+        return " Did you mean " + " or ".join(repr(n) for n in near) + "?"
+    if not names:
+        return " Nothing is registered."
+    shown = ", ".join(repr(n) for n in names[:12])
+    return f" Known: {shown}{', …' if len(names) > 12 else ''}."
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception as one short line: its type, then its message without line breaks."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

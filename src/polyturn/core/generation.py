@@ -1,0 +1,93 @@
+"""What an engine is asked and what it answers: token ids in, token ids and logprobs out.
+
+    GenerateRequest(prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=8))
+      ->  Completion(token_ids=[9, 2], logprobs=[-0.1, -0.7], finish_reason=STOP, policy_versions=((0, 4),))
+
+Logprobs mean one thing everywhere: log_softmax(logits / temperature) over the full vocabulary, before top-k and top-p.
+Greedy decoding (temperature 0) reports them at temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
+from polyturn.core.errors import AlignmentError, ConfigError
+
+
+class FinishReason(Enum):
+    """Why a completion stopped."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the engine samples one completion."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 or 0 means no limit."""
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """The id that ends a turn; it is kept in the completion and trained."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; a completion needs at least 1 token")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature is {self.temperature}; use 0 for greedy decoding or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateRequest(Record):
+    """One request to an engine. `session_id` names the episode, so that an engine can keep its KV cache between turns."""
+
+    request_id: str
+    session_id: str
+    prompt_ids: Ids
+    sampling: SamplingParams = SamplingParams()
+    media: tuple[Any, ...] = ()
+    deadline: float | None = None
+    """`loop.time()` after which nobody waits for the answer any more; None means no deadline."""
+    priority: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", ids_array(self.prompt_ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion(Record):
+    """What an engine sampled: the ids as they came, the stop token included."""
+
+    token_ids: Ids
+    logprobs: Floats | None = None
+    """[len(token_ids)] log-probability of each token; None from an engine that has none, which cannot train."""
+    finish_reason: FinishReason
+    policy_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+    """Runs of (index of the first token, policy version), the first at 0: ((0, 4), (17, 5)) changed at token 17."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Engine figures of this request, for instance {"prefilled_tokens": 12}."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", ids_array(self.token_ids))
+        if self.logprobs is not None:
+            object.__setattr__(self, "logprobs", float_array(self.logprobs))
+            if len(self.logprobs) != len(self.token_ids):
+                raise AlignmentError(
+                    f"a completion of {len(self.token_ids)} tokens came with {len(self.logprobs)} logprobs; "
+                    "an engine must return one per token, the stop token included"
+                )
+        starts = [start for start, _ in self.policy_versions]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+            raise AlignmentError(f"policy_versions must be rising runs that start at token 0, not {self.policy_versions}")

@@ -1,0 +1,118 @@
+"""Messages: what is said in a conversation, as typed values. Text is a view of tokens, never their source.
+
+    Message(role="user", content="What is 2+2?")
+    Message(role="assistant", content="", tool_calls=(ToolCall(id="call_0", name="add", arguments={"a": 2, "b": 2}),))
+    Message(role="tool", content="4", tool_call_id="call_0", name="add")
+
+`to_openai` and `Message.from_openai` are the edge to dictionaries: files, plug-ins, templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyturn.core.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One tool call that the model wrote. A call that could not be parsed is kept with its error, never dropped."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    raw: str = ""
+    """The text the model wrote for this call; empty where the call did not come from a model."""
+    error: str | None = None
+    """Why the call could not be parsed, for the model to read; None when it could."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    content: str | tuple[Mapping[str, Any], ...] = ""
+    """Text, or parts in OpenAI's form such as {"type": "text", "text": ...} and {"type": "image", ...}."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    """On a tool message, the name of the tool that answered."""
+    reasoning: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the message: its content, or its text parts joined."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(str(p.get("text", "")) for p in self.content if p.get("type", "text") == "text")
+
+    def to_openai(self) -> dict[str, Any]:
+        """Return the message as an OpenAI-style dict, the form that templates and plug-ins read."""
+        out: dict[str, Any] = {"role": self.role, "content": self.content}
+        if not isinstance(self.content, str):
+            out["content"] = [dict(p) for p in self.content]
+        if self.reasoning is not None:
+            out["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            out["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
+                for c in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            out["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            out["name"] = self.name
+        return out
+
+    @classmethod
+    def from_openai(cls, data: Mapping[str, Any] | Message) -> Message:
+        """Return the message that an OpenAI-style dict describes; a `Message` is returned as it is.
+
+        Raises:
+            DataError: there is no role, or a tool call has no name.
+        """
+        if isinstance(data, Message):
+            return data
+        if "role" not in data:
+            raise DataError(f"a message needs a 'role'; this one has the keys {sorted(data)}")
+        content = data.get("content")
+        if content is None:
+            content = ""
+        elif not isinstance(content, str):
+            content = tuple(dict(p) if isinstance(p, Mapping) else {"type": "text", "text": str(p)} for p in content)
+        calls = data.get("tool_calls") or ()
+        return cls(
+            role=str(data["role"]),
+            content=content,
+            tool_calls=tuple(_call_from_openai(c, index) for index, c in enumerate(calls)),
+            tool_call_id=data.get("tool_call_id"),
+            name=data.get("name"),
+            reasoning=data.get("reasoning_content") or data.get("reasoning"),
+        )
+
+
+def to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return `messages` as OpenAI-style dicts."""
+    return [m.to_openai() for m in messages]
+
+
+def _call_from_openai(data: Mapping[str, Any], index: int) -> ToolCall:
+    function = data.get("function", data)
+    if not function.get("name"):
+        raise DataError(f"a tool call needs a name; this one is {dict(data)!r}")
+    arguments = function.get("arguments") or {}
+    error = None
+    if isinstance(arguments, str):
+        raw = arguments
+        try:
+            arguments = json.loads(raw)
+        except json.JSONDecodeError as problem:
+            arguments, error = {}, f"arguments are not valid JSON ({problem.msg} at position {problem.pos})"
+        else:
+            if not isinstance(arguments, dict):
+                arguments, error = {}, f"arguments must be a JSON object, not {type(arguments).__name__}"
+    return ToolCall(id=str(data.get("id") or f"call_{index}"), name=str(function["name"]), arguments=arguments, error=error)

@@ -1,0 +1,192 @@
+"""The protocols between parts: small, and free of any implementation.
+
+`rollout` reaches engines only through `Engine`; the training loop reaches the model only through `Policy`. A plug-in may
+inherit the base class that its folder offers, or just have these methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from polyturn.core.arrays import Floats
+from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.metrics import Metrics
+from polyturn.core.reward import Reward
+from polyturn.core.sample import TrainSample
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an engine can do."""
+
+    seeded: bool = False
+    """The same seed and prompt give the same tokens."""
+    logprobs: bool = False
+    """Logprobs in the one meaning that training needs (see `core/generation.py`)."""
+    media: bool = False
+    pause_modes: tuple[str, ...] = ()
+    max_context: int | None = None
+    """The longest prompt plus completion, in tokens; None when unknown."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Token ids in, token ids and logprobs out."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What this engine can do."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion. Cancelling the call aborts the request.
+
+        Raises:
+            EngineError: the engine is lost or refuses the request.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request now; its `generate` returns what there is, with finish_reason ABORT."""
+        ...
+
+    async def end_session(self, session_id: str) -> None:
+        """Forget what is kept for an episode, such as its KV cache. Unknown ids are fine."""
+        ...
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        """Serve policy version `version` from now on.
+
+        Args:
+            version: The new policy version; completions carry it.
+            weights: name -> tensor; None when the engine shares the trainer's own parameters.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free everything. The engine cannot be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class Interaction(Protocol):
+    """A partner that answers the model's turns: a simulated user, a grader, an environment."""
+
+    name: str
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin one episode and return the id to use from then on."""
+        ...
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Answer the conversation so far: (should_terminate, content, score of the turn, metadata)."""
+        ...
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        """Return the score of the turn."""
+        ...
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """End the episode and free what it held. Called exactly once."""
+        ...
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """A tool the model can call."""
+
+    name: str
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """The tool in OpenAI's function form: {"type": "function", "function": {"name": …, "parameters": …}}."""
+        ...
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        """Begin one episode; return the id to use from then on, or a pair (id, response)."""
+        ...
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        """Answer one call: (response, step reward or None, metrics or None), or just the response."""
+        ...
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        """Return the tool's reward for the whole episode. Called once, at the end."""
+        ...
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """End the episode and free what it held. Called exactly once."""
+        ...
+
+
+class RewardFn(Protocol):
+    """Scores one finished trajectory; may be async."""
+
+    def __call__(self, trajectory: Trajectory) -> Any:
+        """Return a number, or a mapping with a "score"."""
+        ...
+
+
+class Rewarder(Protocol):
+    """Turns a finished trajectory and its named scores into its reward."""
+
+    async def score(self, trajectory: Trajectory) -> Reward:
+        """Return the reward.
+
+        Raises:
+            RewardError: the reward function raised or returned no finite number.
+        """
+        ...
+
+
+class Policy(Protocol):
+    """The trainer's side of the model: parameters and gradients."""
+
+    def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
+        """Return for each sample [T] the log-probability of each token, 0 at index 0 and where nothing is weighted."""
+        ...
+
+    def forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
+        """Add the gradient of the loss over `samples` and return the loss's metrics."""
+        ...
+
+    def optim_step(self) -> Metrics:
+        """Take one optimizer step from the summed gradient, and clear it."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue: parameters, optimizer, schedule."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        ...
+
+
+class Tracker(Protocol):
+    """Receives the numbers of a run."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the metrics of one step."""
+        ...
+
+    def close(self) -> None:
+        """Flush and close."""
+        ...
+
+
+class TrajectoryStore(Protocol):
+    """Receives every trajectory of a run."""
+
+    def add(self, group: TrajectoryGroup, *, step: int, split: str) -> None:
+        """Record one group of a step; `split` is "train" or the name of an evaluation."""
+        ...
+
+    def close(self) -> None:
+        """Flush and close."""
+        ...

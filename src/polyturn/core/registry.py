@@ -1,0 +1,130 @@
+"""One way from a name in a config to a class: registered name, `pkg.mod:Attr`, `file.py:Attr`, or an entry point.
+
+rewards.resolve("gsm8k")                      a registered name
+rewards.resolve("my_project.rewards:score")   an attribute of an importable module (a dotted path works too)
+rewards.resolve("rewards.py:score")           an attribute of a file, relative to the config that names it
+rewards.resolve("length")                     an entry point of the group `polyturn.rewards`
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from polyturn.core.errors import (
+    ConfigError,
+    MissingAttributeError,
+    MissingModuleError,
+    UnknownNameError,
+    did_you_mean,
+    one_line,
+)
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names of one kind of plug-in, such as "rewards"."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that registers its argument under `name`.
+
+        Raises:
+            ConfigError: the name is taken by something else.
+        """
+
+        def add(entry: T) -> T:
+            if self._entries.setdefault(name, entry) is not entry:
+                raise ConfigError(f"{self.kind}: the name {name!r} is registered already, as {self._entries[name]!r}")
+            return entry
+
+        return add
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def resolve(self, name: str, *, base: Path | None = None) -> T:
+        """Return what `name` stands for. `base` is the folder that relative file paths start from.
+
+        Raises:
+            UnknownNameError: nothing has that name; the message shows the nearest known ones.
+            MissingModuleError, MissingAttributeError: a path that leads nowhere.
+        """
+        if name in self._entries:
+            return self._entries[name]
+        if ":" in name or "." in name:
+            found: T = import_attr(name, base=base)
+            return found
+        points = entry_points(group=f"polyturn.{self.kind}")
+        if name in points.names:
+            loaded: T = points[name].load()
+            return loaded
+        known = [*self._entries, *points.names]
+        raise UnknownNameError(f"{self.kind}: there is no {name!r}.{did_you_mean(name, known)}")
+
+
+def import_attr(path: str, *, base: Path | None = None) -> Any:
+    """Import what `pkg.mod:Attr`, `pkg.mod.Attr` or `folder/file.py:Attr` names.
+
+    Raises:
+        MissingModuleError: the module or file cannot be found or imported.
+        MissingAttributeError: the module has no such attribute.
+    """
+    where, colon, name = path.rpartition(":")
+    if not colon:
+        where, _, name = path.rpartition(".")
+    if not where or not name:
+        raise ConfigError(f"{path!r} is not an import path; write it as 'package.module:Name' or 'file.py:Name'")
+    module = _load_file(str((base or Path()).joinpath(where).resolve())) if where.endswith(".py") else _load_module(where)
+    try:
+        found = module
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError as problem:
+        known = [n for n in vars(module) if not n.startswith("_")]
+        raise MissingAttributeError(f"{where!r} has no attribute {name!r}.{did_you_mean(name, known)}") from problem
+    return found
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as problem:
+        raise MissingModuleError(
+            f"the module {name!r} cannot be imported ({one_line(problem)}); check its spelling, and that its folder is "
+            "installed or on PYTHONPATH"
+        ) from problem
+
+
+@functools.cache
+def _load_file(path: str) -> ModuleType:
+    if not Path(path).is_file():
+        raise MissingModuleError(f"there is no file {path!r}; a path in a config is relative to the config's folder")
+    digest = hashlib.sha256(path.encode()).hexdigest()[:8]
+    name = f"polyturn_plugin_{Path(path).stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise MissingModuleError(f"{path!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        del sys.modules[name]
+        raise MissingModuleError(f"{path!r} fails when imported: {one_line(problem)}") from problem
+    return module

@@ -1,0 +1,81 @@
+"""TrainSample: one segment, ready for the trainer. The shape between rollout and loss.
+
+index t describes token t; the shift to targets happens once, in `batching/layout.py`.
+
+    token_ids         [ p  p  p  a  a  o  o  a  a ]
+    loss_weights      [ 0  0  0  1  1  0  0  1  1 ]
+    rollout_logprobs  [ 0  0  0 -1 -2  0  0 -1 -3 ]
+    advantages        [ 0  0  0  A  A  0  0  A  A ]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.arrays import Record, float_array, ids_array
+from polyturn.core.errors import AlignmentError
+
+
+class SampleId(NamedTuple):
+    """Which segment of which trajectory of which group."""
+
+    group: str
+    trajectory: str
+    segment: int
+
+
+_FLOATS = ("loss_weights", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainSample(Record):
+    """Per-token arrays of one segment, all of one length [T]."""
+
+    id: SampleId
+    token_ids: NDArray[np.int32]
+    loss_weights: NDArray[np.float32]
+    turn_ids: NDArray[np.int32]
+    rollout_logprobs: NDArray[np.float32] | None = None
+    """The engine's, 0 where nothing was sampled."""
+    old_logprobs: NDArray[np.float32] | None = None
+    """The trainer's at the start of the step, the denominator of the ratio."""
+    ref_logprobs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    rewards: NDArray[np.float32] | None = None
+    advantages: NDArray[np.float32] | None = None
+    versions: NDArray[np.int32] | None = None
+    """The policy version of each sampled token, -1 elsewhere."""
+    reward: float = 0.0
+    """The trajectory's scalar reward."""
+    temperature: float = 1.0
+    """The temperature that the tokens were sampled at; logprobs are log_softmax(logits / temperature)."""
+    media: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("token_ids", "turn_ids", "versions"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, ids_array(getattr(self, name)))
+        for name in _FLOATS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, float_array(getattr(self, name)))
+        for name in ("turn_ids", "versions", *_FLOATS):
+            array = getattr(self, name)
+            if array is not None and len(array) != len(self.token_ids):
+                raise AlignmentError(f"sample {self.id}: {name} has {len(array)} entries for {len(self.token_ids)} tokens")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_weighted(self) -> int:
+        """How many tokens have a weight in the loss."""
+        return int(np.count_nonzero(self.loss_weights))
+
+    def replace(self, **arrays: Any) -> TrainSample:
+        """Return a copy with some arrays set, for instance `sample.replace(old_logprobs=…)`."""
+        return dataclasses.replace(self, **arrays)

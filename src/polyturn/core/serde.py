@@ -1,0 +1,113 @@
+"""JSON for the core types: one pair of functions, driven by the annotations.
+
+    to_json(span)            ->  {"ids": [5, 6], "source": "sampled", "logprobs": [-0.5, "-inf"], ...}
+    from_json(Span, data)    ->  Span(...)
+
+Separate so that no record writes its own parser. Arrays become lists; numbers that JSON cannot write become the strings
+"inf", "-inf" and "nan", so that a log-probability of -inf survives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import numpy as np
+
+_T = TypeVar("_T")
+
+
+def to_json(value: Any) -> Any:
+    """Return `value` as plain JSON data (dict, list, str, int, float, bool, None)."""
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray):
+        return [_number(v) for v in value.tolist()]
+    if isinstance(value, np.generic):
+        return _number(value.item())
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(v) for v in value]
+    if isinstance(value, float):
+        return _number(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return repr(value)
+
+
+def from_json(cls: type[_T], data: Any) -> _T:
+    """Return the `cls` that `data`, the output of `to_json`, describes.
+
+    Raises:
+        TypeError: `data` has a field that `cls` lacks, or lacks one without a default.
+    """
+    result: _T = _decode(cls, data)
+    return result
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _decode(hint: Any, data: Any) -> Any:
+    origin = get_origin(hint)
+    if hint is Any or hint is object or data is None:
+        return data
+    if origin in (Union, types.UnionType):
+        options = [a for a in get_args(hint) if a is not type(None)]
+        return _decode(_pick(options, data), data)
+    if origin is np.ndarray:
+        dtype = np.dtype(get_args(get_args(hint)[1])[0])
+        return np.array([float(v) if isinstance(v, str) else v for v in data], dtype=dtype)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = _hints(hint)
+        return hint(**{k: _decode(hints.get(k, Any), v) for k, v in data.items()})
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(data)
+    if origin is tuple or (isinstance(hint, type) and issubclass(hint, tuple)):
+        return _decode_tuple(hint, data)
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        _, of = get_args(hint)
+        return {k: _decode(of, v) for k, v in data.items()}
+    if hint is float:
+        return float(data)
+    return data
+
+
+def _decode_tuple(hint: Any, data: Any) -> Any:
+    fields = getattr(hint, "_field_types", None) or (_hints(hint) if hasattr(hint, "_fields") else None)
+    if fields is not None:
+        return hint(*(_decode(t, v) for t, v in zip(fields.values(), data, strict=True)))
+    args = get_args(hint)
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(_decode(args[0], v) for v in data)
+    return tuple(_decode(t, v) for t, v in zip(args, data, strict=True)) if args else tuple(data)
+
+
+def _pick(options: list[Any], data: Any) -> Any:
+    """Choose the member of a union that the JSON value can be: str | tuple[...] and the like."""
+    for option in options:
+        kind = get_origin(option) or option
+        if isinstance(data, str) and kind is str:
+            return option
+        if isinstance(data, list) and isinstance(kind, type) and issubclass(kind, tuple | list | np.ndarray):
+            return option
+        if isinstance(data, dict) and (dataclasses.is_dataclass(kind) or kind in (dict, Mapping)):
+            return option
+    return options[0]

@@ -1,0 +1,243 @@
+"""What a rollout leaves: spans of tokens, segments, turns, the trajectory, the group.
+
+index t describes token t; the shift to targets happens once, in `batching/layout.py`.
+
+    segment   [ PROMPT ............ | SAMPLED turn 0 | OBSERVATION turn 0 | SAMPLED turn 1 ]
+    weights     0 0 0 0 0 0 0 0 0 0   1 1 1 1 1 1 1    0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1
+
+Ids, logprobs, weights and origin live together in one `Span`, so they cannot drift apart; every array over a segment is
+derived. One segment is one training sample. A segment that branched from another one remembers where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
+from polyturn.core.errors import AlignmentError
+from polyturn.core.generation import FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message
+from polyturn.core.reward import Reward
+from polyturn.core.task import Task
+
+
+class SpanSource(Enum):
+    """Who wrote the tokens of a span."""
+
+    PROMPT = "prompt"
+    SAMPLED = "sampled"
+    OBSERVATION = "observation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Span(Record):
+    """Consecutive tokens of one origin and one policy version."""
+
+    ids: NDArray[np.int32]
+    source: SpanSource
+    turn: int = -1
+    """The turn that the tokens belong to; -1 for the task's prompt. An observation belongs to the turn that drew it."""
+    logprobs: NDArray[np.float32] | None = None
+    """[len(ids)] log-probability of each sampled token under the engine's policy; None unless sampled."""
+    policy_version: int | None = None
+    """The weights that sampled the tokens; None unless sampled."""
+    weights: NDArray[np.float32] | None = None
+    """[len(ids)] weight in the loss; None means 1 where sampled and 0 elsewhere."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", ids_array(self.ids))
+        if self.logprobs is not None:
+            object.__setattr__(self, "logprobs", float_array(self.logprobs))
+            self._check("logprobs", self.logprobs)
+        if self.weights is not None:
+            object.__setattr__(self, "weights", float_array(self.weights))
+            self._check("weights", self.weights)
+            if self.source is not SpanSource.SAMPLED and np.any(self.weights):
+                raise AlignmentError(
+                    f"a {self.source.value} span has a weight other than 0; only sampled tokens can be trained"
+                )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def _check(self, name: str, array: Floats) -> None:
+        if self.source is not SpanSource.SAMPLED and name == "logprobs":
+            raise AlignmentError(f"a {self.source.value} span has logprobs; only sampled tokens have them")
+        if len(array) != len(self.ids):
+            raise AlignmentError(f"a span of {len(self.ids)} ids has {len(array)} {name}; they must be as many")
+
+    @property
+    def loss_weights(self) -> Floats:
+        """[len(ids)] the weight of each token in the loss."""
+        if self.weights is not None:
+            return self.weights
+        value = 1.0 if self.source is SpanSource.SAMPLED else 0.0
+        return np.full(len(self.ids), value, dtype=np.float32)
+
+
+class Branch(NamedTuple):
+    """Where a segment left another one: it shares the first `length` tokens of segment `segment`."""
+
+    segment: int
+    length: int
+
+
+class SpanRef(NamedTuple):
+    """A span by reference: the index of its segment, and its index within the segment."""
+
+    segment: int
+    span: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment(Record):
+    """One continuous token sequence that the engine saw and extended: one training sample."""
+
+    spans: tuple[Span, ...]
+    media: tuple[Any, ...] = ()
+    agent: str = "assistant"
+    parent: Branch | None = None
+
+    def __len__(self) -> int:
+        return sum(len(s) for s in self.spans)
+
+    @property
+    def token_ids(self) -> Ids:
+        """[T] all ids."""
+        return _join([s.ids for s in self.spans], np.int32)
+
+    @property
+    def loss_weights(self) -> Floats:
+        """[T] the weight of each token in the loss; positive only on sampled tokens."""
+        return _join([s.loss_weights for s in self.spans], np.float32)
+
+    @property
+    def logprobs(self) -> Floats:
+        """[T] the engine's log-probability of each sampled token, 0 elsewhere and where the engine gave none."""
+        blank = [np.zeros(len(s), np.float32) if s.logprobs is None else s.logprobs for s in self.spans]
+        return _join(blank, np.float32)
+
+    @property
+    def turn_ids(self) -> Ids:
+        """[T] the turn of each token, -1 for the prompt."""
+        return _join([np.full(len(s), s.turn, np.int32) for s in self.spans], np.int32)
+
+    @property
+    def sampled_mask(self) -> NDArray[np.bool_]:
+        """[T] whether each token was sampled, whatever its weight."""
+        masks = [np.full(len(s), s.source is SpanSource.SAMPLED, np.bool_) for s in self.spans]
+        return _join(masks, np.bool_)
+
+    @property
+    def versions(self) -> Ids:
+        """[T] the policy version of each sampled token, -1 elsewhere."""
+        blank = [np.full(len(s), -1 if s.policy_version is None else s.policy_version, np.int32) for s in self.spans]
+        return _join(blank, np.int32)
+
+
+_Scalar = TypeVar("_Scalar", np.int32, np.float32, np.bool_)
+
+
+def _join(parts: list[NDArray[_Scalar]], dtype: type[_Scalar]) -> NDArray[_Scalar]:
+    array = np.concatenate(parts) if parts else np.empty(0, dtype)
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What one tool call came to."""
+
+    call_id: str
+    name: str
+    content: str | tuple[Mapping[str, Any], ...]
+    """What the model reads."""
+    reward: float | None = None
+    """The step reward that `execute` returned; None if it returned none."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    """The kind of failure (unknown_tool, bad_json, schema, timeout, exception, tool_error, skipped); None if it worked."""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn(Record):
+    """One completion and the observation it drew."""
+
+    index: int
+    message: Message
+    finish_reason: FinishReason
+    spans: tuple[SpanRef, ...] = ()
+    """The sampled spans of this turn, then its observation spans."""
+    tool_results: tuple[ToolResult, ...] = ()
+    observation: tuple[Message, ...] = ()
+    """What the environment answered. Recorded also when it ended the episode and so was never encoded."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Named scores of this turn: "interaction", "tool/<name>"."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """The interaction's metadata, and whatever a scheduler keeps about the turn."""
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds: "generate", "tools", "interaction"."""
+
+    @property
+    def score(self) -> float | None:
+        """The turn's score, the sum of its parts; None if nothing scored it."""
+        return sum(self.scores.values()) if self.scores else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory(Record):
+    """The record of one episode."""
+
+    id: str
+    task: Task
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    reward: Reward | None = None
+    error: str | None = None
+    """Why the trajectory failed; None unless `stop_reason` is a failure."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The whole conversation: the prompt, then each turn's message and what it drew."""
+        out = list(self.task.prompt)
+        for turn in self.turns:
+            out += [turn.message, *turn.observation]
+        return tuple(out)
+
+    @property
+    def turn_scores(self) -> tuple[float | None, ...]:
+        """The score of each turn, None where nothing scored it."""
+        return tuple(t.score for t in self.turns)
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the trajectory is left out of the loss and of its group's statistics."""
+        return self.stop_reason.is_failure
+
+    def span(self, ref: SpanRef) -> Span:
+        """Return the span that `ref` names."""
+        return self.segments[ref.segment].spans[ref.span]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """How many tokens the model wrote."""
+        return sum(len(s) for seg in self.segments for s in seg.spans if s.source is SpanSource.SAMPLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrajectoryGroup(Record):
+    """The trajectories of one task that are compared with one another."""
+
+    id: str
+    task: Task
+    trajectories: tuple[Trajectory, ...]
