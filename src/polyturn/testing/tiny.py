@@ -1,0 +1,195 @@
+"""A tiny tokenizer and a tiny model, made at run time: nothing is downloaded, nothing is shipped.
+
+The tokenizer is a byte-level BPE trained on a few hundred canned lines (word problems, JSON, tool calls), with ChatML
+turn tokens and a chat template that renders tools, tool calls and tool results in hermes style. As in the published
+models, the turn tokens are special and the tool and reasoning tags are added tokens that are not, so that code which
+guards only against special tokens fails here too. Both are deterministic: the same arguments give the same ids and weights.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+TURN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Special tokens: padding, the start and the end of a turn."""
+TAG_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+"""Added tokens that are not special: `decode(skip_special_tokens=True)` keeps them."""
+
+CHAT_TEMPLATE = """\
+{%- set first = messages[0] if messages else none -%}
+{%- set has_system = first and first.role == 'system' -%}
+{%- if has_system or tools -%}
+    {{- '<|im_start|>system\\n' -}}
+    {%- if has_system -%}{{- first.content -}}{%- endif -%}
+    {%- if tools -%}
+        {%- if has_system -%}{{- '\\n\\n' -}}{%- endif -%}
+        {{- 'Tools:\\n' -}}
+        {%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}
+        {{- 'Call a tool with <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>' -}}
+    {%- endif -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in (messages[1:] if has_system else messages) -%}
+    {%- if message.role == 'tool' -%}
+        {%- if loop.first or loop.previtem.role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+        {%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+    {%- else -%}
+        {{- '<|im_start|>' + message.role + '\\n' -}}
+        {%- if message.reasoning_content -%}
+            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' -}}
+        {%- endif -%}
+        {{- message.content -}}
+        {%- for call in message.tool_calls or [] -%}
+            {%- if message.content or not loop.first -%}{{- '\\n' -}}{%- endif -%}
+            {{- '<tool_call>\\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson -}}
+            {{- '\\n</tool_call>' -}}
+        {%- endfor -%}
+        {{- '<|im_end|>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""ChatML with hermes tools. Appending messages never changes what earlier ones rendered to."""
+
+_SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
+
+
+def tiny_tokenizer(
+    vocab_size: int = 384, *, texts: Iterable[str] | None = None, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with ChatML tokens; digits are never merged.
+
+    Args:
+        vocab_size: Size of the vocabulary, added tokens included; at least 265, the bytes and the added tokens.
+        texts: What to learn merges from; canned lines by default. Text that repeats little ends in a smaller vocabulary.
+        chat_template: The Jinja template of the tokenizer.
+
+    Raises:
+        ConfigError: `vocab_size` has no room for the bytes and the added tokens.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    num_added = len(TURN_TOKENS) + len(TAG_TOKENS)
+    if vocab_size < 256 + num_added:
+        raise ConfigError(f"a tiny tokenizer needs a vocabulary of at least {256 + num_added}, not {vocab_size}")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - num_added,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(list(_canned_texts() if texts is None else texts), trainer)
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in TURN_TOKENS])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAG_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+        model_max_length=32768,
+    )
+
+
+def tiny_model(
+    tokenizer: PreTrainedTokenizerFast | int,
+    kind: str = "qwen3",
+    *,
+    hidden: int = 32,
+    layers: int = 2,
+    heads: int = 2,
+    kv_heads: int = 1,
+    intermediate: int | None = None,
+    max_positions: int = 32768,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """Build a randomly initialised causal language model in float32, in eval mode, on the CPU.
+
+    Args:
+        tokenizer: The tokenizer to fit, or the size of the vocabulary.
+        kind: "qwen3", "qwen2" or "llama".
+        hidden: Width; a multiple of 2 * heads.
+        layers: Number of decoder layers.
+        heads: Number of attention heads.
+        kv_heads: Number of key-value heads; divides `heads`.
+        intermediate: Width of the feed-forward layer; 2 * hidden by default.
+        max_positions: The longest context.
+        seed: Seed of the weights; the caller's random state is left as it was.
+
+    Raises:
+        ConfigError: `kind` is unknown, or `hidden` does not divide into heads.
+    """
+    import torch
+    import transformers
+
+    families: dict[str, tuple[Any, Any]] = {
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }
+    if kind not in families:
+        raise ConfigError(f"there is no tiny model of kind {kind!r}.{did_you_mean(kind, families)}")
+    if hidden % (2 * heads) or heads % kv_heads:
+        raise ConfigError(
+            f"hidden={hidden}, heads={heads}, kv_heads={kv_heads} do not divide; rotary halves need even heads"
+        )
+    config_class, model_class = families[kind]
+    eos = pad = None
+    if not isinstance(tokenizer, int):
+        eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = config_class(
+        vocab_size=tokenizer if isinstance(tokenizer, int) else len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate or 2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=pad,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = model_class(config)
+    return model.float().eval()
+
+
+def _canned_texts() -> list[str]:
+    """Return the lines that merges are learnt from: word problems, feedback, JSON and schemas, always the same."""
+    rng = random.Random(0)
+    names = ("Anna", "Ben", "Carla", "David", "Emma", "Farid", "Grace", "Hugo")
+    things = ("apples", "books", "cards", "coins", "pencils", "shells", "stamps", "tickets")
+    verbs = ("buys", "finds", "gives away", "loses", "sells", "wins")
+    lines = []
+    for _ in range(400):
+        name, thing, verb = rng.choice(names), rng.choice(things), rng.choice(verbs)
+        a, b = rng.randint(2, 99), rng.randint(2, 99)
+        lines += [
+            f"{name} has {a} {thing} and {verb} {b} more. How many {thing} does {name} have now?",
+            f"{a} + {b} = {a + b}. The answer is {a + b}.\n#### {a + b}",
+            "Your answer is not correct. Think again about each step, then write the final answer after ####.",
+            '{"name": "lookup", "arguments": {"key": "price of ' + thing + '"}}',
+            '{"type": "function", "function": {"name": "calc", "description": "Compute the value of an expression.", '
+            '"parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}',
+            "system\nYou are a helpful assistant.\nuser\nPlease use the tool.\nassistant\nLet me check.\n",
+            "A shop opens every morning before the train leaves; people come from each town, and children bring money "
+            "which their parents saved during the year. After lunch, one third went home while twelve others waited.",
+            "def solve(value):\n    total = 0\n    for item in range(value):\n        total += item\n    return total\n",
+        ]
+    return lines
