@@ -1,0 +1,262 @@
+"""TaskDataset: a sequence of tasks over jsonl and parquet files, or over a generator that a config names.
+
+    TaskDataset.open("data/train.parquet", split="train")[0]  ->  Task(id="train-0", ...)
+    TaskDataset.open(["a.jsonl", "more/*.jsonl"], split="train")
+
+Separate from `rows.py`, which knows rows but no files. Rows stay in the compact form of their file (Arrow columns, jsonl
+bytes) and become tasks when asked for, so that a million rows cost little more than their file. `check_tasks` reads
+everything once, before any training time is spent.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import inspect
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
+from polyturn.core.registry import import_attr
+from polyturn.core.task import Task
+from polyturn.data.rows import task_from_row
+
+
+class _Part(Protocol):
+    """The rows of one file."""
+
+    path: Path
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Any:
+        """Return row `index` as it stands in the file."""
+        ...
+
+
+class _JsonlPart:
+    """The bytes of a jsonl file and where each of its lines starts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        bounds, start = [], 0
+        while start < len(self._data):
+            end = self._data.find(b"\n", start)
+            end = len(self._data) if end < 0 else end
+            if self._data[start:end].strip():
+                bounds.append((start, end))
+            start = end + 1
+        self._bounds = np.array(bounds, np.int64).reshape(-1, 2)
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def row(self, index: int) -> Any:
+        start, end = self._bounds[index]
+        try:
+            return json.loads(self._data[start:end])
+        except ValueError as problem:
+            line = self._data.count(b"\n", 0, int(start)) + 1
+            text = self._data[start : min(end, start + 60)].decode("utf-8", "replace")
+            raise DataError(f"{self.path}, line {line}: this is not JSON ({one_line(problem)}): {text!r}") from problem
+
+
+class _ParquetPart:
+    """An Arrow table."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._table: pa.Table = pq.read_table(path, memory_map=True)
+        except (pa.ArrowException, OSError) as problem:
+            raise DataError(f"{path} cannot be read as parquet ({one_line(problem)}); write it again") from problem
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def row(self, index: int) -> Any:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+_PARTS: dict[str, Callable[[Path], _Part]] = {".jsonl": _JsonlPart, ".ndjson": _JsonlPart, ".parquet": _ParquetPart}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSummary:
+    """What `check_tasks` found in a dataset."""
+
+    num_tasks: int
+    data_sources: Mapping[str | None, int]
+    """How many tasks name each data source; under None, those that name none."""
+    interactions: Mapping[str | None, int]
+    """How many tasks talk to each interaction; under None, those that talk to none."""
+    tools: Mapping[str, int]
+    """How many tasks ask for each tool by name."""
+
+
+class TaskDataset(Sequence[Task]):
+    """The tasks of one or more files, in the order of the files."""
+
+    def __init__(self, parts: Sequence[_Part], *, split: str) -> None:
+        self.split = split
+        self._parts = list(parts)
+        self._ends = list(itertools.accumulate(len(p) for p in self._parts))
+
+    @classmethod
+    def open(cls, files: str | Path | Sequence[str | Path], *, split: str, base: Path | None = None) -> TaskDataset:
+        """Open jsonl and parquet files.
+
+        Args:
+            files: One path or several; `~` and globs are expanded, the matches of a glob in sorted order.
+            split: "train" or the name of an evaluation; starts the ids of tasks that have none.
+            base: The folder that relative paths start from.
+
+        Raises:
+            DataError: a file is missing, of an unknown kind or damaged, or there is no row at all.
+        """
+        named = [files] if isinstance(files, str | Path) else list(files)
+        paths = [path for name in named for path in _find(Path(name), base or Path())]
+        if not paths:
+            raise DataError(f"no file is named for the tasks of {split!r}; give at least one .jsonl or .parquet file")
+        dataset = cls([_open_part(path) for path in paths], split=split)
+        if not len(dataset):
+            raise DataError(f"there is no row in {', '.join(map(str, paths))}; {split!r} needs at least one task")
+        return dataset
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self._task(i) for i in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        return self._task(position)
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self._task(i) for i in range(len(self)))
+
+    def _task(self, index: int) -> Task:
+        part = bisect.bisect_right(self._ends, index)
+        number = index - (self._ends[part - 1] if part else 0)
+        source = self._parts[part]
+        return task_from_row(source.row(number), index=index, split=self.split, source=str(source.path), row_number=number)
+
+
+def generate_tasks(path: str, *, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:
+    """Call the task generator that `path` names, and return its tasks.
+
+    Args:
+        path: `package.module:function` or `file.py:function`: a callable that returns a sequence of tasks.
+        base: The folder that a relative file path starts from.
+        kwargs: The generator's own arguments.
+
+    Raises:
+        ConfigError: the name leads nowhere, or the generator does not take these arguments.
+        DataError: it returned something else, or nothing.
+    """
+    make = import_attr(path, base=base)
+    if not callable(make):
+        raise ConfigError(f"the task generator {path!r} is {make!r}, which cannot be called; name a function")
+    try:
+        inspect.signature(make).bind(**kwargs)
+    except TypeError as problem:
+        raise ConfigError(f"the task generator {path!r} does not accept {kwargs!r}: {one_line(problem)}") from problem
+    tasks = make(**kwargs)
+    if not isinstance(tasks, Sequence) or isinstance(tasks, str):
+        raise DataError(f"the task generator {path!r} returned a {type(tasks).__name__}; it must return a sequence of Task")
+    if not tasks:
+        raise DataError(f"the task generator {path!r} returned no task for {kwargs!r}")
+    if not isinstance(tasks[0], Task):
+        raise DataError(f"the task generator {path!r} returned a sequence of {type(tasks[0]).__name__}, not of Task")
+    return tasks
+
+
+def check_tasks(
+    tasks: Sequence[Task], *, tools: Collection[str], interactions: Collection[str], name: str = "tasks"
+) -> DatasetSummary:
+    """Read every task once, so that a bad row stops the run before it starts, and say what is in them.
+
+    A task whose interaction was only implied (kwargs without a name) is fine in a run that configures no interaction.
+
+    Args:
+        tasks: The tasks.
+        tools: The names of the configured tools.
+        interactions: The names of the configured interactions.
+        name: What to call these tasks in messages, for instance the file.
+
+    Raises:
+        DataError: a row that cannot be read, a name that is not configured, or an id that two tasks share.
+    """
+    sources: Counter[str | None] = Counter()
+    partners: Counter[str | None] = Counter()
+    asked: Counter[str] = Counter()
+    seen: dict[str, int] = {}
+    for index, task in enumerate(tasks):
+        where = f"{name}, task {task.id!r} (number {index})"
+        if seen.setdefault(task.id, index) != index:
+            raise DataError(f"{where}: task number {seen[task.id]} has the same id; an id must be unique in its dataset")
+        for tool in task.tools or ():
+            if tool not in tools:
+                raise DataError(f"{where}: the tool {tool!r} is not configured.{did_you_mean(tool, tools)}")
+        asked.update(task.tools or ())
+        partner = task.interaction
+        if partner is not None and partner.name not in interactions:
+            if interactions or "name" in partner.kwargs:
+                hint = did_you_mean(partner.name, interactions) if interactions else " No interaction is configured."
+                raise DataError(f"{where}: the interaction {partner.name!r} is not configured.{hint}")
+            partner = None
+        partners[None if partner is None else partner.name] += 1
+        sources[task.data_source] += 1
+    return DatasetSummary(num_tasks=len(tasks), data_sources=sources, interactions=partners, tools=asked)
+
+
+def _find(path: Path, base: Path) -> list[Path]:
+    full = base / path.expanduser()
+    if full.is_file():
+        return [full]
+    if any(c in str(path) for c in "*?["):
+        matches = sorted(Path(p) for p in glob.glob(str(full), recursive=True) if Path(p).is_file())
+        if not matches:
+            raise DataError(f"no file matches {str(full)!r}.{_inside(full.parent)}")
+        return matches
+    if full.is_dir():
+        raise DataError(
+            f"{str(full)!r} is a folder; name its files, for instance {str(full / '*.parquet')!r}.{_inside(full)}"
+        )
+    raise DataError(f"there is no file {str(full)!r}.{_inside(full.parent, full.name)}")
+
+
+def _inside(folder: Path, wanted: str = "") -> str:
+    """Return a sentence that says what is in `folder`."""
+    if not folder.is_dir():
+        return f" Its folder does not exist either: {str(folder)!r}."
+    names = sorted(p.name for p in folder.iterdir())
+    if not names:
+        return " Its folder is empty."
+    near = did_you_mean(wanted, names) if wanted else ""
+    if near.startswith(" Did"):
+        return near
+    return f" In that folder: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
+
+
+def _open_part(path: Path) -> _Part:
+    kind = _PARTS.get(path.suffix)
+    if kind is None:
+        raise DataError(f"{path} is of the unknown kind {path.suffix!r}; tasks are read from {', '.join(sorted(_PARTS))}")
+    return kind(path)

@@ -1,0 +1,200 @@
+"""Rows to tasks: the one place that knows what a dataset row may look like.
+
+    {"prompt": "What is 2+2?", "ground_truth": "4", "interaction": "gsm8k"}                            a native row
+    {"prompt": [{"role": "user", ...}], "data_source": "openai/gsm8k",
+     "reward_model": {"style": "rule", "ground_truth": "4"},
+     "extra_info": {"index": 0, "tools_kwargs": {"calc": {"create_kwargs": {...}}},
+                    "interaction_kwargs": {"name": "gsm8k", "ground_truth": "4"}}}                     a row of verl's shape
+      ->  Task(id="train-0", prompt=(Message(...),), ground_truth="4", tools=("calc",), interaction=InteractionRef("gsm8k"))
+
+Separate so that everything after it reads typed values. A row that cannot be used is a `DataError` which names the file,
+the row, the key and the value. Parquet fills the keys that a row lacks with None: such keys count as absent, so a tool
+that is None belongs to other rows, while a tool that is an empty mapping is this row's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+import numpy as np
+
+from polyturn.core.errors import DataError, did_you_mean
+from polyturn.core.messages import Message
+from polyturn.core.task import InteractionRef, Task, ToolKwargs
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles that a message of a prompt may have."""
+
+DEFAULT_INTERACTION = "gsm8k"
+"""The interaction of a row whose `interaction_kwargs` name none."""
+
+_TOOL_KWARGS = tuple(f.name for f in fields(ToolKwargs))
+_TYPED = frozenset(
+    {"id", "prompt", "data_source", "ground_truth", "reward_model", "extra_info", "interaction", "interaction_kwargs"}
+    | {"tools", "tools_kwargs", "tool_kwargs", "tool_selection", "need_tools_kwargs"}
+)
+"""Keys that became fields of the task; every other key of the row goes to `Task.extra`."""
+
+
+def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str, row_number: int | None = None) -> Task:
+    """Return the task that a row describes.
+
+    A row's `extra_info` may hold `interaction_kwargs`, `tools_kwargs` (or `tool_kwargs`) and `tool_selection`, and wins over
+    keys of the same name beside it. The tools of a task are `tool_selection` or `tools` where the row has one, else the
+    keys of its `tools_kwargs`, else None: all tools. `interaction_kwargs` without a name mean the interaction "gsm8k"; its
+    kwargs then hold no "name" either, which tells an implied name from a written one.
+
+    Args:
+        row: The row; None counts as absent, NumPy values are taken as plain ones.
+        index: Its position in the dataset; the task's id is "<split>-<index>" unless the row has an `id`.
+        split: "train" or the name of an evaluation.
+        source: The file, for error messages.
+        row_number: The row's position in that file, counted from 0; None means `index`.
+
+    Raises:
+        DataError: the row has no prompt, an unknown role, or a value of the wrong type.
+    """
+    return _Reader(source, index if row_number is None else row_number).task(_plain(row), index, split)
+
+
+class _Reader:
+    """Reads one row; knows where it is, so that every complaint can say it."""
+
+    def __init__(self, source: str, number: int) -> None:
+        self.where = f"{source}, row {number}"
+
+    def fail(self, what: str) -> NoReturn:
+        raise DataError(f"{self.where}: {what}")
+
+    def task(self, row: Any, index: int, split: str) -> Task:
+        if not isinstance(row, Mapping):
+            self.fail(f"a row must be an object with keys, not {_show(row)}")
+        extra = self.mapping(row, "extra_info") or {}
+        truth = (self.mapping(row, "reward_model") or {}).get("ground_truth", row.get("ground_truth"))
+        kwargs = self.tools_kwargs(_first(extra, row, "tools_kwargs", "tool_kwargs"))
+        chosen = self.names(_first(extra, row, "tool_selection", "tools"), "tool_selection or tools")
+        identity = row.get("id", f"{split}-{index}")
+        if not isinstance(identity, str | int):
+            self.fail(f"'id' must be a string or an integer, not {_show(identity)}")
+        rest = {k: v for part in (row, extra) for k, v in part.items() if k not in _TYPED}
+        return Task(
+            id=str(identity),
+            prompt=self.prompt(row),
+            data_source=self.text(row, "data_source"),
+            ground_truth=truth,
+            tools=chosen if chosen is not None else (None if kwargs is None else tuple(kwargs)),
+            tools_kwargs=kwargs or {},
+            interaction=self.interaction(row, extra, truth),
+            extra=rest,
+        )
+
+    def mapping(self, row: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
+        value = row.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            self.fail(f"{key!r} must be an object with keys, not {_show(value)}")
+        return value
+
+    def text(self, row: Mapping[str, Any], key: str) -> str | None:
+        value = row.get(key)
+        if value is not None and not isinstance(value, str):
+            self.fail(f"{key!r} must be a string, not {_show(value)}")
+        return value
+
+    def prompt(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
+        value = row.get("prompt")
+        if value is None:
+            hint = " Rename 'messages' to 'prompt'." if "messages" in row else ""
+            self.fail(f"there is no 'prompt'; give a string or a list of messages. The row has {sorted(row)}.{hint}")
+        if isinstance(value, str):
+            value = [{"role": "user", "content": value}]
+        if not isinstance(value, list) or not value:
+            self.fail(f"'prompt' must be a string or a list of at least one message, not {_show(value)}")
+        return tuple(self.message(m, i) for i, m in enumerate(value))
+
+    def message(self, data: Any, position: int) -> Message:
+        at = f"prompt[{position}]"
+        if not isinstance(data, Mapping):
+            self.fail(f"{at} must be a message such as {{'role': 'user', 'content': '…'}}, not {_show(data)}")
+        role, content = data.get("role"), data.get("content")
+        if role not in ROLES:
+            self.fail(f"{at} has the role {_show(role)}.{did_you_mean(str(role), ROLES)}")
+        if content is not None and not isinstance(content, str | list):
+            self.fail(f"the content of {at} must be a string or a list of parts, not {_show(content)}")
+        if content is None and role != "assistant":
+            self.fail(f"{at} has no content; only an assistant message may lack it")
+        calls = data.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(c, Mapping) for c in calls):
+            self.fail(f"the tool_calls of {at} must be a list of calls, not {_show(calls)}")
+        try:
+            return Message.from_openai(data)
+        except DataError as problem:
+            self.fail(f"{at}: {problem}")
+
+    def tools_kwargs(self, value: Any) -> dict[str, ToolKwargs] | None:
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            self.fail(f"'tools_kwargs' must map tool names to their kwargs, not {_show(value)}")
+        return {name: self.tool(name, of) for name, of in value.items()}
+
+    def tool(self, name: str, of: Any) -> ToolKwargs:
+        if not isinstance(of, Mapping):
+            self.fail(f"tools_kwargs[{name!r}] must be an object with keys such as 'create_kwargs', not {_show(of)}")
+        for key, value in of.items():
+            if key not in _TOOL_KWARGS:
+                self.fail(f"tools_kwargs[{name!r}] has the unknown key {key!r}.{did_you_mean(key, _TOOL_KWARGS)}")
+            if not isinstance(value, Mapping):
+                self.fail(f"tools_kwargs[{name!r}][{key!r}] must be an object with keys, not {_show(value)}")
+        return ToolKwargs(**of)
+
+    def names(self, value: Any, key: str) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(n, str) for n in value):
+            self.fail(f"{key} must be a list of names of configured tools, not {_show(value)}")
+        return tuple(value)
+
+    def interaction(self, row: Mapping[str, Any], extra: Mapping[str, Any], truth: Any) -> InteractionRef | None:
+        native = row.get("interaction")
+        if native is not None:
+            return self.native_interaction(native, truth)
+        kwargs = extra.get("interaction_kwargs") or row.get("interaction_kwargs")
+        if not kwargs:
+            return None
+        if not isinstance(kwargs, Mapping):
+            self.fail(f"'interaction_kwargs' must be an object with keys, not {_show(kwargs)}")
+        name = kwargs.get("name", DEFAULT_INTERACTION)
+        if not isinstance(name, str):
+            self.fail(f"the 'name' in interaction_kwargs must be a string, not {_show(name)}")
+        return InteractionRef(name=name, kwargs=kwargs)
+
+    def native_interaction(self, value: Any, truth: Any) -> InteractionRef:
+        """Read `interaction`: a name, or a mapping with a name. It is told the row's ground truth unless it has its own."""
+        kwargs = {"name": value} if isinstance(value, str) else value
+        if not isinstance(kwargs, Mapping) or not isinstance(kwargs.get("name"), str):
+            self.fail(f"'interaction' must be a name or an object with a 'name', not {_show(value)}")
+        own = {} if truth is None else {"ground_truth": truth}
+        return InteractionRef(name=kwargs["name"], kwargs={**own, **kwargs})
+
+
+def _first(extra: Mapping[str, Any], row: Mapping[str, Any], *keys: str) -> Any:
+    """Return the first value there is: `extra_info` before the row, and the keys in order."""
+    return next((part[key] for part in (extra, row) for key in keys if key in part), None)
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with NumPy values as Python ones, sequences as lists, and keys that hold None left out."""
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:77]}… ({type(value).__name__})" if len(text) > 80 else f"{text} ({type(value).__name__})"

@@ -1,0 +1,204 @@
+"""Files to tasks: jsonl, parquet, globs, generators, and the check before a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from polyturn.core.errors import ConfigError, DataError, MissingAttributeError
+from polyturn.core.messages import Message
+from polyturn.core.task import Task
+from polyturn.data.dataset import TaskDataset, check_tasks, generate_tasks
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def rows(n: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"p{i}", **more} for i in range(n)]
+
+
+def prompts(dataset: Any) -> list[str]:
+    return [t.prompt[0].text for t in dataset]
+
+
+def test_jsonl_with_blank_lines_a_byte_order_mark_and_no_last_newline(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "p0"}\n\n  \n{"prompt": "p\xc3\xa9"}')
+    dataset = TaskDataset.open(path, split="val")
+    assert prompts(dataset) == ["p0", "pé"]
+    assert [t.id for t in dataset] == ["val-0", "val-1"]
+
+
+def test_parquet_rows_with_different_tools_keep_their_own(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(
+        [
+            {"prompt": "a", "extra_info": {"tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}}},
+            {"prompt": "b", "extra_info": {"tools_kwargs": {"search": {"create_kwargs": {"y": "z"}}}}},
+        ],
+        schema=pa.schema(
+            {
+                "prompt": pa.string(),
+                "extra_info": pa.struct(
+                    {
+                        "tools_kwargs": pa.struct(
+                            {
+                                "calc": pa.struct({"create_kwargs": pa.struct({"x": pa.int64()})}),
+                                "search": pa.struct({"create_kwargs": pa.struct({"y": pa.string()})}),
+                            }
+                        )
+                    }
+                ),
+            }
+        ),
+    )
+    pq.write_table(table, tmp_path / "t.parquet")
+    first, second = TaskDataset.open(tmp_path / "t.parquet", split="train")
+    assert (first.tools, second.tools) == (("calc",), ("search",))
+    assert second.tools_kwargs["search"].create_kwargs == {"y": "z"}
+
+
+def test_many_files_and_globs_in_order_with_indices_slices_and_negative_indices(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b1.jsonl", [{"prompt": "b1"}])
+    write_jsonl(tmp_path / "b0.jsonl", [{"prompt": "b0"}])
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a0"}, {"prompt": "a1"}]), tmp_path / "a.parquet")
+    dataset = TaskDataset.open(["a.parquet", "b*.jsonl"], split="train", base=tmp_path)
+    assert prompts(dataset) == ["a0", "a1", "b0", "b1"]
+    assert prompts(dataset[1:3]) == ["a1", "b0"]
+    assert dataset[-1].id == "train-3"
+    with pytest.raises(IndexError):
+        dataset[4]
+
+
+def test_a_bad_row_is_named_by_its_file_and_its_row_there(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", rows(3))
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "ok"}, {"question": "?"}])
+    dataset = TaskDataset.open([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], split="train")
+    with pytest.raises(DataError, match=r"b\.jsonl, row 1: there is no 'prompt'"):
+        dataset[4]
+
+
+def test_a_line_that_is_not_json_is_named_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "p"}\n\n{"prompt": \n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3: this is not JSON .*'\{\"prompt\": '"):
+        check_tasks(TaskDataset.open(tmp_path / "a.jsonl", split="train"), tools=(), interactions=())
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("trian.jsonl", r"there is no file .*trian\.jsonl'.* Did you mean 'train\.jsonl'"),
+        ("zzzzzzzz", r"there is no file .*In that folder: damaged\.parquet, empty\.jsonl, notes\.txt, train\.jsonl"),
+        ("nowhere/x.jsonl", r"Its folder does not exist either"),
+        ("x*.parquet", r"no file matches .*In that folder: damaged\.parquet"),
+        ("empty.jsonl", r"there is no row in .*empty\.jsonl"),
+        ("notes.txt", r"unknown kind '\.txt'.*\.jsonl, \.ndjson, \.parquet"),
+        ("damaged.parquet", r"damaged\.parquet cannot be read as parquet"),
+        (".", r"is a folder; name its files"),
+        ([], r"no file is named for the tasks of 'train'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_said_with_what_is_there(tmp_path: Path, name: Any, says: str) -> None:
+    write_jsonl(tmp_path / "train.jsonl", rows(1))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match=says):
+        TaskDataset.open(name, split="train", base=tmp_path)
+
+
+def test_the_check_counts_what_the_tasks_ask_for(tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [
+            {"prompt": "a", "data_source": "x", "tools": ["calc"]},
+            {"prompt": "b", "data_source": "x", "interaction": "gsm8k"},
+            {"prompt": "c"},
+        ],
+    )
+    found = check_tasks(TaskDataset.open(path, split="train"), tools=["calc"], interactions=["gsm8k"])
+    assert found.num_tasks == 3
+    assert found.data_sources == {"x": 2, None: 1}
+    assert found.interactions == {"gsm8k": 1, None: 2}
+    assert found.tools == {"calc": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"prompt": "p", "tools": ["clac"]},
+            r"tasks, task 'train-0' .*the tool 'clac' is not configured. Did you mean 'calc'",
+        ),
+        ({"prompt": "p", "interaction": "gsm9k"}, r"the interaction 'gsm9k' is not configured. Did you mean 'gsm8k'"),
+    ],
+)
+def test_the_check_names_what_is_not_configured(tmp_path: Path, row: Any, says: str) -> None:
+    dataset = TaskDataset.open(write_jsonl(tmp_path / "a.jsonl", [row]), split="train")
+    with pytest.raises(DataError, match=says):
+        check_tasks(dataset, tools=["calc"], interactions=["gsm8k"])
+
+
+def test_an_implied_interaction_is_no_error_where_none_is_configured_and_a_written_one_is(tmp_path: Path) -> None:
+    implied = TaskDataset.open(write_jsonl(tmp_path / "a.jsonl", rows(1, interaction_kwargs={"query": "q"})), split="t")
+    assert check_tasks(implied, tools=(), interactions=()).interactions == {None: 1}
+    with pytest.raises(DataError, match="'gsm8k' is not configured"):
+        check_tasks(implied, tools=(), interactions=["weather"])
+    written = TaskDataset.open(write_jsonl(tmp_path / "b.jsonl", rows(1, interaction="gsm8k")), split="t")
+    with pytest.raises(DataError, match="No interaction is configured"):
+        check_tasks(written, tools=(), interactions=())
+
+
+def test_two_tasks_may_not_share_an_id(tmp_path: Path) -> None:
+    dataset = TaskDataset.open(write_jsonl(tmp_path / "a.jsonl", rows(2, id="same")), split="train")
+    with pytest.raises(DataError, match=r"task 'same' .number 1.: task number 0 has the same id"):
+        check_tasks(dataset, tools=(), interactions=())
+
+
+GENERATORS = """
+from polyturn.core.messages import Message
+from polyturn.core.task import Task
+
+def good(*, n, seed=0):
+    return [Task(id=str(i), prompt=(Message(role="user", content=str(seed)),)) for i in range(n)]
+
+def not_tasks(*, n):
+    return list(range(n))
+
+def not_a_sequence():
+    return (i for i in range(3))
+
+a_value = 3
+"""
+
+
+def test_tasks_from_a_generator_that_a_file_holds(tmp_path: Path) -> None:
+    (tmp_path / "gen.py").write_text(GENERATORS)
+    tasks = generate_tasks("gen.py:good", base=tmp_path, n=2, seed=5)
+    assert list(tasks) == [Task(id=str(i), prompt=(Message(role="user", content="5"),)) for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "error", "says"),
+    [
+        ("gen.py:good", {"m": 2}, ConfigError, "does not accept .*'m': 2.*missing a required argument: 'n'"),
+        ("gen.py:good", {"n": 0}, DataError, "returned no task for .*'n': 0"),
+        ("gen.py:not_tasks", {"n": 2}, DataError, "returned a sequence of int, not of Task"),
+        ("gen.py:not_a_sequence", {}, DataError, "returned a generator; it must return a sequence of Task"),
+        ("gen.py:a_value", {}, ConfigError, "is 3, which cannot be called"),
+        ("gen.py:goood", {}, MissingAttributeError, "Did you mean 'good'"),
+    ],
+)
+def test_a_generator_that_cannot_be_used_is_said(
+    tmp_path: Path, name: str, kwargs: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    (tmp_path / "gen.py").write_text(GENERATORS)
+    with pytest.raises(error, match=says):
+        generate_tasks(name, base=tmp_path, **kwargs)
