@@ -1,0 +1,63 @@
+"""How much each token counts: the coefficient of every token's loss, over the whole batch of one optimizer step.
+
+    loss of a micro-batch = sum over its tokens of coef_t * loss_t
+
+The coefficients are computed once, before the batch is cut into micro-batches, so gradients add up exactly however it is
+cut (I7). Weights and sequence means belong to the *trajectory*: one that was cut into two segments counts once.
+
+    w_t = loss weight, W = sum of w over a trajectory's samples, N = trajectories with any weight
+    token-mean                w_t / sum of all w            every token counts the same
+    seq-mean-token-sum        w_t / N                       long trajectories count more
+    seq-mean-token-mean       w_t / (W N)                   every trajectory counts the same (GRPO, Shao et al. 2024, eq. 3)
+    seq-mean-token-sum-norm   w_t / (N norm_length)         a constant instead of the length (Dr. GRPO, Liu et al. 2025)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.sample import TrainSample
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def loss_coefs(
+    samples: Sequence[TrainSample], *, mode: str = "token-mean", norm_length: float | None = None
+) -> list[NDArray[np.float64]]:
+    """Return for each sample [T] the coefficient of each token's loss.
+
+    Args:
+        samples: Everything that one optimizer step trains on, the global batch.
+        mode: One of `MODES`.
+        norm_length: The constant of seq-mean-token-sum-norm, for instance the most tokens a trajectory may sample; None
+            takes the largest W of the batch.
+
+    Raises:
+        UnknownNameError: no such mode.
+        ConfigError: `norm_length` is not positive.
+    """
+    if mode not in MODES:
+        raise UnknownNameError(f"there is no aggregation mode {mode!r}.{did_you_mean(mode, MODES)}")
+    if norm_length is not None and not norm_length > 0:
+        raise ConfigError(f"norm_length is {norm_length}; it must be positive, or None for the longest of the batch")
+    weights = [s.loss_weights.astype(np.float64) for s in samples]
+    totals: dict[tuple[str, str], float] = {}
+    for sample, w in zip(samples, weights, strict=True):
+        key = (sample.id.group, sample.id.trajectory)
+        totals[key] = totals.get(key, 0.0) + float(w.sum())
+    live = [total for total in totals.values() if total > 0]
+    if not live:
+        return weights
+    if mode == "token-mean":
+        return [w / sum(live) for w in weights]
+    if mode == "seq-mean-token-mean":
+        return [
+            w / (total * len(live)) if (total := totals[s.id.group, s.id.trajectory]) > 0 else w
+            for s, w in zip(samples, weights, strict=True)
+        ]
+    scale = 1.0 if mode == "seq-mean-token-sum" else (norm_length or max(live))
+    return [w / (len(live) * scale) for w in weights]

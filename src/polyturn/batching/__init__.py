@@ -1,0 +1,1 @@
+"""From trajectory groups to micro-batches: samples, filters, and the layout where targets are shifted."""

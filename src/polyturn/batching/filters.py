@@ -1,0 +1,92 @@
+"""What is left out of the loss, each with its reason in the metrics (I3): nothing disappears uncounted.
+
+failed trajectories       out of the loss and of their group's statistics
+zero-variance groups      every advantage would be 0: no gradient, and tokens that would only dilute a token mean
+truncated trajectories    optional: out of the loss, still in the statistics (Yu et al. 2025, DAPO, section 3.4)
+samples without weight    nothing to train
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from polyturn.core.metrics import Metrics, Sum
+from polyturn.core.sample import TrainSample
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+
+
+class FilteredGroups(NamedTuple):
+    """The groups that are kept, and what was left out."""
+
+    groups: list[TrajectoryGroup]
+    metrics: Metrics
+
+
+class FilteredSamples(NamedTuple):
+    """The samples that are kept, and what was left out."""
+
+    samples: list[TrainSample]
+    metrics: Metrics
+
+
+def filter_groups(groups: Sequence[TrajectoryGroup], *, zero_variance: bool = True) -> FilteredGroups:
+    """Drop failed trajectories, groups that have none left, and groups whose rewards are all equal.
+
+    Args:
+        groups: What the rollout returned.
+        zero_variance: Drop groups of several trajectories with one and the same reward. Turn it off for an estimator that
+            uses more than the trajectory's scalar reward, and for groups of one.
+    """
+    kept: list[TrajectoryGroup] = []
+    failed: list[Trajectory] = []
+    flat: list[Trajectory] = []
+    num_flat = num_empty = 0
+    for group in groups:
+        live = tuple(t for t in group.trajectories if not t.is_failed)
+        failed += [t for t in group.trajectories if t.is_failed]
+        rewards = {t.reward.total if t.reward is not None else None for t in live}
+        if not live:
+            num_empty += 1
+        elif zero_variance and len(live) > 1 and len(rewards) == 1:
+            num_flat += 1
+            flat += live
+        else:
+            kept.append(group if len(live) == len(group.trajectories) else dataclasses.replace(group, trajectories=live))
+    metrics: Metrics = {
+        "buffer/groups": Sum(len(groups)),
+        "buffer/groups_kept": Sum(len(kept)),
+        "buffer/groups_all_failed": Sum(num_empty),
+        "buffer/groups_zero_variance": Sum(num_flat),
+        "buffer/failed_trajectories": Sum(len(failed)),
+        "tokens/dropped_failed": Sum(_num_sampled(failed)),
+        "tokens/dropped_zero_variance": Sum(_num_sampled(flat)),
+    }
+    return FilteredGroups(kept, metrics)
+
+
+def filter_samples(
+    samples: Sequence[TrainSample], groups: Sequence[TrajectoryGroup], *, drop_truncated: bool = False
+) -> FilteredSamples:
+    """Drop samples that have no weighted token and, if asked, those of truncated trajectories.
+
+    Call it after the advantages are assigned: a truncated trajectory still counts in its group's statistics.
+    """
+    truncated = {(g.id, t.id) for g in groups for t in g.trajectories if t.stop_reason.is_truncation}
+    is_cut = [drop_truncated and (s.id.group, s.id.trajectory) in truncated for s in samples]
+    kept = [s for s, cut in zip(samples, is_cut, strict=True) if not cut and s.num_weighted]
+    metrics: Metrics = {
+        "buffer/samples": Sum(len(samples)),
+        "buffer/samples_kept": Sum(len(kept)),
+        "buffer/samples_truncated": Sum(sum(is_cut)),
+        "buffer/samples_unweighted": Sum(
+            sum(1 for s, cut in zip(samples, is_cut, strict=True) if not cut and not s.num_weighted)
+        ),
+        "tokens/dropped_truncated": Sum(sum(s.num_weighted for s, cut in zip(samples, is_cut, strict=True) if cut)),
+    }
+    return FilteredSamples(kept, metrics)
+
+
+def _num_sampled(trajectories: Sequence[Trajectory]) -> int:
+    return sum(t.num_sampled_tokens for t in trajectories)

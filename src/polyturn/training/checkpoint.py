@@ -1,0 +1,115 @@
+"""Checkpoints: a folder per step that is either whole or not there, and from which a run goes on.
+
+    checkpoints/step-000040/state.pt      step, policy, optimizer, task order, evaluation state
+                            model/        weights, tokenizer, template in Hugging Face format
+    checkpoints/best        a link-free copy of the name: a text file that says which step was best
+
+A checkpoint is written into a hidden folder and renamed, so that a kill at any moment leaves the last good one intact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyturn.core.errors import CheckpointError
+
+STATE = "state.pt"
+MODEL = "model"
+_BEST = "best"
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        self.folder = folder
+        self._keep = keep
+
+    def save(self, step: int, state: Mapping[str, Any], *, export: Callable[[Path], object], is_best: bool = False) -> Path:
+        """Write the checkpoint of `step` and return its folder; older ones beyond `keep` go, the best one stays.
+
+        Args:
+            step: The number of optimizer steps taken.
+            state: Everything needed to continue.
+            export: Writes the model in Hugging Face format into the folder that it is given.
+            is_best: Whether this is the best one so far.
+
+        Raises:
+            CheckpointError: it cannot be written, for instance on a full disk; the earlier ones are intact.
+        """
+        final = self.folder / f"step-{step:06d}"
+        draft = self.folder / f".draft-{step:06d}"
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            export(draft / MODEL)
+            with (draft / STATE).open("wb") as file:
+                torch.save(dict(state), file)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            draft.rename(final)
+        except OSError as problem:
+            shutil.rmtree(draft, ignore_errors=True)
+            last = self.latest()
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); "
+                f"the last good one is {last if last else 'none'}"
+            ) from problem
+        if is_best:
+            self._write_best(final.name)
+        self._prune()
+        return final
+
+    def latest(self) -> Path | None:
+        """Return the newest whole checkpoint; None if there is none."""
+        found = self._all()
+        return found[-1] if found else None
+
+    def best(self) -> Path | None:
+        """Return the best checkpoint; None if none was marked."""
+        mark = self.folder / _BEST
+        if not mark.is_file():
+            return None
+        chosen = self.folder / mark.read_text().strip()
+        return chosen if (chosen / STATE).is_file() else None
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Return the state that `save` wrote.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        file = path / STATE
+        if not file.is_file():
+            raise CheckpointError(f"there is no checkpoint at {path}; a checkpoint is a folder with {STATE} in it")
+        try:
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as problem:
+            raise CheckpointError(f"the checkpoint {file} is damaged ({problem}); resume from an earlier one") from problem
+        return state
+
+    def _all(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        return sorted(p for p in self.folder.glob("step-*") if (p / STATE).is_file())
+
+    def _write_best(self, name: str) -> None:
+        draft = self.folder / f".{_BEST}"
+        draft.write_text(name + "\n")
+        draft.replace(self.folder / _BEST)
+
+    def _prune(self) -> None:
+        best = self.best()
+        for old in self._all()[: -self._keep]:
+            if old != best:
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(old)

@@ -1,0 +1,98 @@
+"""Models in and out of the Hugging Face format: build from a config, load from a folder, save so that others can load.
+
+    build_model({"model_type": "qwen3", "hidden_size": 128, …}, seed=0)      random weights, the same for the same seed
+    save_model(model, folder, tokenizer=tokenizer)                            AutoModelForCausalLM.from_pretrained(folder)
+
+A save is atomic: a folder is either complete or not there, whatever moment the process dies at (a process that dies just
+while a folder is being replaced leaves the former one beside it, under a name that ends in `.old`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from polyturn.core.errors import ConfigError, did_you_mean, one_line
+
+
+def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a randomly initialised causal language model; the global random state is left as it was.
+
+    Args:
+        config: The fields of the transformers config; `model_type` names the architecture.
+        seed: Of the initialisation.
+        dtype: Of the parameters.
+
+    Raises:
+        ConfigError: an unknown `model_type`, or fields that this architecture cannot be built from.
+    """
+    fields = dict(config)
+    model_type = fields.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError("the model config has no model_type; name the architecture, for instance model_type: qwen3")
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"transformers has no model_type {model_type!r}.{did_you_mean(str(model_type), CONFIG_MAPPING.keys())}"
+        )
+    try:
+        built = AutoConfig.for_model(model_type, **fields)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(built, dtype=dtype)
+    except (ValueError, TypeError, RuntimeError) as problem:
+        raise ConfigError(f"no {model_type!r} model can be built from {fields}: {one_line(problem)}") from problem
+    return model
+
+
+def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return the causal language model in folder `source`, or of that name on the hub.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded.
+    """
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype)
+    except (OSError, ValueError) as problem:
+        where = "the folder exists" if Path(source).is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"no model can be loaded from {str(source)!r} ({where}: {one_line(problem)[:300]}); give a folder that holds "
+            "config.json and weights, or a name on the hub"
+        ) from problem
+    return model
+
+
+def save_model(model: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    """Write `model`, and the tokenizer with its chat template, to `folder`, replacing what is there; return `folder`."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    mark = uuid.uuid4().hex[:8]
+    fresh, old = folder.with_name(f".{folder.name}.{mark}.new"), folder.with_name(f".{folder.name}.{mark}.old")
+    try:
+        model.save_pretrained(fresh)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(fresh)
+        if folder.exists():
+            os.replace(folder, old)
+        try:
+            os.replace(fresh, folder)
+        except OSError:
+            if old.exists():
+                os.replace(old, folder)
+            raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return how many numbers the model has; tied tensors count once."""
+    return sum(p.numel() for p in model.parameters())

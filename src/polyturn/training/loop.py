@@ -1,0 +1,360 @@
+"""The training loop: one asynchronous loop, of which synchronous training is staleness 0.
+
+    producer   sampler -> slot of the buffer -> run_group -> buffer
+    consumer   buffer -> filters -> samples -> advantages -> policy -> new weights -> slots of the next step
+
+The producer starts a group whenever the buffer grants a slot; the consumer takes one step's groups, trains, publishes the
+new weights, and only then frees the slots. Training itself runs without giving up the event loop, so that no one samples
+from half an update and a cancellation never lands in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from polyturn.algorithms.advantages import Estimator, assign_advantages
+from polyturn.batching.filters import filter_groups, filter_samples
+from polyturn.batching.samples import to_samples
+from polyturn.buffer.group_buffer import GroupBuffer
+from polyturn.core.aio import first_error
+from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge, reduce
+from polyturn.core.protocols import Engine, Policy
+from polyturn.core.sample import TrainSample
+from polyturn.core.task import Task
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.data.sampler import TaskSampler
+from polyturn.evaluation.evaluate import EvalSet, evaluate
+from polyturn.evaluation.report import EvalReport, is_success
+from polyturn.rollout.context import derive_seed
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.training.checkpoint import Checkpoints
+
+logger = logging.getLogger(__name__)
+
+
+class TrainObserver(Protocol):
+    """Is told what happens, for the records and for a person to read. It decides nothing."""
+
+    def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
+        """A group is done; `phase` is "rollout" or "eval/<set>", `total` the number of groups of the phase."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
+        """A step is done."""
+
+    def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
+        """An evaluation set is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """How long and how much."""
+
+    steps: int
+    groups_per_step: int
+    group_size: int
+    seed: int = 0
+    minibatches: int = 1
+    max_staleness: int = 0
+    temperature: float = 1.0
+    drop_zero_variance: bool = True
+    needs_reference: bool = False
+    eval_every: int = 0
+    eval_limit_during: int | None = None
+    stop_at: float | None = None
+    patience: int | None = None
+    checkpoint_every: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class LoopState:
+    """Where a run is; what a checkpoint keeps beside the policy."""
+
+    step: int = 0
+    best: float = -math.inf
+    best_step: int = -1
+    evals_since_best: int = 0
+    reports: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """"before" and "after" -> evaluation set -> its numbers."""
+
+
+class Trainer:
+    """Runs the loop over live objects that `build.py` made."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        policy: Policy,
+        engine: Engine,
+        pool: RolloutPool,
+        tasks: Sequence[Task],
+        estimator: Estimator,
+        eval_sets: Sequence[EvalSet],
+        checkpoints: Checkpoints,
+        export: Callable[[Path], object],
+        observer: TrainObserver,
+        engine_busy_s: Callable[[], float],
+        fingerprint: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.state = LoopState()
+        self._policy = policy
+        self._engine = engine
+        self._pool = pool
+        self._tasks = tasks
+        self._estimator = estimator
+        self._eval_sets = list(eval_sets)
+        self._checkpoints = checkpoints
+        self._export = export
+        self._observer = observer
+        self._engine_busy_s = engine_busy_s
+        self._fingerprint = dict(fingerprint or {})
+        self._policy_busy_s = 0.0
+
+    async def run(self) -> LoopState:
+        """Evaluate, train, evaluate again; leave a checkpoint, also when cancelled.
+
+        Raises:
+            TrainingError, RolloutError: training cannot go on.
+        """
+        await self._engine.update_weights(self.state.step)
+        try:
+            if self.state.step == 0:
+                self.state.reports["before"] = await self._evaluate(self._eval_sets)
+            if self.state.step < self.settings.steps:
+                with first_error():
+                    async with asyncio.TaskGroup() as tasks:
+                        await self._train(tasks)
+            self.state.reports["after"] = await self._evaluate(self._eval_sets)
+        finally:
+            self._save()
+        return self.state
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint of this run.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of another model.
+        """
+        saved = self._checkpoints.load(path)
+        self._policy.load_state_dict(saved["policy"])
+        self.state = LoopState(**saved["loop"])
+        logger.info("resumed from %s at step %d", path, self.state.step)
+
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        settings, state = self.settings, self.state
+        buffer = GroupBuffer(
+            groups_per_step=settings.groups_per_step, max_staleness=settings.max_staleness, version=state.step
+        )
+        producer = tasks.create_task(self._produce(buffer, tasks), name="producer")
+        running: set[asyncio.Task[None]] = self._running = set()
+        try:
+            while state.step < settings.steps:
+                clock = _StepClock(self._engine_busy_s)
+                groups = await buffer.take()
+                metrics = self._step(groups)
+                state.step += 1
+                await self._engine.update_weights(state.step)
+                metrics["time/step_s"], metrics["time/generate_s"] = clock.read()
+                metrics["time/other_share"] = _other_share(metrics)
+                self._observer.on_step(state.step, metrics, groups)
+                if await self._is_done():
+                    break
+                await buffer.advance(state.step)
+        finally:
+            producer.cancel()
+            for task in list(running):
+                task.cancel()
+
+    async def _produce(self, buffer: GroupBuffer, tasks: asyncio.TaskGroup) -> None:
+        """Start a group whenever the buffer has a slot, in the order of the sampler."""
+        settings = self.settings
+        sampler = TaskSampler(len(self._tasks), seed=settings.seed)
+        consumed = self.state.step * settings.groups_per_step
+        sampler.load_state_dict(
+            {**sampler.state_dict(), "epoch": consumed // sampler.size, "position": consumed % sampler.size}
+        )
+
+        async def run(ticket: int, spec: GroupSpec) -> None:
+            group = await self._pool.run_one(spec)
+            self._observer.on_group(group, phase="rollout", total=settings.groups_per_step)
+            await buffer.put(ticket, group)
+
+        while buffer.version < settings.steps:
+            ticket = await buffer.admit()
+            visit = sampler.next()
+            spec = GroupSpec(
+                id=f"g{ticket}",
+                task=self._tasks[visit.task],
+                size=settings.group_size,
+                seed=derive_seed(settings.seed, visit.epoch),
+            )
+            task = tasks.create_task(run(ticket, spec), name=spec.id)
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    def _step(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """Take one optimizer step (or `minibatches` of them) on the groups of a step."""
+        settings = self.settings
+        parts: list[Metrics] = [rollout_metrics(groups, version=self.state.step)]
+        kept = filter_groups(groups, zero_variance=settings.drop_zero_variance)
+        samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature)]
+        samples = assign_advantages(kept.groups, samples, estimator=self._estimator)
+        filtered = filter_samples(samples, kept.groups)
+        samples = filtered.samples
+        parts += [kept.metrics, filtered.metrics]
+        if samples:
+            with self._busy() as busy:
+                samples = self._with_scores(samples)
+                for share in _shares(samples, settings.minibatches):
+                    parts += [self._policy.forward_backward(share), self._policy.optim_step()]
+            parts.append({"time/train_s": Sum(busy.seconds)})
+        else:
+            logger.warning("step %d: no group has anything to learn from; the weights stay as they are", self.state.step)
+        return {"time/train_s": 0.0, **reduce(merge(parts))}
+
+    def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
+        """Add the log-probabilities that the loss needs and that the forward pass of training does not give.
+
+        With one update per step and no staleness, the policy that is trained is the one that sampled, and the loss takes
+        its own log-probabilities, detached, as the old ones.
+        """
+        if self.settings.minibatches > 1 or self.settings.max_staleness > 0:
+            scores = self._policy.score(samples)
+            samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
+        if self.settings.needs_reference:
+            scores = self._policy.score(samples, reference=True)
+            samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
+        return samples
+
+    async def _is_done(self) -> bool:
+        """Validate and save where it is time to; return whether training ends early."""
+        settings, state = self.settings, self.state
+        is_last = state.step >= settings.steps
+        is_best = False
+        if settings.eval_every and state.step % settings.eval_every == 0 and not is_last:
+            sets = [s for s in self._eval_sets if s.is_periodic]
+            reports = await self._evaluate(sets, limit=settings.eval_limit_during)
+            if sets:
+                success = reports[sets[0].name]["success"]
+                is_best = success > state.best
+                state.evals_since_best = 0 if is_best else state.evals_since_best + 1
+                if is_best:
+                    state.best, state.best_step = success, state.step
+                    self._save(is_best=True)
+                if settings.stop_at is not None and success >= settings.stop_at:
+                    logger.info("step %d: success %.3f reached evaluation.stop_at; training ends", state.step, success)
+                    return True
+                if settings.patience is not None and state.evals_since_best >= settings.patience:
+                    logger.info("step %d: no better result in %d validations; training ends", state.step, settings.patience)
+                    return True
+        if settings.checkpoint_every and state.step % settings.checkpoint_every == 0 and not is_best:
+            self._save()
+        return is_last
+
+    async def _evaluate(self, sets: Sequence[EvalSet], *, limit: int | None = None) -> dict[str, dict[str, float]]:
+        out = {}
+        for which in sets:
+            total = len(which.tasks[:limit])
+            tell = partial(self._observer.on_group, phase=f"eval/{which.name}", total=total)
+            result = await evaluate(
+                self._pool.context,
+                which,
+                max_concurrent=self._pool.max_concurrent,
+                limit=limit,
+                seed=derive_seed(self.settings.seed, "eval"),
+                on_group=tell,
+            )
+            self._observer.on_eval(self.state.step, which.name, result.report, result.groups)
+            out[which.name] = asdict(result.report)
+        return out
+
+    def _save(self, *, is_best: bool = False) -> None:
+        state = {"policy": self._policy.state_dict(), "loop": asdict(self.state), "fingerprint": self._fingerprint}
+        self._checkpoints.save(self.state.step, state, export=self._export, is_best=is_best)
+
+    @contextmanager
+    def _busy(self) -> Iterator[_Busy]:
+        busy, began = _Busy(), time.perf_counter()
+        yield busy
+        busy.seconds = time.perf_counter() - began
+
+
+@dataclass(slots=True)
+class _Busy:
+    seconds: float = 0.0
+
+
+class _StepClock:
+    """Wall time of a step, and how much of it the engine was busy."""
+
+    def __init__(self, engine_busy_s: Callable[[], float]) -> None:
+        self._engine_busy_s = engine_busy_s
+        self._wall, self._engine = time.perf_counter(), engine_busy_s()
+
+    def read(self) -> tuple[float, float]:
+        return time.perf_counter() - self._wall, self._engine_busy_s() - self._engine
+
+
+def _other_share(metrics: Mapping[str, float]) -> float:
+    """Return the share of a step's wall time outside generation, forward and backward."""
+    wall = metrics["time/step_s"]
+    return max(0.0, wall - metrics["time/generate_s"] - metrics["time/train_s"]) / wall if wall else 0.0
+
+
+def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
+    """Cut samples into `count` shares; those of one trajectory stay together."""
+    keys = list(dict.fromkeys((s.id.group, s.id.trajectory) for s in samples))
+    share_of = {key: index * count // len(keys) for index, key in enumerate(keys)}
+    shares: list[list[TrainSample]] = [[] for _ in range(count)]
+    for sample in samples:
+        shares[share_of[sample.id.group, sample.id.trajectory]].append(sample)
+    return [s for s in shares if s]
+
+
+def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metrics:
+    """Return what the trajectories of a step show, under rollout/ reward/ tokens/ and buffer/.
+
+    Args:
+        groups: The groups of the step.
+        version: The policy version that is trained now, for the staleness.
+    """
+    parts: list[Metrics] = []
+    for trajectory in (t for g in groups for t in g.trajectories):
+        calls = [r for turn in trajectory.turns for r in turn.tool_results]
+        one: Metrics = {
+            "rollout/turns": Mean(len(trajectory.turns)),
+            "rollout/failed": Mean(float(trajectory.is_failed)),
+            "rollout/truncated": Mean(float(trajectory.stop_reason.is_truncation)),
+            f"rollout/stop_{trajectory.stop_reason.value}": Sum(1),
+            "tokens/sampled": Sum(trajectory.num_sampled_tokens),
+            "tokens/prefilled": Sum(trajectory.metrics.get("prefilled_tokens", 0)),
+            "tokens/per_trajectory": Mean(trajectory.num_sampled_tokens),
+            "rollout/tool_calls": Sum(len(calls)),
+            "rollout/tool_errors": Mean(sum(c.error is not None for c in calls), len(calls)),
+            "rollout/close_errors": Sum(trajectory.metrics.get("close_errors", 0)),
+        }
+        if trajectory.reward is not None:
+            one["reward/mean"] = Mean(trajectory.reward.total)
+            one["rollout/success"] = Mean(float(is_success(trajectory)))
+            for name, value in trajectory.reward.components.items():
+                one[f"reward/{name}"] = Mean(value)
+        for result in calls:
+            for key, value in result.metrics.items():
+                if isinstance(value, int | float):
+                    one[f"tool/{result.name}/{key}"] = Mean(float(value))
+        versions = [s.policy_version for seg in trajectory.segments for s in seg.spans if s.policy_version is not None]
+        if versions:
+            one["buffer/staleness"] = Max(float(version - min(versions)))
+        parts.append(one)
+    return merge(parts)

@@ -1,0 +1,156 @@
+"""AdamW with a learning-rate schedule, gradient clipping, and one decision on gradients that are not finite.
+
+Parameters are updated in place, always: an engine in this process may share the tensors. Nothing here allocates a new
+parameter, also not when a state is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
+from polyturn.core.metrics import Mean, Metrics, Sum
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimSettings:
+    """How parameters are updated."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    """Not applied to norms, biases and other vectors."""
+    max_grad_norm: float | None = 1.0
+    """The gradient is scaled down to this norm; None never scales."""
+    warmup_steps: int = 0
+    """The rate rises linearly over so many steps; the first step already has lr / warmup_steps."""
+    schedule: Schedule = "constant"
+    """What follows the warm-up: constant, or a fall to `min_lr_ratio` at `total_steps`."""
+    total_steps: int | None = None
+    """The steps of the whole run; needed by linear and cosine."""
+    min_lr_ratio: float = 0.0
+    non_finite: Literal["error", "skip"] = "error"
+    """A gradient that is not finite ends the run, or its step is skipped and counted (`loss/skipped_steps`)."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"the schedule is {self.schedule!r}; it must be 'constant', 'linear' or 'cosine'")
+        if self.schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+            raise ConfigError(
+                f"a {self.schedule} schedule needs total_steps above warmup_steps ({self.warmup_steps}), "
+                f"not {self.total_steps}"
+            )
+        if not self.lr >= 0:
+            raise ConfigError(f"lr is {self.lr}; it must be 0 or more")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm is {self.max_grad_norm}; it must be positive, or None for no clipping")
+
+
+def lr_factor(step: int, settings: OptimSettings) -> float:
+    """Return what the learning rate is multiplied by at step `step`, counted from 0."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant" or settings.total_steps is None:
+        return 1.0
+    share = min(1.0, (step - settings.warmup_steps) / (settings.total_steps - settings.warmup_steps))
+    fallen = 1.0 - share if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
+    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * fallen
+
+
+class Optimizer:
+    """AdamW over a model's trainable parameters."""
+
+    def __init__(self, model: nn.Module, settings: OptimSettings) -> None:
+        self.settings = settings
+        self.step_count = 0
+        """Steps taken or skipped so far; the schedule's clock."""
+        self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        matrices = [p for _, p in self._named if p.ndim > 1]
+        vectors = [p for _, p in self._named if p.ndim <= 1]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": settings.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+
+    def step(self) -> Metrics:
+        """Clip the gradient, update the parameters, clear the gradient.
+
+        Raises:
+            TrainingError: the gradient is not finite and `non_finite` is "error"; the parameters are unchanged.
+        """
+        params = [p for _, p in self._named]
+        bound = math.inf if self.settings.max_grad_norm is None else self.settings.max_grad_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(params, bound, error_if_nonfinite=False))
+        lr = self.settings.lr * lr_factor(self.step_count, self.settings)
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+        elif self.settings.non_finite == "error":
+            message = self._non_finite_message(norm)
+            self.zero_grad()
+            raise TrainingError(message)
+        self.zero_grad()
+        self.step_count += 1
+        metrics: Metrics = {"loss/lr": Mean(lr), "loss/skipped_steps": Sum(0.0 if is_finite else 1.0)}
+        if is_finite:
+            metrics["loss/grad_norm"] = Mean(norm)
+        return metrics
+
+    def zero_grad(self) -> None:
+        """Forget the gradient."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the moments and the schedule's clock, as copies."""
+        return {"adamw": clone_tensors(self._adamw.state_dict()), "step_count": self.step_count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; the settings stay those given at construction.
+
+        Raises:
+            CheckpointError: the state belongs to other parameters.
+        """
+        adamw = clone_tensors(state["adamw"])
+        for group, own in zip(adamw["param_groups"], self._adamw.state_dict()["param_groups"], strict=False):
+            group.update({key: own[key] for key in own if key != "params"})
+        try:
+            self._adamw.load_state_dict(adamw)
+        except (ValueError, KeyError) as problem:
+            raise CheckpointError(f"the optimizer's state does not fit this model's parameters: {problem}") from problem
+        self.step_count = int(state["step_count"])
+
+    def _non_finite_message(self, norm: float) -> str:
+        bad = [n for n, p in self._named if p.grad is not None and not torch.isfinite(p.grad).all()]
+        named = f"first in {bad[0]!r}, in {len(bad)} of {len(self._named)} tensors" if bad else "only its norm overflows"
+        return (
+            f"the gradient's norm is {norm} at optimizer step {self.step_count} ({named}): look at the loss metrics of the "
+            "last steps, lower optim.lr, or set optim.non_finite to 'skip' to leave such steps out"
+        )
+
+
+def clone_tensors(value: Any) -> Any:
+    """Return nested dicts and lists with every tensor copied."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {k: clone_tensors(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(clone_tensors(v) for v in value)
+    return value

@@ -1,0 +1,108 @@
+"""Supervised training: conversations through the same tokens, builder, layout and loss weights as reinforcement learning.
+
+    conversation  ->  PROMPT SAMPLED OBSERVATION SAMPLED  ->  TrainSample  ->  weighted cross-entropy
+
+An assistant message is encoded as the model would have to write it, end token included, and stands where sampled tokens
+stand; everything between is an observation with weight 0. A run's own trajectories need no encoding: their samples are
+the tokens that were sampled (rejection sampling).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polyturn.batching.samples import to_samples
+from polyturn.core.builder import TrajectoryBuilder
+from polyturn.core.errors import DataError
+from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.metrics import merge, reduce
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.data.conversations import Conversation
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.training.local import LocalPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSettings:
+    """How long and how much."""
+
+    steps: int
+    batch_size: int
+    seed: int = 0
+    max_seconds: float | None = None
+
+
+def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id: str) -> TrainSample:
+    """Return the training sample of one conversation."""
+    messages = conversation.messages
+    first = next(i for i, m in enumerate(messages) if m.role == "assistant")
+    builder = TrajectoryBuilder()
+    builder.open(encoder.start(messages[:first]))
+    turn, position = -1, first
+    while position < len(messages):
+        turn += 1
+        ids = encoder.assistant(messages[position])
+        weight = 1.0 if conversation.weights is None else conversation.weights[turn]
+        completion = Completion(token_ids=ids, finish_reason=FinishReason.STOP)
+        builder.sample(completion, turn=turn, weights=np.full(len(ids), weight, np.float32))
+        end = position + 1
+        while end < len(messages) and messages[end].role != "assistant":
+            end += 1
+        observed = messages[position + 1 : end]
+        if observed and end < len(messages):
+            builder.observe(encoder.extend(observed, last_id=int(ids[-1])), turn=turn)
+        elif not observed and end < len(messages):
+            raise DataError(f"conversation {id}: two assistant messages in a row; something must answer the first one")
+        position = end
+    segment = builder.build()[0]
+    return TrainSample(
+        id=SampleId("sft", id, 0),
+        token_ids=segment.token_ids,
+        loss_weights=segment.loss_weights,
+        turn_ids=segment.turn_ids,
+    )
+
+
+def trajectory_samples(trajectories: Iterable[Trajectory], *, min_reward: float) -> list[TrainSample]:
+    """Return the samples of the trajectories whose reward is at least `min_reward`, token for token as sampled.
+
+    Raises:
+        DataError: none is good enough.
+    """
+    all_of_them = list(trajectories)
+    good = [t for t in all_of_them if t.reward is not None and t.reward.total >= min_reward]
+    if not good:
+        best = max((t.reward.total for t in all_of_them if t.reward is not None), default=float("nan"))
+        raise DataError(
+            f"none of {len(all_of_them)} trajectories has a reward of at least {min_reward:g}; the best has {best:g}"
+        )
+    groups = [TrajectoryGroup(id=f"sft{i}", task=t.task, trajectories=(t,)) for i, t in enumerate(good)]
+    return [s for g in groups for s in to_samples(g, temperature=1.0)]
+
+
+def run_sft(
+    policy: LocalPolicy,
+    samples: Sequence[TrainSample],
+    settings: SftSettings,
+    *,
+    on_step: Callable[[int, Mapping[str, float]], None] | None = None,
+) -> int:
+    """Train on `samples` in seeded random order, epoch after epoch, and return the number of steps taken."""
+    rng = np.random.default_rng(settings.seed)
+    order: list[int] = []
+    began = time.monotonic()
+    for step in range(settings.steps):
+        if settings.max_seconds is not None and time.monotonic() - began >= settings.max_seconds:
+            return step
+        while len(order) < settings.batch_size:
+            order += rng.permutation(len(samples)).tolist()
+        batch, order = [samples[i] for i in order[: settings.batch_size]], order[settings.batch_size :]
+        metrics = merge([policy.sft_forward_backward(batch), policy.optim_step()])
+        if on_step is not None:
+            on_step(step + 1, reduce(metrics))
+    return settings.steps
