@@ -1,0 +1,676 @@
+"""EmbeddedEngine: inference inside the trainer's process, over the trainer's own parameters.
+
+Separate from the trainer because it has another rhythm: many requests that join and leave at every decoding step, on the
+event loop that also runs tools and interactions. Every session owns a slot of the KV cache and keeps it between its turns.
+
+    slot   ids [ prompt ............ | sampled so far ]
+               <---- in cache ---->  <- not yet ->          known - cached = 1: ready to decode
+                                                            known - cached > 1: needs prefill, of all but the last token
+
+So prefill never samples and there is one place that does: a decoding step feeds the last known token of every running
+slot and samples the next one. A weight update falls between two steps, because a step never awaits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from polyturn.core.arrays import Ids
+from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.kv_cache import SlotCache
+from polyturn.engines.sampling import sample
+from polyturn.engines.shared_module import share_parameters
+
+MIN_ROWS_DETERMINISTIC = 8
+"""Smaller batches use other matrix kernels, whose rounding differs."""
+MIN_SHARED_PREFIX = 8
+"""Copying a shorter prefix costs more than computing it."""
+EXTENT_STEP = 32
+"""Attention looks at contexts rounded up to a multiple of this."""
+MIN_DENSITY = 0.75
+"""Running slots are moved together when they fill a smaller share of the rows that a decoding step would compute."""
+MAX_YIELDS = 8
+"""Passes of the event loop that finished requests get to come back with their next turn, before the next step."""
+YIELD_S = 0.001
+"""Those passes end after this many seconds."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What the engine has done since it was made; subtract two copies for an interval."""
+
+    prefilled_tokens: int = 0
+    """Prompt tokens that went through the model."""
+    reused_tokens: int = 0
+    """Prompt tokens that the session's slot still held."""
+    shared_tokens: int = 0
+    """Prompt tokens whose keys and values were copied from another slot."""
+    decoded_tokens: int = 0
+    """Tokens sampled."""
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    forward_s: float = 0.0
+    """Seconds inside the model."""
+    sampling_s: float = 0.0
+    """Seconds inside sampling."""
+    busy_s: float = 0.0
+    """Seconds inside the engine's steps, everything included."""
+    evictions: int = 0
+    """Sessions whose cache was dropped to make room."""
+    completions: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request in a slot."""
+
+    request: GenerateRequest
+    future: asyncio.Future[Completion]
+    uniform: random.Random
+    versions: list[tuple[int, int]]
+    slot: int = -1
+    prefilled: int = 0
+
+
+@dataclass(slots=True)
+class _Slots:
+    """What every slot holds, as arrays over slots, so that a decoding step does no Python work per row."""
+
+    ids: NDArray[np.int32]
+    """[N, max_context] the known ids."""
+    logprobs: NDArray[np.float32]
+    """[N, max_context] of the sampled ones."""
+    cached: NDArray[np.int64]
+    """[N] how many ids have keys and values in the cache."""
+    known: NDArray[np.int64]
+    """[N] how many ids there are."""
+    limit: NDArray[np.int64]
+    """[N] the number of ids at which the request ends."""
+    prompt: NDArray[np.int64]
+    """[N] how many of the ids are the prompt."""
+    stop: NDArray[np.int64]
+    """[N, K] the stop ids, -1 where there are fewer than K."""
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    last_used: NDArray[np.int64]
+    running: list[_Running | None] = field(default_factory=list)
+    session: list[str | None] = field(default_factory=list)
+    """The session that owns the slot; None when it is free (its content may still serve as a prefix)."""
+
+    @classmethod
+    def make(cls, n: int, max_context: int) -> _Slots:
+        return cls(
+            ids=np.zeros((n, max_context), np.int32),
+            logprobs=np.zeros((n, max_context), np.float32),
+            cached=np.zeros(n, np.int64),
+            known=np.zeros(n, np.int64),
+            limit=np.zeros(n, np.int64),
+            prompt=np.zeros(n, np.int64),
+            stop=np.full((n, 1), -1, np.int64),
+            temperature=np.ones(n, np.float32),
+            top_p=np.ones(n, np.float32),
+            top_k=np.zeros(n, np.int64),
+            last_used=np.zeros(n, np.int64),
+            running=[None] * n,
+            session=[None] * n,
+        )
+
+    def swap(self, first: list[int], second: list[int]) -> None:
+        """Exchange the slots first[i] and second[i]."""
+        to, origin = first + second, second + first
+        arrays = (self.cached, self.known, self.limit, self.prompt, self.stop)
+        for array in (*arrays, self.temperature, self.top_p, self.top_k, self.last_used):
+            array[to] = array[origin]
+        width = int(self.known[to].max(initial=0))
+        self.ids[to, :width] = self.ids[origin, :width]
+        self.logprobs[to, :width] = self.logprobs[origin, :width]
+        for a, b in zip(first, second, strict=True):
+            self.running[a], self.running[b] = self.running[b], self.running[a]
+            self.session[a], self.session[b] = self.session[b], self.session[a]
+
+
+class EmbeddedEngine:
+    """Samples from a transformers causal language model, in this process and on this event loop."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int = 64,
+        max_context: int | None = None,
+        prefill_chunk: int = 256,
+        deterministic: bool = False,
+        share_prefixes: bool = True,
+        keep_kv_on_update: bool = False,
+        seed: int = 0,
+        max_burst_s: float = 0.05,
+        version: int = 0,
+    ) -> None:
+        """Take a model to sample from; its parameters are shared, not copied.
+
+        Args:
+            model: A causal language model with full attention in every layer.
+            num_slots: Requests that decode at once, and sessions whose cache is kept.
+            max_context: The longest prompt plus completion; None takes the model's own limit.
+            prefill_chunk: The longest piece of one prompt in one forward pass.
+            deterministic: Make a seeded request's bits independent of other requests: prompts are prefilled one at a
+                time, decoding is padded to 8 rows, nothing is copied between sessions. Give it as many slots as there are
+                live sessions: a session whose cache was dropped is computed in other pieces, and rounds differently.
+            share_prefixes: Copy the keys and values of a prefix that another slot holds; off when deterministic.
+            keep_kv_on_update: What `update_weights` does to the cache unless told otherwise. False drops all of it, and
+                running requests recompute theirs, so every logprob is exactly that of one version of the weights. True
+                goes on with the old keys and values: cheaper, and no longer what the trainer would compute.
+            seed: Seeds the requests that bring no seed.
+            max_burst_s: The longest time between two yields to the event loop, unless one step takes longer.
+            version: The policy version of the parameters now.
+
+        Raises:
+            ConfigError: the model has layers other than full attention, or a number is out of range.
+        """
+        config = model.config.get_text_config()
+        limit = max_context or int(config.max_position_embeddings)
+        _check_attention(config.to_dict(), limit)
+        for name, value in (("num_slots", num_slots), ("max_context", limit), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
+        self.module = share_parameters(model)
+        self.stats = EngineStats()
+        self.version = version
+        self._device = next(self.module.parameters()).device
+        self._dtype = next(self.module.parameters()).dtype
+        self._num_slots = num_slots
+        self._max_context = limit
+        self._prefill_chunk = prefill_chunk
+        self._deterministic = deterministic
+        self._share_prefixes = share_prefixes and not deterministic
+        self._keep_kv_on_update = keep_kv_on_update
+        self._max_burst_s = max_burst_s
+        # In deterministic mode a step may compute rows up to the padding even with fewer slots.
+        self._cache = SlotCache(num_slots=max(num_slots, MIN_ROWS_DETERMINISTIC if deterministic else 1), max_context=limit)
+        self._slots = _Slots.make(num_slots, limit)
+        self._sessions: dict[str, int] = {}
+        self._waiting: list[_Running] = []
+        self._requests: dict[str, _Running] = {}
+        self._seeds = random.Random(seed)
+        self._clock = 0
+        self._others_s = 0.0
+        self._num_finished = 0
+        self._pump_task: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Seeded, with logprobs in training's meaning."""
+        return EngineCapabilities(seeded=True, logprobs=True, pause_modes=("keep",), max_context=self._max_context)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion; `info` says how many prompt tokens were prefilled.
+
+        A session's next prompt prefills only what its slot does not hold: the last sampled token (which was never fed)
+        and what came after it. A prompt plus `max_tokens` beyond the context ends there, with LENGTH.
+
+        Raises:
+            EngineError: the prompt is empty or does not fit, the request has media, its id is live, or the engine is
+                closed or broke.
+        """
+        self._check(request)
+        seed = request.sampling.seed
+        uniform = random.Random(self._seeds.getrandbits(64) if seed is None else seed)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        running = _Running(request=request, future=future, uniform=uniform, versions=[(0, self.version)])
+        self._requests[request.request_id] = running
+        self._waiting.append(running)
+        if self._pump_task is None or self._pump_task.done():
+            self._pump_task = asyncio.create_task(self._pump(), name="polyturn-embedded-engine")
+        try:
+            return await future
+        finally:
+            if self._requests.get(request.request_id) is running:  # cancelled
+                self._drop(running)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; its `generate` returns the tokens so far, with ABORT. Unknown ids are fine."""
+        running = self._requests.get(request_id)
+        if running is None:
+            return
+        if running.slot < 0:
+            self._waiting.remove(running)
+            self._deliver(running, _nothing(running))
+        else:
+            self._finish(running, FinishReason.ABORT)
+
+    async def end_session(self, session_id: str) -> None:
+        """Give the session's slot back. Unknown ids are fine."""
+        slot = self._sessions.pop(session_id, None)
+        if slot is not None:
+            self._slots.session[slot] = None
+
+    async def update_weights(
+        self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool | None = None
+    ) -> None:
+        """Serve `version` from the next decoding step on; a completion that spans the update says where.
+
+        Args:
+            version: The new policy version.
+            weights: name -> tensor, copied into the shared parameters; None when the trainer has changed them in place.
+            keep_kv: Whether to keep the KV cache; None takes the constructor's `keep_kv_on_update`.
+
+        Raises:
+            EngineError: `weights` names a parameter that the model does not have.
+        """
+        if weights is not None:
+            self._load(weights)
+        self.version = version
+        for running in self._requests.values():
+            start = 0 if running.slot < 0 else int(self._slots.known[running.slot] - self._slots.prompt[running.slot])
+            if running.versions[-1][0] == start:
+                running.versions.pop()
+            running.versions.append((start, version))
+        if not (self._keep_kv_on_update if keep_kv is None else keep_kv):
+            self._slots.cached[:] = 0
+
+    async def close(self) -> None:
+        """Fail what runs or waits, and forget every session."""
+        self._is_closed = True
+        self._fail_all(EngineError("the embedded engine was closed while the request ran"))
+        if self._pump_task is not None and not self._pump_task.done():
+            self._pump_task.cancel()
+        self._sessions.clear()
+        self._cache = SlotCache(num_slots=1, max_context=1)
+
+    def _check(self, request: GenerateRequest) -> None:
+        if self._is_closed:
+            raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
+        if request.media:
+            raise EngineError(f"request {request.request_id!r} has media, and the embedded engine serves text only")
+        if request.request_id in self._requests:
+            raise EngineError(f"request id {request.request_id!r} is live already; use a fresh id for every request")
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise EngineError(f"request {request.request_id!r} has an empty prompt; give at least one token")
+        if length >= self._max_context:
+            raise EngineError(
+                f"request {request.request_id!r} has a prompt of {length} tokens and the context holds {self._max_context}, "
+                "the completion included; shorten the history or raise max_context"
+            )
+
+    def _load(self, weights: Mapping[str, Any]) -> None:
+        own = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
+        for name in weights:
+            if name not in own:
+                raise EngineError(f"the model has no parameter {name!r}.{did_you_mean(name, own)}")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+
+    # -- the pump: one task, alive while there is work ---------------------------------------------------------------
+
+    async def _pump(self) -> None:
+        try:
+            while self._requests:
+                start = time.perf_counter()
+                # Decoding gets three quarters of the time when the rest of the loop is busy, in bursts of bounded length.
+                budget = min(3 * self._others_s, self._max_burst_s)
+                while True:
+                    self._step()
+                    elapsed = time.perf_counter() - start
+                    if elapsed >= budget or not self._requests:
+                        break
+                self.stats.busy_s += elapsed
+                await self._yield()
+        except Exception as problem:
+            error = EngineError(f"the embedded engine broke: {one_line(problem)}")
+            error.__cause__ = problem
+            self._fail_all(error)
+
+    async def _yield(self) -> None:
+        """Let the rest of the loop run, and note how long it took."""
+        passes = MAX_YIELDS if self._num_finished else 1
+        self._num_finished = 0
+        start = time.perf_counter()
+        for _ in range(passes):
+            await asyncio.sleep(0)
+            self._others_s = time.perf_counter() - start
+            if self._others_s > YIELD_S:
+                break
+
+    def _step(self) -> None:
+        """Run the model once: prefill while something needs it, else decode."""
+        if self._waiting:
+            self._drop_late()
+            self._admit()
+        rows = np.array([i for i, r in enumerate(self._slots.running) if r is not None], np.int64)
+        if not len(rows):
+            return
+        todo = self._slots.known[rows] - self._slots.cached[rows] - 1
+        if todo.any():
+            self._prefill(rows[todo > 0], todo[todo > 0])
+        else:
+            self._decode(rows)
+
+    def _drop_late(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for running in [r for r in self._waiting if r.request.deadline is not None and r.request.deadline < now]:
+            self._waiting.remove(running)
+            self._deliver(running, _nothing(running))
+
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Give slots to waiting requests, as far as there are any."""
+        copies: list[tuple[int, int, int]] = []
+        left = []
+        for running in self._waiting:
+            if not self._place(running, copies):
+                left.append(running)
+        self._waiting = left
+        if copies:
+            sources, targets, lengths = (list(column) for column in zip(*copies, strict=True))
+            with torch.inference_mode():
+                self._cache.copy(sources=sources, targets=targets, length=max(lengths))
+            self._slots.cached[targets] = lengths
+
+    def _place(self, running: _Running, copies: list[tuple[int, int, int]]) -> bool:
+        """Put the request into a slot; False when it has to wait for one, or for a prefix that is being computed."""
+        slots, request = self._slots, running.request
+        prompt, length = request.prompt_ids, len(request.prompt_ids)
+        slot = self._sessions.get(request.session_id, -1)
+        shared = 0
+        if slot >= 0 and slots.running[slot] is None:
+            own = min(int(slots.cached[slot]), length - 1)
+            cached = _common_prefix(slots.ids[slot], prompt, own)
+            self.stats.reused_tokens += cached
+        else:
+            cached = 0
+            donor, shared, soon = self._donor(prompt) if self._share_prefixes else (-1, 0, 0)
+            if soon - shared >= MIN_SHARED_PREFIX:
+                return False
+            slot = self._free_slot()
+            if slot < 0:
+                return False
+            if shared < MIN_SHARED_PREFIX:
+                shared = 0
+            elif donor == slot:
+                cached = shared
+            else:
+                copies.append((donor, slot, shared))
+            self.stats.shared_tokens += shared
+            if request.session_id not in self._sessions:
+                self._sessions[request.session_id] = slot
+                slots.session[slot] = request.session_id
+        running.slot = slot
+        running.prefilled = length - max(cached, shared)
+        self.stats.prefilled_tokens += running.prefilled
+        self._fill(slot, running, cached)
+        return True
+
+    def _fill(self, slot: int, running: _Running, cached: int) -> None:
+        slots, request, sampling = self._slots, running.request, running.request.sampling
+        length = len(request.prompt_ids)
+        slots.ids[slot, cached:length] = request.prompt_ids[cached:]
+        slots.cached[slot], slots.known[slot], slots.prompt[slot] = cached, length, length
+        slots.limit[slot] = min(length + sampling.max_tokens, self._max_context)
+        slots.temperature[slot], slots.top_p[slot], slots.top_k[slot] = sampling.temperature, sampling.top_p, sampling.top_k
+        missing = len(sampling.stop_token_ids) - slots.stop.shape[1]
+        if missing > 0:
+            slots.stop = np.pad(slots.stop, ((0, 0), (0, missing)), constant_values=-1)
+        slots.stop[slot] = -1
+        slots.stop[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        slots.running[slot] = running
+        self._touch(slot)
+
+    def _donor(self, prompt: Ids) -> tuple[int, int, int]:
+        """Return (slot, tokens of `prompt` it has in cache, tokens that some slot has or will have after its prefill)."""
+        slots, length = self._slots, len(prompt)
+        candidates = np.flatnonzero((slots.known >= MIN_SHARED_PREFIX) & (slots.ids[:, 0] == prompt[0]))
+        if not len(candidates) or length <= MIN_SHARED_PREFIX:
+            return -1, 0, 0
+        differs = slots.ids[candidates, : length - 1] != prompt[: length - 1]
+        common = np.where(differs.any(axis=1), differs.argmax(axis=1), length - 1)
+        now = np.minimum(common, slots.cached[candidates])
+        is_running = np.array([slots.running[c] is not None for c in candidates])
+        soon = np.where(is_running, np.minimum(common, slots.known[candidates] - 1), 0)
+        best = int(now.argmax())
+        return int(candidates[best]), int(now[best]), int(soon.max())
+
+    def _free_slot(self) -> int:
+        """Return a slot to overwrite: an empty one, else the longest unused free one, else the longest idle session's."""
+        slots = self._slots
+        best, best_key = -1, (3, 0)
+        for slot, running in enumerate(slots.running):
+            if running is not None:
+                continue
+            if slots.session[slot] is not None:
+                key = (2, int(slots.last_used[slot]))
+            else:
+                key = (1, int(slots.last_used[slot])) if slots.cached[slot] else (0, 0)
+            if key < best_key:
+                best, best_key = slot, key
+                if key[0] == 0:
+                    break
+        if best >= 0:
+            session = slots.session[best]
+            if session is not None:
+                self.stats.evictions += 1
+                self._sessions.pop(session, None)
+                slots.session[best] = None
+        return best
+
+    def _touch(self, slot: int) -> None:
+        self._clock += 1
+        self._slots.last_used[slot] = self._clock
+
+    # -- the model ---------------------------------------------------------------------------------------------------
+
+    def _prefill(self, rows: NDArray[np.int64], todo: NDArray[np.int64]) -> None:
+        """Run one chunk of some of the rows that need prefill: rows of similar length, at most 8 chunks' worth of tokens."""
+        slots = self._slots
+        todo = np.minimum(todo, self._prefill_chunk)
+        order = np.argsort(todo, kind="stable")[::-1]
+        most = 1 if self._deterministic else max(1, 8 * self._prefill_chunk // int(todo[order[0]]))
+        rows, todo = rows[order[:most]], todo[order[:most]]
+        width = int(todo[0])
+        start = slots.cached[rows]
+        steps = np.arange(width)
+        is_real = steps < todo[:, None]
+        positions = np.where(is_real, start[:, None] + steps, 0)
+        ids = np.where(is_real, slots.ids[rows[:, None], positions], 0)
+        is_fresh = not start.any()
+        extent = width if is_fresh else self._extent(int((start + todo).max()))
+        write_slots = np.where(is_real, rows[:, None], self._cache.trash)
+        self._cache.aim(
+            rows=self._tensor(rows),
+            write_slots=self._tensor(write_slots),
+            positions=self._tensor(positions),
+            extent=extent,
+            is_fresh=is_fresh,
+        )
+        # Padding looks at position 0, which is finite, so that its softmax is defined.
+        self._forward(self.module.base_model, ids, positions, extent)
+        slots.cached[rows] += todo
+        self.stats.prefill_steps += 1
+
+    def _decode(self, rows: NDArray[np.int64]) -> None:
+        """Feed the last known token of every running slot and sample the next."""
+        slots = self._slots
+        extent_rows = int(rows[-1]) + 1
+        if len(rows) < MIN_DENSITY * extent_rows and extent_rows > MIN_ROWS_DETERMINISTIC:
+            rows = self._compact(rows)
+            extent_rows = len(rows)
+        num_rows = max(extent_rows, MIN_ROWS_DETERMINISTIC) if self._deterministic else extent_rows
+        positions = np.zeros((num_rows, 1), np.int64)
+        ids = np.zeros((num_rows, 1), np.int64)
+        write_slots = np.full((num_rows, 1), self._cache.trash, np.int64)
+        cached = slots.cached[rows]
+        positions[rows, 0], ids[rows, 0], write_slots[rows, 0] = cached, slots.ids[rows, cached], rows
+        extent = self._extent(int(cached.max()) + 1)
+        self._cache.aim(rows=None, write_slots=self._tensor(write_slots), positions=self._tensor(positions), extent=extent)
+        logits = self._forward(self.module, ids, positions, extent).logits[:, -1]
+        if len(rows) < num_rows and not self._deterministic:
+            logits = logits[self._tensor(rows)]
+        self._sample(rows, logits)
+        self.stats.decode_steps += 1
+
+    def _sample(self, rows: NDArray[np.int64], logits: Tensor) -> None:
+        """Sample a token for each of `rows` and finish those that end."""
+        start = time.perf_counter()
+        slots = self._slots
+        if len(logits) > len(rows):
+            logits = logits[self._tensor(rows)]
+        running = [slots.running[row] for row in rows.tolist()]
+        uniform = np.array([r.uniform.random() for r in running if r is not None], np.float64)
+        with torch.inference_mode():
+            tokens_B, logprobs_B = sample(
+                logits,
+                temperature=self._tensor(slots.temperature[rows]),
+                top_p=self._tensor(slots.top_p[rows]),
+                top_k=self._tensor(slots.top_k[rows]),
+                uniform=self._tensor(uniform),
+            )
+        tokens = tokens_B.cpu().numpy()
+        known = slots.known[rows]
+        slots.ids[rows, known] = tokens
+        slots.logprobs[rows, known] = logprobs_B.cpu().numpy()
+        slots.cached[rows] = known
+        slots.known[rows] = known + 1
+        has_stopped = (slots.stop[rows] == tokens[:, None]).any(axis=1)
+        has_ended = has_stopped | (known + 1 >= slots.limit[rows])
+        self.stats.decoded_tokens += len(rows)
+        for index in np.flatnonzero(has_ended).tolist():
+            ended = running[index]
+            assert ended is not None
+            self._finish(ended, FinishReason.STOP if has_stopped[index] else FinishReason.LENGTH)
+        self.stats.sampling_s += time.perf_counter() - start
+
+    def _forward(self, module: Any, ids: NDArray[Any], positions: NDArray[np.int64], extent: int) -> Any:
+        """Run `module` on [B, Q] ids at `positions`, each looking at the positions up to its own, of `extent`."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            position_ids = self._tensor(positions)
+            hidden = torch.arange(extent, device=self._device) > position_ids.unsqueeze(-1)
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+            out = module(
+                input_ids=self._tensor(ids.astype(np.int64, copy=False)),
+                attention_mask=mask.unsqueeze(1),
+                position_ids=position_ids,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+        self.stats.forward_s += time.perf_counter() - start
+        return out
+
+    def _compact(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Move the running slots to the front, exchanging them with idle ones; return their new numbers."""
+        count = len(rows)
+        high = rows[rows >= count].tolist()
+        low = np.setdiff1d(np.arange(count), rows).tolist()
+        length = int(self._slots.cached[high + low].max())
+        with torch.inference_mode():
+            self._cache.swap(first=low, second=high, length=length)
+        self._slots.swap(low, high)
+        for slot in low + high:
+            session, running = self._slots.session[slot], self._slots.running[slot]
+            if session is not None:
+                self._sessions[session] = slot
+            if running is not None:
+                running.slot = slot
+        return np.arange(count)
+
+    def _extent(self, length: int) -> int:
+        return min(-(-length // EXTENT_STEP) * EXTENT_STEP, self._max_context)
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    # -- the end of a request ----------------------------------------------------------------------------------------
+
+    def _finish(self, running: _Running, reason: FinishReason) -> None:
+        slots, slot = self._slots, running.slot
+        begin, end = int(slots.prompt[slot]), int(slots.known[slot])
+        ids, logprobs = slots.ids[slot, begin:end].copy(), slots.logprobs[slot, begin:end].copy()
+        ids.flags.writeable = logprobs.flags.writeable = False
+        self._release(running)
+        completion = Completion(
+            token_ids=ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            policy_versions=tuple(run for run in running.versions if run[0] < max(1, len(ids))),
+            info={"prefilled_tokens": running.prefilled},
+        )
+        self.stats.completions += 1
+        self._deliver(running, completion)
+
+    def _release(self, running: _Running) -> None:
+        """Take the request out of its slot; the slot keeps what it cached."""
+        self._slots.running[running.slot] = None
+        self._touch(running.slot)
+        running.slot = -1
+
+    def _deliver(self, running: _Running, completion: Completion) -> None:
+        del self._requests[running.request.request_id]
+        self._num_finished += 1
+        if not running.future.done():
+            running.future.set_result(completion)
+
+    def _drop(self, running: _Running) -> None:
+        """Forget a request that nobody waits for any more."""
+        del self._requests[running.request.request_id]
+        if running.slot < 0:
+            self._waiting.remove(running)
+        else:
+            self._release(running)
+
+    def _fail_all(self, error: EngineError) -> None:
+        for running in list(self._requests.values()):
+            if running.slot >= 0:
+                self._release(running)
+            if not running.future.done():
+                running.future.set_exception(error)
+        self._requests.clear()
+        self._waiting.clear()
+
+
+def _nothing(running: _Running) -> Completion:
+    """Return the completion of a request that ended before its first token."""
+    empty = np.empty(0, np.int32)
+    return Completion(
+        token_ids=empty,
+        logprobs=empty,
+        finish_reason=FinishReason.ABORT,
+        policy_versions=tuple(running.versions),
+        info={"prefilled_tokens": 0},
+    )
+
+
+def _common_prefix(a: Ids, b: Ids, length: int) -> int:
+    """Return how many of the first `length` ids agree."""
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _check_attention(config: Mapping[str, Any], max_context: int) -> None:
+    """Refuse a model whose layers would need another mask or another cache than full attention."""
+    window = config.get("sliding_window")
+    layers = config.get("layer_types") or ["full_attention" if window is None else "sliding_attention"]
+    kinds = sorted(set(layers))
+    is_full = kinds == ["full_attention"]
+    if is_full or (window is not None and window >= max_context and set(kinds) <= {"full_attention", "sliding_attention"}):
+        return
+    raise ConfigError(
+        f"the embedded engine computes full attention, and this model has {kinds} layers (window {window}) for a context of "
+        f"{max_context} tokens; lower max_context to the window or use a served engine"
+    )

@@ -1,0 +1,117 @@
+"""SlotCache: keys and values of many sequences, one slot each, behind transformers' `Cache` interface.
+
+Separate because it is the only place that knows how the cache lies in memory. A forward pass first says where its tokens
+go (`aim`), then the model's attention layers call `update`, which writes each row's new keys and values at that row's own
+positions and returns what the row may look at:
+
+    keys of one layer   [num_slots + 1, heads, capacity, head_dim]     the last slot takes the padding's writes
+    decode              rows are the slots 0..n-1: a view, nothing is copied
+    prefill             rows are any slots: their first `extent` positions are gathered
+
+Nothing here is ever NaN: unused memory is zero, because a masked position still takes part in the arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+FIRST_CAPACITY = 128
+"""Positions per slot to begin with; doubled as contexts grow."""
+
+
+class SlotCache(Cache):
+    """Keys and values of `num_slots` sequences of up to `max_context` tokens; memory is taken as contexts grow."""
+
+    def __init__(self, *, num_slots: int, max_context: int) -> None:
+        super().__init__(layers=[])
+        self._num_slots = num_slots
+        self._max_context = max_context
+        self._capacity = min(FIRST_CAPACITY, max_context)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._rows: Tensor | None = None
+        self._num_rows = 0
+        self._extent = 0
+        self._is_fresh = False
+        self._write_slots: Tensor = torch.empty(0)
+        self._positions: Tensor = torch.empty(0)
+        self._flat: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def trash(self) -> int:
+        """The slot that takes the writes of padding."""
+        return self._num_slots
+
+    def aim(
+        self, *, rows: Tensor | None, write_slots: Tensor, positions: Tensor, extent: int, is_fresh: bool = False
+    ) -> None:
+        """Say where the next forward pass reads and writes.
+
+        Args:
+            rows: [B] the slot of each row; None when row i is slot i.
+            write_slots: [B, Q] the slot that each new token is written to (`trash` for padding).
+            positions: [B, Q] and at which position.
+            extent: How many positions the rows look at, the new ones included.
+            is_fresh: Whether every row starts at position 0 and `extent` is Q, so that the new keys are all there is.
+        """
+        self._rows, self._num_rows, self._extent, self._is_fresh = rows, len(positions), extent, is_fresh
+        self._write_slots, self._positions = write_slots, positions
+        self._flat.clear()
+        if extent > self._capacity:
+            self._grow(extent)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write [B, heads, Q, head_dim] keys and values; return [B, heads, extent, head_dim] to attend to."""
+        if layer_idx == len(self._keys):
+            self._keys.append(self._zeros(key_states))
+            self._values.append(self._zeros(value_states))
+        keys = self._put(self._keys[layer_idx], key_states)
+        values = self._put(self._values[layer_idx], value_states)
+        if self._is_fresh:
+            return key_states, value_states
+        return self._look(keys), self._look(values)
+
+    def copy(self, *, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first `length` positions of each source slot to its target slot, as if all at once."""
+        for store in (*self._keys, *self._values):
+            store[targets, :, :length] = store[sources, :, :length]
+
+    def swap(self, *, first: list[int], second: list[int], length: int) -> None:
+        """Exchange the first `length` positions of the slots first[i] and second[i]."""
+        self.copy(sources=second + first, targets=first + second, length=length)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many positions the last forward pass looked at."""
+        return self._extent
+
+    def _put(self, store: Tensor, states: Tensor) -> Tensor:
+        _, heads, capacity, width = store.shape
+        flat = self._flat.get((heads, capacity))
+        if flat is None:
+            head = torch.arange(heads, device=store.device).view(1, -1, 1)
+            flat = ((self._write_slots.unsqueeze(1) * heads + head) * capacity + self._positions.unsqueeze(1)).view(-1)
+            self._flat[heads, capacity] = flat
+        store.view(-1, width).index_copy_(0, flat, states.reshape(-1, width))
+        return store
+
+    def _look(self, store: Tensor) -> Tensor:
+        if self._rows is None:
+            return store[: self._num_rows, :, : self._extent]
+        return store[:, :, : self._extent].index_select(0, self._rows)
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self._num_slots + 1, like.shape[1], self._capacity, like.shape[3])
+
+    def _grow(self, extent: int) -> None:
+        old = self._capacity
+        self._capacity = min(max(extent, 2 * old), self._max_context)
+        for stores in (self._keys, self._values):
+            for index, store in enumerate(stores):
+                stores[index] = self._zeros(store)
+                stores[index][:, :, :old] = store

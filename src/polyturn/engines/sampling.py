@@ -1,0 +1,65 @@
+"""Sampling one token for every row of a batch at once, each row with its own settings.
+
+Separate because it is pure: logits and one uniform number per row in, tokens and logprobs out. A row's result depends on
+that row alone, which is what makes a seeded request repeatable whoever shares its batch.
+
+Logprobs are log_softmax(logits / temperature) over the full vocabulary, before top-k and top-p; greedy rows (temperature
+0) report them at temperature 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sampled(NamedTuple):
+    """The tokens of one decoding step."""
+
+    tokens: Tensor
+    """[B] int64."""
+    logprobs: Tensor
+    """[B] float32."""
+
+
+def sample(logits: Tensor, *, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> Sampled:
+    """Draw one token per row by inverting the cumulative distribution at `uniform`.
+
+    Args:
+        logits: [B, V] of any float type.
+        temperature: [B] float32; 0 is greedy.
+        top_p: [B] float32 in (0, 1]; applied after top-k, to what top-k leaves.
+        top_k: [B] int64; 0 or less means no limit.
+        uniform: [B] float64 in [0, 1); what makes the draw random, so the same number gives the same token.
+    """
+    is_greedy = temperature == 0
+    logprobs = torch.log_softmax(logits.float() / torch.where(is_greedy, 1.0, temperature).unsqueeze(1), dim=-1)
+    if bool(is_greedy.all()):
+        tokens = logprobs.argmax(dim=-1)
+    else:
+        probs = logprobs.exp()
+        limited = torch.nonzero((top_p < 1) | (top_k > 0)).squeeze(1)
+        if len(limited):
+            probs[limited] = _keep_top(probs[limited], top_p=top_p[limited], top_k=top_k[limited])
+        # In float64, because single precision loses the tail of a vocabulary of 150,000.
+        cdf = torch.cumsum(probs, dim=-1, dtype=torch.float64)
+        tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1]).unsqueeze(1), right=True).squeeze(1)
+        tokens = torch.where(is_greedy, logprobs.argmax(dim=-1), tokens)
+    return Sampled(tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
+
+
+def _keep_top(probs: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """[B, V] return `probs` with 0 where top-k, then top-p, drops the token; the most likely token always stays."""
+    sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(probs.shape[-1], device=probs.device)
+    limit = torch.where(top_k > 0, top_k, probs.shape[-1])
+    kept = torch.where(ranks < limit.unsqueeze(1), sorted_probs, 0.0)
+    kept = kept / kept.sum(dim=-1, keepdim=True)
+    before = torch.cumsum(kept, dim=-1) - kept
+    # With top_p = 1 nothing may be lost to rounding of the cumulative sum.
+    is_dropped = (before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
+    is_dropped[:, 0] = False
+    kept = kept.masked_fill(is_dropped, 0.0)
+    return torch.zeros_like(probs).scatter_(1, order, kept)

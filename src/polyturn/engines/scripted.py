@@ -1,0 +1,154 @@
+"""ScriptedEngine: answers that somebody wrote down, for tests and for measuring the loop around an engine.
+
+Separate because it needs no model and no torch. It never copies or reads the prompt, so a turn costs the same at a 32k
+history as at 1k: what is left is the loop's own cost.
+
+    ScriptedEngine([[9, 2], [5, 2]])                    request 0 -> [9, 2], request 1 -> [5, 2]
+    ScriptedEngine({"ep-1": [[9, 2], [5, 2]]})          the same, in the order of one session's requests
+    ScriptedEngine(lambda request: tokenizer_ids)       whatever the function says; a Completion is passed on as it is
+    ScriptedEngine([[9, 2], OSError("lost")])           an exception is raised as EngineError
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from polyturn.core.arrays import ids_array
+from polyturn.core.errors import EngineError, one_line
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.protocols import EngineCapabilities
+
+Answer = Completion | ArrayLike | Exception
+"""What one request gets: ids, a whole completion, or an exception to fail with."""
+Script = Callable[[GenerateRequest], Answer] | Sequence[Answer] | Mapping[str, Sequence[Answer]]
+
+
+class ScriptedEngine:
+    """Answers from a script, with a constant logprob per token."""
+
+    def __init__(self, script: Script, *, logprob: float = -1.0, latency_s: float = 0.0, version: int = 0) -> None:
+        """Take the script.
+
+        Args:
+            script: A function of the request; a list of answers in the order of requests; or a mapping from session id
+                to that session's answers.
+            logprob: The log-probability reported for every token.
+            latency_s: Seconds that every request takes; 0 answers without giving up the event loop.
+            version: The policy version that completions carry until `update_weights`.
+        """
+        self._function: Callable[[GenerateRequest], Answer] | None = None
+        self._common: Iterator[Answer] | None = None
+        self._by_session: dict[str, Iterator[Answer]] = {}
+        if callable(script):
+            self._function = script
+        elif isinstance(script, Mapping):
+            self._by_session = {session: iter(answers) for session, answers in script.items()}
+        else:
+            self._common = iter(script)
+        self._logprob = logprob
+        self._latency_s = latency_s
+        self._version = version
+        self._sleeping: dict[str, asyncio.Event] = {}
+        self._is_closed = False
+        self.num_requests = 0
+        """How many requests were made."""
+        self.ended_sessions: list[str] = []
+        """The sessions that `end_session` was told about, in order."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Seeded and with logprobs, so that a training loop accepts it."""
+        return EngineCapabilities(seeded=True, logprobs=True)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Return the scripted answer, cut to `max_tokens` and after the first stop token.
+
+        Raises:
+            EngineError: the script holds or raises an exception here, has no answer left, or the engine is closed.
+        """
+        if self._is_closed:
+            raise EngineError(f"request {request.request_id!r} came after the scripted engine was closed")
+        self.num_requests += 1
+        if self._latency_s and await self._sleep(request.request_id):
+            return self._completion(np.empty(0, np.int32), FinishReason.ABORT)
+        try:
+            answer = self._answer(request)
+        except Exception as problem:
+            raise _engine_error(request, problem) from problem
+        if isinstance(answer, Exception):
+            raise _engine_error(request, answer) from answer
+        if isinstance(answer, Completion):
+            return answer
+        return self._cut(ids_array(answer), request)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request that is waiting out its latency; it returns no tokens."""
+        if request_id in self._sleeping:
+            self._sleeping[request_id].set()
+
+    async def end_session(self, session_id: str) -> None:
+        """Note that the session ended."""
+        self.ended_sessions.append(session_id)
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        """Let completions carry `version` from now on."""
+        self._version = version
+
+    async def close(self) -> None:
+        """Refuse all further requests."""
+        self._is_closed = True
+
+    def _answer(self, request: GenerateRequest) -> Answer:
+        if self._function is not None:
+            return self._function(request)
+        answers = self._common if self._common is not None else self._by_session.get(request.session_id)
+        if answers is None:
+            raise EngineError(f"the script has no session {request.session_id!r}; it knows {sorted(self._by_session)}")
+        try:
+            return next(answers)
+        except StopIteration:
+            raise EngineError(
+                f"the script has no answer left for request {self.num_requests} (session {request.session_id!r}); add one"
+            ) from None
+
+    async def _sleep(self, request_id: str) -> bool:
+        """Wait out the latency; return whether the request was aborted meanwhile."""
+        event = self._sleeping[request_id] = asyncio.Event()
+        try:
+            async with asyncio.timeout(self._latency_s):
+                await event.wait()
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            del self._sleeping[request_id]
+
+    def _cut(self, ids: np.ndarray[Any, np.dtype[np.int32]], request: GenerateRequest) -> Completion:
+        sampling = request.sampling
+        reason = FinishReason.STOP
+        if sampling.stop_token_ids:
+            hits = np.flatnonzero(np.isin(ids, sampling.stop_token_ids))
+            if len(hits):
+                ids = ids[: hits[0] + 1]
+            else:
+                reason = FinishReason.LENGTH
+        if len(ids) > sampling.max_tokens:
+            ids, reason = ids[: sampling.max_tokens], FinishReason.LENGTH
+        return self._completion(ids, reason)
+
+    def _completion(self, ids: np.ndarray[Any, np.dtype[np.int32]], reason: FinishReason) -> Completion:
+        logprobs = np.full(len(ids), self._logprob, np.float32)
+        logprobs.flags.writeable = False
+        versions = ((0, self._version),)
+        return Completion(token_ids=ids, logprobs=logprobs, finish_reason=reason, policy_versions=versions)
+
+
+def _engine_error(request: GenerateRequest, problem: Exception) -> EngineError:
+    if isinstance(problem, EngineError):
+        return problem
+    return EngineError(f"request {request.request_id!r} of session {request.session_id!r} failed: {one_line(problem)}")

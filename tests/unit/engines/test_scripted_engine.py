@@ -1,0 +1,97 @@
+"""The scripted engine: where answers come from, how they are cut, and that the history costs nothing."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from polyturn.core.errors import EngineError
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.engines.scripted import ScriptedEngine
+
+
+def request(number: int = 0, *, session: str = "s", prompt=(1, 2, 3), **sampling) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"r{number}", session_id=session, prompt_ids=prompt, sampling=SamplingParams(**sampling)
+    )
+
+
+async def test_a_list_answers_in_the_order_of_requests():
+    engine = ScriptedEngine([[9, 2], [5, 2]], logprob=-0.5)
+    first, second = await engine.generate(request(0)), await engine.generate(request(1))
+    assert first.token_ids.tolist() == [9, 2]
+    assert second.token_ids.tolist() == [5, 2]
+    assert first.logprobs.tolist() == [-0.5, -0.5]
+    assert engine.num_requests == 2
+
+
+async def test_a_mapping_answers_per_session():
+    engine = ScriptedEngine({"a": [[1], [2]], "b": [[3]]})
+    answers = [await engine.generate(request(i, session=s)) for i, s in enumerate("aba")]
+    assert [a.token_ids.tolist() for a in answers] == [[1], [3], [2]]
+
+
+async def test_a_function_sees_the_request_and_may_return_a_completion():
+    given = Completion(token_ids=[4], logprobs=[-2.0], finish_reason=FinishReason.LENGTH, policy_versions=((0, 7),))
+    engine = ScriptedEngine(lambda r: given if r.session_id == "whole" else r.prompt_ids[:1])
+    assert await engine.generate(request(0, session="whole")) is given
+    assert (await engine.generate(request(1, prompt=[8, 9]))).token_ids.tolist() == [8]
+
+
+async def test_answers_are_cut_after_the_stop_token_and_at_max_tokens():
+    engine = ScriptedEngine(lambda r: [5, 6, 2, 7])
+    stopped = await engine.generate(request(0, stop_token_ids=(2,)))
+    assert (stopped.token_ids.tolist(), stopped.finish_reason) == ([5, 6, 2], FinishReason.STOP)
+    cut = await engine.generate(request(1, stop_token_ids=(2,), max_tokens=2))
+    assert (cut.token_ids.tolist(), cut.finish_reason) == ([5, 6], FinishReason.LENGTH)
+    unstopped = await engine.generate(request(2, stop_token_ids=(3,)))
+    assert (unstopped.token_ids.tolist(), unstopped.finish_reason) == ([5, 6, 2, 7], FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("script", [[OSError("lost")], lambda r: (_ for _ in ()).throw(OSError("lost"))])
+async def test_an_exception_in_the_script_is_an_engine_error(script):
+    with pytest.raises(EngineError, match=r"'r0'.*OSError: lost"):
+        await ScriptedEngine(script).generate(request())
+
+
+async def test_a_script_that_runs_out_says_so():
+    with pytest.raises(EngineError, match="no answer left for request 1"):
+        await ScriptedEngine([]).generate(request())
+    with pytest.raises(EngineError, match="no session 's'"):
+        await ScriptedEngine({"other": []}).generate(request())
+
+
+async def test_latency_passes_and_abort_cuts_it_short():
+    engine = ScriptedEngine(lambda r: [1], latency_s=0.02)
+    start = time.perf_counter()
+    assert (await engine.generate(request())).token_ids.tolist() == [1]
+    assert time.perf_counter() - start >= 0.02
+
+    slow = ScriptedEngine(lambda r: [1], latency_s=60.0)
+    running = asyncio.create_task(slow.generate(request()))
+    await asyncio.sleep(0)
+    await slow.abort("r0")
+    aborted = await running
+    assert (aborted.finish_reason, len(aborted.token_ids)) == (FinishReason.ABORT, 0)
+
+
+async def test_versions_sessions_and_close():
+    engine = ScriptedEngine(lambda r: [1], version=3)
+    assert (await engine.generate(request())).policy_versions == ((0, 3),)
+    await engine.update_weights(4)
+    assert (await engine.generate(request())).policy_versions == ((0, 4),)
+    await engine.end_session("s")
+    assert engine.ended_sessions == ["s"]
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate(request())
+
+
+async def test_the_prompt_is_never_copied():
+    seen = []
+    history = np.arange(32_000, dtype=np.int32)
+    history.flags.writeable = False
+    engine = ScriptedEngine(lambda r: seen.append(r.prompt_ids) or [1])
+    await engine.generate(request(prompt=history))
+    assert np.shares_memory(seen[0], history)
