@@ -1,0 +1,293 @@
+"""Configurations: what is merged with what, what is refused and in which words, and that no secret is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from polyturn.config.load import load_config, write_resolved
+from polyturn.core.errors import ConfigError
+
+
+class Base(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Optim(Base):
+    lr: float = 1e-6
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+class Local(Base):
+    kind: Literal["local"] = "local"
+    slots: int = 4
+
+
+class Server(Base):
+    kind: Literal["server"]
+    url: str
+    api_key: str = ""
+
+
+class Reward(Base):
+    name: str
+    weight: float = 1.0
+
+
+class Run(Base):
+    name: str = "run"
+    note: str | None = None
+    steps: int = 10
+    engine: Local | Server = Local()
+    optim: Optim = Optim()
+    warm_start: Optim = Optim(lr=1e-4)
+    rewards: list[Reward] = []
+    sets: dict[str, Optim] = {"greedy": Optim()}
+    files: str | list[str] | None = None
+    extra: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Run:
+        if self.steps < 0:
+            raise ValueError(f"steps is {self.steps}; it must be 0 or more")
+        return self
+
+
+def load(folder: Path, text: str = "", *overrides: str) -> Run:
+    return load_config(Run, config_file(folder, text), overrides).config
+
+
+def config_file(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(folder: Path, text: str = "", *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+# --- merging
+
+
+def test_an_empty_file_is_all_defaults_and_no_file_is_allowed(tmp_path: Path) -> None:
+    assert load(tmp_path) == Run()
+    assert load_config(Run, None, ["steps=3"]).config.steps == 3
+
+
+def test_defaults_files_lie_below_the_file_and_overrides_above(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    config_file(tmp_path, "steps: 1\nname: base\noptim: {lr: 1.0}", "more/base.yaml")
+    config_file(tmp_path, "defaults: base.yaml\nname: middle\nfiles: [a, b]", "more/middle.yaml")
+    config_file(tmp_path, "note: other", "other.yaml")
+    config = load(
+        tmp_path,
+        "defaults: [more/middle.yaml, other.yaml]\noptim: {weight_decay: 0.5}\nfiles: [c]",
+        "optim.betas=[0.1, 0.2]",
+    )
+    assert (config.steps, config.name, config.note) == (1, "middle", "other")
+    assert config.optim == Optim(lr=1.0, weight_decay=0.5, betas=(0.1, 0.2))
+    assert config.files == ["c"]
+
+
+def test_given_defaults_lie_below_everything(tmp_path: Path) -> None:
+    path = config_file(tmp_path, "optim: {lr: 2}")
+    loaded = load_config(Run, path, defaults={"optim": {"lr": 1, "weight_decay": 1}})
+    assert loaded.config.optim == Optim(lr=2, weight_decay=1)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("steps=7", ("steps",), 7),
+        ("+steps=7", ("steps",), 7),
+        ("optim.lr=3e-4", ("optim", "lr"), 3e-4),
+        ("note=null", ("note",), None),
+        ("note=a=b", ("note",), "a=b"),
+        ("note='7'", ("note",), "7"),
+        ("note=", ("note",), None),
+        ("files=[a, b]", ("files",), ["a", "b"]),
+        ("extra.a.b=[1, {c: 2}]", ("extra",), {"a": {"b": [1, {"c": 2}]}}),
+        ("note=run ${steps} of ${name}", ("note",), "run 10 of run"),
+    ],
+)
+def test_overrides_are_yaml_values_at_dotted_keys(tmp_path: Path, override: str, path: tuple[str, ...], value: Any) -> None:
+    found: Any = load(tmp_path, "", override)
+    for step in path:
+        found = getattr(found, step)
+    assert found == value
+
+
+def test_an_override_reaches_into_a_list_and_a_dict(tmp_path: Path) -> None:
+    config = load(tmp_path, "rewards: [{name: a}, {name: b}]", "rewards.1.weight=0.5", "sets.t1.lr=1")
+    assert [r.weight for r in config.rewards] == [1.0, 0.5]
+    assert config.sets == {"t1": Optim(lr=1)}
+
+
+def test_what_a_default_instance_sets_stays_when_another_key_of_it_is_configured(tmp_path: Path) -> None:
+    config = load(tmp_path, "warm_start: {weight_decay: 0.5}")
+    assert config.warm_start == Optim(lr=1e-4, weight_decay=0.5)
+
+
+def test_a_union_takes_the_variant_that_its_literal_names(tmp_path: Path) -> None:
+    assert load(tmp_path, "engine: {kind: server, url: x}").engine == Server(kind="server", url="x")
+    assert load(tmp_path, "engine: {slots: 8}").engine == Local(slots=8)
+
+
+def test_references_see_the_defaults_of_the_models(tmp_path: Path) -> None:
+    config = load(tmp_path, "note: ${optim.lr}-${steps}\nextra: {a: '${steps}', b: '${.a}', c: '${optim}'}")
+    assert config.note == "1e-06-10"
+    assert config.extra["a"] == config.extra["b"] == 10
+    assert config.extra["c"]["betas"] == [0.9, 0.99]
+
+
+# --- refusals
+
+
+def test_an_unknown_key_is_named_with_its_value_its_source_and_the_nearest_key(tmp_path: Path) -> None:
+    assert refused(tmp_path, "optim: {lrr: 3}") == (
+        "unknown key 'optim.lrr', set to 3 (in run.yaml). Did you mean 'optim.lr'?"
+    )
+    assert refused(tmp_path, "", "notee=3") == (
+        "unknown key 'notee', set to 3 (from the override 'notee=3'). Did you mean 'note'?"
+    )
+
+
+def test_a_key_of_another_section_is_pointed_out(tmp_path: Path) -> None:
+    assert refused(tmp_path, "slots: 3").endswith("Did you mean 'engine.slots'?")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("rewards: [{name: a}, {name: b, wieght: 1}]", "'rewards.1.wieght'.* Did you mean 'rewards.1.weight'"),
+        ("sets: {t1: {beta: 1}}", r"'sets.t1.beta'.* Did you mean 'sets.t1.betas'"),
+        ("engine: {kind: server, url: x, apikey: z}", r"'engine.apikey'.* Did you mean 'engine.api_key'"),
+        ("engine: {slotz: 1}", r"'engine.slotz'.* Did you mean 'engine.slots'"),
+    ],
+)
+def test_unknown_keys_are_found_in_lists_dicts_and_unions(tmp_path: Path, text: str, key: str) -> None:
+    message = refused(tmp_path, text)
+    assert re.match(f"unknown key {key}", message)
+    assert "\n" not in message
+
+
+def test_every_problem_is_one_sentence(tmp_path: Path) -> None:
+    message = refused(tmp_path, "steps: many\nrewards: [{weight: 2}]\noptim: {betas: [1]}", "files=3", "engine.slots=x")
+    assert message.split("\n") == [
+        "'optim.betas.1' is missing (in run.yaml); give it a value",
+        "'rewards.0.name' is missing (in run.yaml); give it a value",
+        "steps is 'many' (in run.yaml); it must be a valid integer, unable to parse string as an integer",
+        "engine.slots is 'x' (from the override 'engine.slots=x'); it must be a valid integer, unable to parse string as an "
+        "integer",
+        "files is 3 (from the override 'files=3'); it must be a valid string or a valid list",
+    ]
+
+
+def test_a_models_own_check_speaks_for_itself(tmp_path: Path) -> None:
+    assert refused(tmp_path, "steps: -1") == "steps is -1; it must be 0 or more"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "says"),
+    [
+        ("", ["steps"], "the override 'steps' has no '='; write it as key.path=value"),
+        ("", ["files=[1"], "the value in the override 'files=.1' cannot be read"),
+        ("", ["steps.x=1", "steps.x.y=1"], "the override 'steps.x.y=1': steps.x is 1, which has no keys to set"),
+        ("rewards: [{name: a}]", ["rewards.1.name=b"], "rewards is a list, '1' is not one of 0 to 0"),
+        ("- 1", [], "run.yaml must hold keys with values, and it holds a list"),
+        ("a: [1", [], "run.yaml line 2: this is not YAML"),
+        ("steps: 1\nsteps: 2", [], "run.yaml line 2: this is not YAML .found duplicate key steps"),
+        ("note: '${oops'", [], "run.yaml cannot be read as a config"),
+        ("note: ${nothing.there}", [], "note is '..nothing.there.' .in run.yaml., which cannot be resolved: .*not found"),
+        ("note: ${name}\nname: ${note}", [], "cannot be resolved: .*"),
+        ("note: ${oc.env:POLYTURN_NOT_SET}", [], "'POLYTURN_NOT_SET' not found.*give a fallback"),
+        ("defaults: 3", [], "'defaults' in run.yaml must be a file name or a list of them, not 3"),
+        ("defaults: rum.yaml", [], "the config 'rum.yaml' does not exist. Did you mean 'run.yaml'"),
+        ("defaults: run.yaml", [], "go round in a circle: run.yaml -> run.yaml"),
+    ],
+)
+def test_what_cannot_be_read_is_said(tmp_path: Path, text: str, overrides: list[str], says: str) -> None:
+    assert re.search(says, refused(tmp_path, text, *overrides))
+
+
+def test_a_missing_file_and_a_folder_are_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere/run\.yaml' does not exist. Check the path"):
+        load_config(Run, tmp_path / "nowhere" / "run.yaml")
+    with pytest.raises(ConfigError, match="is a folder, not a config file"):
+        load_config(Run, tmp_path)
+
+
+# --- what is written
+
+SECRET = "sk-0123456789"
+SECRETS = """
+engine: {kind: server, url: 'https://${oc.env:POLYTURN_HOST}/v1', api_key: '${oc.env:POLYTURN_KEY}'}
+note: ${engine.api_key}
+steps: ${oc.decode:${oc.env:POLYTURN_STEPS}}
+extra: {copy: '${engine}', list: ['${note}'], fallback: '${oc.env:POLYTURN_NOT_SET,nothing}', plain: '${name}'}
+"""
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYTURN_KEY", SECRET)
+    monkeypatch.setenv("POLYTURN_HOST", "h.example")
+    monkeypatch.setenv("POLYTURN_STEPS", "31415")
+
+
+@pytest.mark.usefixtures("environment")
+def test_what_comes_from_the_environment_is_used_and_never_written(tmp_path: Path) -> None:
+    """Users rely on this: a run's folder can be shared."""
+    loaded = load_config(Run, config_file(tmp_path, SECRETS))
+    assert loaded.config.engine == Server(kind="server", url="https://h.example/v1", api_key=SECRET)
+    assert (loaded.config.note, loaded.config.steps) == (SECRET, 31415)
+    write_resolved(loaded.resolved, tmp_path / "out" / "config.yaml")
+    text = (tmp_path / "out" / "config.yaml").read_text()
+    assert not any(value in text for value in (SECRET, "h.example", "31415"))
+    written = yaml.safe_load(text)
+    assert written["engine"]["api_key"] == "${oc.env:POLYTURN_KEY}"
+    assert written["extra"]["plain"] == "run"
+    assert written["extra"]["fallback"] == "${oc.env:POLYTURN_NOT_SET,nothing}"
+    assert written["optim"] == {"lr": 1e-6, "weight_decay": 0.0, "betas": [0.9, 0.99]}
+
+
+@pytest.mark.usefixtures("environment")
+def test_what_was_written_loads_again_to_the_same_config(tmp_path: Path) -> None:
+    loaded = load_config(Run, config_file(tmp_path, SECRETS), [r"name='literal \${x}'", "sets.a.lr=2"])
+    assert loaded.config.name == "literal ${x}"
+    write_resolved(loaded.resolved, tmp_path / "again.yaml")
+    assert load_config(Run, tmp_path / "again.yaml") == loaded
+
+
+@pytest.mark.usefixtures("environment")
+def test_an_error_does_not_show_a_secret_either(tmp_path: Path) -> None:
+    message = refused(tmp_path, "steps: ${oc.env:POLYTURN_KEY}\nextr: {a: ['${oc.env:POLYTURN_KEY}']}")
+    assert SECRET not in message
+    assert "steps is '${oc.env:POLYTURN_KEY}'" in message
+    assert "{'a': ['${oc.env:POLYTURN_KEY}']}" in message
+
+
+class Derived(Base):
+    key: str = ""
+    header: str = Field("", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return {**data, "header": f"Bearer {data['key']}"}
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_value_that_a_validator_derives_from_the_environment_is_not_written(tmp_path: Path) -> None:
+    loaded = load_config(Derived, config_file(tmp_path, "key: ${oc.env:POLYTURN_KEY}"))
+    assert loaded.config.header == f"Bearer {SECRET}"
+    assert SECRET not in str(loaded.resolved)
