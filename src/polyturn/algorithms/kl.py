@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from polyturn.algorithms.losses import MAX_LOG_RATIO
@@ -39,7 +40,7 @@ def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Return [T] (r - 1) - log r with r = ref probability / probability."""
     log_r_T = (ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_r_T.exp() - 1.0 - log_r_T
+    return torch.expm1(log_r_T) - log_r_T
 
 
 def entropy(log_softmax_SV: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""The three estimators of Schulman 2020 on one pair of distributions where everything can be summed exactly."""
+
+import math
+
+import pytest
+import torch
+
+from polyturn.algorithms.kl import entropy, k1, k2, k3, kl_estimators
+
+P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+Q = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+KL = float((P * (P / Q).log()).sum())
+
+
+def expected(estimator) -> float:
+    return float((P * estimator(P.log(), Q.log())).sum())
+
+
+def test_k1_and_k3_are_unbiased_and_k2_is_close():
+    assert expected(k1) == pytest.approx(KL)
+    assert expected(k3) == pytest.approx(KL)
+    assert expected(k2) == pytest.approx(KL, rel=0.1)
+
+
+def test_by_hand():
+    """log r = ref - policy = ln 2: k1 = -ln 2, k2 = (ln 2)^2 / 2, k3 = 2 - 1 - ln 2."""
+    policy, ref = torch.tensor([0.0]), torch.tensor([math.log(2)])
+    assert k1(policy, ref).item() == pytest.approx(-math.log(2))
+    assert k2(policy, ref).item() == pytest.approx(math.log(2) ** 2 / 2)
+    assert k3(policy, ref).item() == pytest.approx(1 - math.log(2))
+
+
+def test_k3_is_never_negative_and_zero_only_where_both_agree():
+    x = torch.arange(-50, 51, dtype=torch.float64) / 10
+    values = k3(x, torch.zeros_like(x))
+    assert (values >= 0).all()
+    assert values[50] == 0
+
+
+@pytest.mark.parametrize(("estimator", "is_exact"), [(k1, False), (k2, True)])
+def test_the_gradient_of_k2_is_that_of_the_kl_and_k1_has_none(estimator, is_exact):
+    """Averaged over samples of the policy itself, with the samples held fixed."""
+    logits = P.log().clone().requires_grad_()
+    logprobs = torch.log_softmax(logits, -1)
+    (true,) = torch.autograd.grad((logprobs.exp() * (logprobs - Q.log())).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad((P * estimator(logprobs, Q.log())).sum(), logits)
+    assert torch.allclose(found, true if is_exact else torch.zeros_like(true), atol=1e-12)
+
+
+def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size():
+    assert entropy(torch.log_softmax(torch.zeros(2, 8), -1)).tolist() == pytest.approx([math.log(8)] * 2)
+
+
+def test_names():
+    assert list(kl_estimators) == ["k1", "k2", "k3"]

@@ -1,0 +1,78 @@
+"""Filters drop what cannot or must not train, and count every token they drop."""
+
+import numpy as np
+
+from polyturn.batching.filters import filter_groups, filter_samples
+from polyturn.batching.samples import to_samples
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.metrics import reduce
+from polyturn.core.reward import Reward
+from polyturn.core.task import Task
+from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup
+
+TASK = Task(id="t", prompt=())
+
+
+def trajectory(
+    id: str, reward: float, stop: StopReason = StopReason.STOP, weights: tuple[float, ...] = (1, 1)
+) -> Trajectory:
+    spans = (
+        Span(ids=[1], source=SpanSource.PROMPT),
+        Span(ids=[2] * len(weights), source=SpanSource.SAMPLED, turn=0, weights=np.array(weights)),
+    )
+    failed = stop.is_failure
+    return Trajectory(
+        id=id,
+        task=TASK,
+        segments=(Segment(spans=spans),),
+        turns=(),
+        stop_reason=stop,
+        reward=None if failed else Reward(total=reward),
+        error="broken" if failed else None,
+    )
+
+
+def group(id: str, *trajectories: Trajectory) -> TrajectoryGroup:
+    return TrajectoryGroup(id=id, task=TASK, trajectories=trajectories)
+
+
+def test_groups_are_kept_only_where_there_is_something_to_compare():
+    groups = [
+        group("mixed", trajectory("0", 1), trajectory("1", 0)),
+        group("same", trajectory("0", 1), trajectory("1", 1)),
+        group("failed", trajectory("0", 1, StopReason.ERROR)),
+        group("left", trajectory("0", 1), trajectory("1", 0), trajectory("2", 5, StopReason.ABORTED)),
+        group("same but for a failure", trajectory("0", 1), trajectory("1", 1), trajectory("2", 0, StopReason.ERROR)),
+    ]
+    kept, metrics = filter_groups(groups)
+    assert [(g.id, len(g.trajectories)) for g in kept] == [("mixed", 2), ("left", 2)]
+    assert reduce(metrics) == {
+        "buffer/groups": 5,
+        "buffer/groups_kept": 2,
+        "buffer/groups_all_failed": 1,
+        "buffer/groups_zero_variance": 2,
+        "buffer/failed_trajectories": 3,
+        "tokens/dropped_failed": 6,
+        "tokens/dropped_zero_variance": 8,
+    }
+
+
+def test_zero_variance_groups_can_be_kept_and_a_group_of_one_always_is():
+    groups = [group("same", trajectory("0", 1), trajectory("1", 1)), group("one", trajectory("0", 1))]
+    assert [g.id for g in filter_groups(groups).groups] == ["one"]
+    assert [g.id for g in filter_groups(groups, zero_variance=False).groups] == ["same", "one"]
+
+
+def test_samples_of_truncated_trajectories_and_without_weight_are_counted():
+    cut = group("g", trajectory("0", 1), trajectory("1", 0, StopReason.MAX_TOKENS), trajectory("2", 0, weights=(0, 0)))
+    samples = to_samples(cut, temperature=1.0)
+    kept, metrics = filter_samples(samples, [cut], drop_truncated=True)
+    assert [s.id.trajectory for s in kept] == ["0"]
+    assert reduce(metrics) == {
+        "buffer/samples": 3,
+        "buffer/samples_kept": 1,
+        "buffer/samples_truncated": 1,
+        "buffer/samples_unweighted": 1,
+        "tokens/dropped_truncated": 2,
+    }
+    assert [s.id.trajectory for s in filter_samples(samples, [cut]).samples] == ["0", "1"]

@@ -1,0 +1,110 @@
+"""The layout: targets shifted once, nothing lost, nothing twice (I6)."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyturn.batching.layout import LayoutSettings, layout, scatter_back
+from polyturn.core.errors import AlignmentError, ConfigError
+from polyturn.core.sample import SampleId, TrainSample
+
+
+def sample(ids: list[int], weights: list[float], index: int = 0, **arrays: object) -> TrainSample:
+    return TrainSample(
+        id=SampleId("g", str(index), 0),
+        token_ids=np.array(ids, np.int32),
+        loss_weights=np.array(weights, np.float32),
+        turn_ids=np.zeros(len(ids), np.int32),
+        **arrays,
+    )
+
+
+def weights_of(samples: list[TrainSample]) -> list[np.ndarray]:
+    return [s.loss_weights for s in samples]
+
+
+def test_targets_are_the_next_tokens_and_a_row_ends_before_its_last_one():
+    one = sample([10, 11, 12, 13, 14, 15, 16], [0, 0, 1, 1, 0, 0.5, 0], advantages=np.arange(7, dtype=np.float32))
+    (batch,) = layout([one], coefs=weights_of([one]), settings=LayoutSettings())
+    assert batch.input_ids_BT.tolist() == [[10, 11, 12, 13, 14]]
+    assert batch.position_ids_T.tolist() == [[0, 1, 2, 3, 4]]
+    assert batch.flat_S.tolist() == [1, 2, 4]
+    assert batch.targets_S.tolist() == [12, 13, 15]
+    assert batch.loss_coef_S.tolist() == [1, 1, 0.5]
+    assert batch.advantages_S.tolist() == [2, 3, 5]
+    assert batch.token_S.tolist() == [2, 3, 5]
+    assert batch.temperature_S is None
+    assert batch.old_logprobs_S is None
+
+
+def test_rows_are_padded_on_the_right_and_keep_their_temperature():
+    samples = [sample([1, 2, 3], [0, 0, 1], 0, temperature=0.5), sample([4, 5], [0, 1], 1)]
+    (batch,) = layout(samples, coefs=weights_of(samples), settings=LayoutSettings())
+    assert batch.input_ids_BT.tolist() == [[4, 0], [1, 2]]
+    assert batch.flat_S.tolist() == [0, 3]
+    assert batch.targets_S.tolist() == [5, 3]
+    assert batch.temperature_S.tolist() == [1.0, 0.5]
+    assert batch.num_tokens == 3
+
+
+def test_batches_hold_to_their_budgets():
+    samples = [sample([1] * (n + 1), [0] + [1] * n, i) for i, n in enumerate([2, 9, 2, 3, 2])]
+    settings = LayoutSettings(max_tokens_per_batch=8)
+    batches = layout(samples, coefs=weights_of(samples), settings=settings)
+    assert [tuple(b.input_ids_BT.shape) for b in batches] == [(3, 2), (1, 3), (1, 9)]  # the last is longer than the budget
+    settings = LayoutSettings(max_tokens_per_batch=100, max_targets_per_batch=4)
+    batches = layout(samples, coefs=weights_of(samples), settings=settings)
+    assert [b.num_targets for b in batches] == [4, 2, 3, 9]
+
+
+lengths = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=0, max_size=12), min_size=0, max_size=8)
+
+
+@given(tails=lengths, budget=st.integers(1, 60), max_targets=st.one_of(st.none(), st.integers(1, 12)))
+def test_layout_and_back_is_a_bijection_on_weighted_tokens(tails, budget, max_targets):
+    """I6: every weighted token is a target exactly once, and numbers put on targets come back to their own tokens."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for i, tail in enumerate(tails):
+        n = len(tail) + 1
+        values = rng.normal(size=n).astype(np.float32)
+        samples.append(sample(rng.integers(0, 99, n).tolist(), [0.0, *tail], i, old_logprobs=values, temperature=1.0 + i))
+    settings = LayoutSettings(max_tokens_per_batch=budget, max_targets_per_batch=max_targets)
+    coefs = [s.loss_weights * 3.0 for s in samples]
+    batches = layout(samples, coefs=coefs, settings=settings)
+    sizes = [len(s) for s in samples]
+    masks = [s.loss_weights != 0 for s in samples]
+
+    places = [(int(i), int(t)) for b in batches for i, t in zip(b.sample_S, b.token_S, strict=True)]
+    assert sorted(places) == [(i, int(t)) for i, m in enumerate(masks) for t in np.flatnonzero(m)]
+
+    def back(values: list[torch.Tensor]) -> list[list[float]]:
+        return [v.tolist() for v in scatter_back(batches, values, lengths=sizes)]
+
+    assert back([b.targets_S for b in batches]) == [(s.token_ids * m).tolist() for s, m in zip(samples, masks, strict=True)]
+    assert back([b.old_logprobs_S for b in batches]) == [
+        (s.old_logprobs * m).tolist() for s, m in zip(samples, masks, strict=True)
+    ]
+    assert back([b.loss_coef_S for b in batches]) == [c.tolist() for c in coefs]
+    for batch in batches:
+        rows, columns = np.divmod(batch.flat_S.numpy(), batch.input_ids_BT.shape[1])
+        assert batch.input_ids_BT.numel() <= budget or batch.input_ids_BT.shape[0] == 1
+        for row, column, i, t in zip(rows, columns, batch.sample_S, batch.token_S, strict=True):
+            context = batch.input_ids_BT[row, : column + 1].tolist()
+            assert context == samples[i].token_ids[:t].tolist()
+
+
+def test_mistakes_are_named():
+    first = sample([1, 2], [1, 1])
+    with pytest.raises(AlignmentError, match="weighs its first token"):
+        layout([first], coefs=weights_of([first]), settings=LayoutSettings())
+    good = sample([1, 2], [0, 1])
+    with pytest.raises(AlignmentError, match=r"\(3,\) coefficients for 2 tokens"):
+        layout([good], coefs=[np.ones(3)], settings=LayoutSettings())
+    half = [good, good.replace(advantages=np.ones(2))]
+    with pytest.raises(AlignmentError, match="has no advantages, and others have"):
+        layout(half, coefs=weights_of(half), settings=LayoutSettings())
+    with pytest.raises(ConfigError, match="max_tokens_per_batch is 0"):
+        LayoutSettings(max_tokens_per_batch=0)
