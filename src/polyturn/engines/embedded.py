@@ -646,10 +646,9 @@ class EmbeddedEngine:
 
 def _nothing(running: _Running) -> Completion:
     """Return the completion of a request that ended before its first token."""
-    empty = np.empty(0, np.int32)
     return Completion(
-        token_ids=empty,
-        logprobs=empty,
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
         finish_reason=FinishReason.ABORT,
         policy_versions=tuple(running.versions),
         info={"prefilled_tokens": 0},

@@ -1,0 +1,407 @@
+"""The embedded engine against the model itself: tokens, logprobs, shared weights, the cache between turns, determinism."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from polyturn.core.errors import ConfigError, EngineError
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.engines.embedded import EmbeddedEngine
+
+VOCAB = 96
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def make_model(family: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes):
+    config_class, model_class = FAMILIES[family]
+    torch.manual_seed(seed)
+    options = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return model_class(config_class(**{**options, **changes})).eval()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+_count = iter(range(10**9))
+
+
+def ask(ids, *, session: str | None = None, name: str | None = None, **sampling) -> GenerateRequest:
+    name = name or f"r{next(_count)}"
+    return GenerateRequest(request_id=name, session_id=session or name, prompt_ids=ids, sampling=SamplingParams(**sampling))
+
+
+async def ask_all(engine: EmbeddedEngine, requests) -> list[Completion]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(engine.generate(r)) for r in requests]
+    return [t.result() for t in tasks]
+
+
+def reference_logprobs(model, ids, completion: Completion, temperature: float = 1.0) -> np.ndarray:
+    full = torch.tensor([[*ids, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(full).logits[0, len(ids) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, full[0, len(ids) :, None]).squeeze(1).numpy()
+
+
+# -- what it computes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("qwen2", True), ("llama", False)])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+async def test_logprobs_are_the_models_own(family, tied, temperature):
+    """I8: fp32, 1e-4 at temperatures 1 and 0.7; the prompts have ragged lengths and share the batch."""
+    model = make_model(family, tied=tied)
+    engine = EmbeddedEngine(model, num_slots=8, prefill_chunk=16)
+    prompts = [prompt(n, n) for n in (1, 2, 15, 16, 17, 18, 40, 60)]
+    answers = await ask_all(engine, [ask(p, max_tokens=10 + 9 * i, temperature=temperature) for i, p in enumerate(prompts)])
+    for ids, answer in zip(prompts, answers, strict=True):
+        np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, ids, answer, temperature), atol=1e-4)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_greedy_equals_generate(deterministic):
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=8, deterministic=deterministic)
+    prompts = [prompt(n, n) for n in (3, 9, 33, 70)]
+    answers = await ask_all(engine, [ask(p, max_tokens=24, temperature=0) for p in prompts])
+    for ids, answer in zip(prompts, answers, strict=True):
+        expected = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, pad_token_id=0)
+        assert answer.token_ids.tolist() == expected[0, len(ids) :].tolist()
+        np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, ids, answer), atol=1e-4)
+
+
+async def test_contexts_that_outgrow_the_first_allocation_stay_exact():
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=4, prefill_chunk=32)
+    prompts = [prompt(20, 1), prompt(120, 2), prompt(300, 3)]
+    answers = await ask_all(engine, [ask(p, max_tokens=150) for p in prompts])
+    for ids, answer in zip(prompts, answers, strict=True):
+        np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, ids, answer), atol=1e-4)
+
+
+async def test_top_k_and_top_p_hold_for_their_own_request_only():
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=8)
+    ids = prompt(12)
+    narrow, free = await ask_all(
+        engine, [ask(ids, max_tokens=60, top_k=1, temperature=1.5, seed=1), ask(ids, max_tokens=60, temperature=1.5, seed=1)]
+    )
+    greedy = await engine.generate(ask(ids, max_tokens=60, temperature=0))
+    assert narrow.token_ids.tolist() == greedy.token_ids.tolist()
+    assert free.token_ids.tolist() != greedy.token_ids.tolist()
+    np.testing.assert_allclose(narrow.logprobs, reference_logprobs(model, ids, narrow, 1.5), atol=1e-4)
+    tiny_p = await engine.generate(ask(ids, max_tokens=60, top_p=1e-6, seed=1))
+    assert tiny_p.token_ids.tolist() == greedy.token_ids.tolist()
+
+
+async def test_seeds_differ_and_unseeded_requests_differ():
+    engine = EmbeddedEngine(make_model(), num_slots=8)
+    answers = await ask_all(engine, [ask(prompt(8), max_tokens=16, seed=s) for s in (1, 2, 1, None, None)])
+    texts = [tuple(a.token_ids.tolist()) for a in answers]
+    assert texts[0] == texts[2]
+    assert len({*texts}) == 4
+
+
+# -- shared weights --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", True)])
+async def test_parameters_are_the_same_memory_and_nothing_else_is_shared(family, tied):
+    model = make_model(family, tied=tied).train()
+    engine = EmbeddedEngine(model, num_slots=2)
+    theirs = dict(engine.module.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert theirs[name].data_ptr() == parameter.data_ptr(), name
+        assert parameter.requires_grad
+        assert not theirs[name].requires_grad
+    assert model.training
+    assert not engine.module.training
+    assert (engine.module.lm_head.weight is engine.module.model.embed_tokens.weight) == tied
+
+
+async def test_an_optimizer_step_is_visible_and_gradients_still_flow():
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=4)
+    ids = prompt(10)
+    before = await engine.generate(ask(ids, session="s", max_tokens=8, temperature=0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    full = torch.tensor([ids])
+    model(full, labels=full).loss.backward()
+    optimizer.step()
+    await engine.update_weights(1)
+    after = await engine.generate(ask(ids, session="s", max_tokens=8, temperature=0))
+    assert after.policy_versions == ((0, 1),)
+    assert after.info["prefilled_tokens"] == 10  # the old cache is gone
+    np.testing.assert_allclose(after.logprobs, reference_logprobs(model, ids, after), atol=1e-4)
+    assert not np.allclose(before.logprobs, after.logprobs, atol=1e-3)
+
+
+async def test_given_weights_are_copied_in_and_unknown_names_refused():
+    model, other = make_model(), make_model(seed=1)
+    engine = EmbeddedEngine(model, num_slots=4)
+    await engine.update_weights(2, weights=other.state_dict())
+    answer = await engine.generate(ask(prompt(10), max_tokens=8))
+    np.testing.assert_allclose(answer.logprobs, reference_logprobs(other, prompt(10), answer), atol=1e-4)
+    assert torch.equal(model.lm_head.weight, other.lm_head.weight)
+    with pytest.raises(EngineError, match=r"no parameter 'model.norm.weigth'.*'model.norm.weight'"):
+        await engine.update_weights(3, weights={"model.norm.weigth": torch.zeros(32)})
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+async def test_a_completion_that_spans_an_update_says_where(keep_kv):
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=4, max_burst_s=0.0)
+    ids = prompt(10)
+    running = asyncio.create_task(engine.generate(ask(ids, max_tokens=60, seed=1)))
+    for _ in range(12):
+        await asyncio.sleep(0)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+        model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
+    await engine.update_weights(5, keep_kv=keep_kv)
+    answer = await running
+    (_, first), (at, second) = answer.policy_versions
+    assert (first, second) == (0, 5)
+    assert 5 <= at < 60
+    exact = np.allclose(answer.logprobs[at:], reference_logprobs(model, ids, answer)[at:], atol=1e-4)
+    assert exact is not keep_kv  # without the old cache, what follows is exactly the new policy's
+
+
+# -- the cache between turns -----------------------------------------------------------------------------------------
+
+
+async def test_a_second_turn_prefills_only_the_last_sampled_token_and_what_came_after():
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=8, share_prefixes=False)
+    ids = prompt(30)
+    previous = 0
+    for turn, observation in enumerate((7, 11, 1)):
+        answer = await engine.generate(ask(ids, session="ep", max_tokens=9, seed=turn))
+        np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, ids, answer), atol=1e-4)
+        assert answer.info["prefilled_tokens"] == (30 if turn == 0 else 1 + previous)
+        ids, previous = [*ids, *answer.token_ids.tolist(), *prompt(observation, turn)], observation
+    assert engine.stats.prefilled_tokens == 30 + (1 + 7) + (1 + 11)
+    assert engine.stats.reused_tokens == 38 + 54
+
+
+async def test_an_edited_history_reuses_the_common_prefix():
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=8, share_prefixes=False)
+    ids = prompt(40)
+    await engine.generate(ask(ids, session="ep", max_tokens=9))
+    edited = [*ids[:25], (ids[25] + 1) % VOCAB, *prompt(10, 9)]
+    answer = await engine.generate(ask(edited, session="ep", max_tokens=9))
+    assert answer.info["prefilled_tokens"] == len(edited) - 25
+    np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, edited, answer), atol=1e-4)
+    again = await engine.generate(ask(edited, session="ep", max_tokens=1))
+    assert again.info["prefilled_tokens"] == 1  # an identical prompt still has to be fed its last token
+
+
+async def test_idle_sessions_are_evicted_longest_unused_first():
+    engine = EmbeddedEngine(make_model(), num_slots=2, share_prefixes=False)
+    for session in "ab":
+        await engine.generate(ask(prompt(20), session=session, max_tokens=2))
+    await engine.generate(ask(prompt(20), session="a", max_tokens=2))  # a is fresher than b now
+    await engine.generate(ask(prompt(20), session="c", max_tokens=2))
+    kept = await engine.generate(ask(prompt(20), session="a", max_tokens=2))
+    assert kept.info["prefilled_tokens"] == 1
+    assert engine.stats.evictions == 1
+    lost = await engine.generate(ask(prompt(20), session="b", max_tokens=2))
+    assert lost.info["prefilled_tokens"] == 20
+
+
+async def test_an_ended_session_gives_its_slot_back_without_an_eviction():
+    engine = EmbeddedEngine(make_model(), num_slots=1)
+    for i in range(3):
+        await engine.generate(ask(prompt(20, i), session=f"s{i}", max_tokens=2))
+        await engine.end_session(f"s{i}")
+    assert engine.stats.evictions == 0
+
+
+async def test_members_of_a_group_share_their_prompt():
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=16)
+    ids = prompt(50)
+    answers = await ask_all(engine, [ask(ids, max_tokens=12, seed=i) for i in range(8)])
+    assert sorted(a.info["prefilled_tokens"] for a in answers) == [1] * 7 + [50]
+    assert engine.stats.shared_tokens == 7 * 49
+    for answer in answers:
+        np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, ids, answer), atol=1e-4)
+    assert len({tuple(a.token_ids.tolist()) for a in answers}) == 8
+
+
+async def test_two_requests_of_one_session_at_once_do_not_disturb_each_other():
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=4)
+    answers = await ask_all(engine, [ask(prompt(20, i), session="one", max_tokens=15) for i in range(2)])
+    for i, answer in enumerate(answers):
+        np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, prompt(20, i), answer), atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_slots", [3, 16])
+async def test_any_schedule_of_turns_aborts_and_cancellations_keeps_every_logprob_exact(seed, num_slots):
+    """Sessions of random shape with shared prompts, fewer slots than sessions, compaction and eviction."""
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=num_slots, prefill_chunk=24)
+    checked = 0
+
+    async def episode(number: int) -> None:
+        nonlocal checked
+        rng = random.Random(seed * 1000 + number)
+        ids = [*prompt(rng.randrange(1, 60), number % 3), *prompt(rng.randrange(0, 5), number)]
+        for turn in range(rng.randrange(1, 5)):
+            name = f"{number}/{turn}"
+            call = asyncio.create_task(
+                engine.generate(ask(ids, session=str(number), name=name, max_tokens=rng.randrange(1, 20)))
+            )
+            for _ in range(rng.randrange(0, 4)):
+                await asyncio.sleep(0)
+            chance = rng.random()
+            if chance < 0.15:
+                call.cancel()
+                await asyncio.wait([call])
+                continue
+            if chance < 0.3:
+                await engine.abort(name)
+            answer = await call
+            if len(answer.token_ids):
+                np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, ids, answer), atol=1e-4)
+                checked += 1
+            ids = [*ids, *answer.token_ids.tolist(), *prompt(rng.randrange(0, 12), turn)]
+        await engine.end_session(str(number))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(24):
+            group.create_task(episode(number))
+    assert checked > 20
+
+
+# -- deterministic mode ----------------------------------------------------------------------------------------------
+
+
+async def test_in_deterministic_mode_bits_do_not_depend_on_who_else_is_served():
+    """I11's part of the engine: alone, in a crowd, and in a crowd that joins and leaves, the same bits."""
+
+    async def run(crowd: int, *, delay: int) -> list[Completion]:
+        engine = EmbeddedEngine(make_model(), num_slots=64, prefill_chunk=16, deterministic=True)
+        rng = random.Random(crowd)
+
+        async def noise(number: int) -> None:
+            for turn in range(3):
+                await engine.generate(ask(prompt(rng.randrange(1, 90), number), max_tokens=rng.randrange(1, 30), seed=turn))
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(crowd):
+                group.create_task(noise(number))
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            out, ids = [], prompt(37, 5)
+            for turn in range(3):
+                answer = await engine.generate(ask(ids, session="mine", max_tokens=40, seed=turn, temperature=0.7))
+                out.append(answer)
+                ids = [*ids, *answer.token_ids.tolist(), *prompt(5, turn)]
+        return out
+
+    alone = await run(0, delay=0)
+    for crowd, delay in ((3, 0), (7, 3), (20, 5), (50, 11)):
+        for mine, other in zip(alone, await run(crowd, delay=delay), strict=True):
+            assert other.token_ids.tolist() == mine.token_ids.tolist()
+            assert other.logprobs.tobytes() == mine.logprobs.tobytes()
+
+
+# -- limits and refusals ---------------------------------------------------------------------------------------------
+
+
+async def test_a_completion_ends_where_the_context_does():
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=2, max_context=40)
+    answer = await engine.generate(ask(prompt(30), max_tokens=100))
+    assert (len(answer.token_ids), answer.finish_reason) == (10, FinishReason.LENGTH)
+    np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, prompt(30), answer), atol=1e-4)
+    assert len((await engine.generate(ask(prompt(39), max_tokens=100))).token_ids) == 1
+    with pytest.raises(EngineError, match="prompt of 40 tokens and the context holds 40"):
+        await engine.generate(ask(prompt(40)))
+
+
+async def test_requests_it_cannot_serve_are_refused_with_a_sentence():
+    engine = EmbeddedEngine(make_model(), num_slots=2)
+    with pytest.raises(EngineError, match="empty prompt"):
+        await engine.generate(ask([]))
+    with pytest.raises(EngineError, match="text only"):
+        await engine.generate(GenerateRequest(request_id="m", session_id="m", prompt_ids=[1], media=("image",)))
+    first = asyncio.create_task(engine.generate(ask([1], name="twice", max_tokens=50)))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="'twice' is live already"):
+        await engine.generate(ask([1], name="twice"))
+    await first
+
+
+async def test_a_request_past_its_deadline_is_not_started():
+    engine = EmbeddedEngine(make_model(), num_slots=2)
+    late = GenerateRequest(request_id="late", session_id="late", prompt_ids=[1], deadline=0.0)
+    answer = await engine.generate(late)
+    assert (answer.finish_reason, len(answer.token_ids)) == (FinishReason.ABORT, 0)
+    assert engine.stats.decoded_tokens == 0
+
+
+def test_a_model_with_windows_shorter_than_the_context_is_refused():
+    windowed = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    with pytest.raises(ConfigError, match=r"'sliding_attention'.*window 64"):
+        EmbeddedEngine(make_model("qwen2", **windowed), num_slots=2)
+    assert EmbeddedEngine(make_model("qwen2", **windowed), num_slots=2, max_context=64).capabilities.max_context == 64
+
+
+@pytest.mark.parametrize("wrong", [{"num_slots": 0}, {"prefill_chunk": 0}, {"max_context": -1}])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        EmbeddedEngine(make_model(), **wrong)
+
+
+async def test_a_broken_model_fails_every_request_and_says_why():
+    engine = EmbeddedEngine(make_model(), num_slots=2)
+    with pytest.raises(EngineError, match="broke: IndexError"):
+        await engine.generate(ask([VOCAB + 5]))
+
+
+async def test_the_rest_of_the_loop_keeps_running_and_decoding_keeps_its_share():
+    engine = EmbeddedEngine(make_model(), num_slots=4)
+    ticks = 0
+
+    async def ticker() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(ticker())
+    await engine.generate(ask(prompt(10), max_tokens=100))
+    other.cancel()
+    assert ticks >= 20
