@@ -1,0 +1,1 @@
+"""Between messages and token ids: the codec, incremental encoding, tool-call parsing, and the check that they agree."""

@@ -1,0 +1,334 @@
+"""Codec: one tokenizer and one chat template, and the only way between text and token ids.
+
+Template text and environment text are encoded differently, because who wrote a control token matters:
+
+    encode("<|im_end|>\\n")        -> [151645, 198]          the template speaks: control tokens are recognised
+    encode_plain("<|im_end|>")    -> [27, 91, 318, ...]     a tool's output only looks like one: ordinary text
+
+Control tokens are *all* added tokens, special or not (a tool call's tags are usually not special). Text that mixes both
+is fenced: control text inside environment text stands between markers, and only those pieces are encoded as plain text, so
+that everything else merges exactly as in a render of the whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.arrays import Ids, ids_array
+from polyturn.core.errors import ConfigError, TemplateError, one_line
+from polyturn.core.messages import Message
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+
+class Codec:
+    """Renders messages, encodes and decodes text. Safe to share between episodes and threads."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Wrap a fast tokenizer.
+
+        Args:
+            tokenizer: A transformers tokenizer with a `tokenizers` backend; its truncation and padding are switched off.
+            chat_template: A Jinja template that replaces the tokenizer's own.
+            template_kwargs: Passed to every render, for example {"enable_thinking": False}.
+
+        Raises:
+            ConfigError: the tokenizer has no fast backend.
+        """
+        if not tokenizer.is_fast:
+            raise ConfigError(f"{type(tokenizer).__name__} has no fast backend; load the fast tokenizer")
+        self.tokenizer: Any = tokenizer
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.chat_template = _own_template(tokenizer) if chat_template is None else chat_template
+        self.template_kwargs = dict(template_kwargs or {})
+        self._plain = _without_added_tokens(self._backend)
+        # Added runs of white space (some code models have them) are ordinary text: nobody is controlled by two spaces.
+        added = {int(i): str(t) for i, t in tokenizer.added_tokens_decoder.items() if str(t).strip()}
+        self.control_tokens: Mapping[int, str] = added
+        """id -> text of every token that only templates and the model may write."""
+        self._is_control: NDArray[np.bool_] = np.zeros(max(self.vocab_size, 1), np.bool_)
+        self._is_control[list(added)] = True
+        longest_first = sorted(added.values(), key=len, reverse=True)
+        self._control_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._arguments_as_json = False
+
+    # What the tokenizer is.
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids, added tokens included; a model's embedding may be padded beyond it."""
+        return max(len(self.tokenizer), 1 + max(self.tokenizer.added_tokens_decoder, default=-1))
+
+    @functools.cached_property
+    def turn_end(self) -> int | None:
+        """The control token that the template writes after an assistant's content; None if it writes none."""
+        return self._around_a_turn[0]
+
+    @functools.cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an assistant's turn: the template's, then the tokenizer's end-of-sequence token.
+
+        A template that writes nothing after a turn (GLM) ends it with the token that opens the next one.
+        """
+        end, opener = self._around_a_turn
+        candidates = (opener if end is None else end, self.tokenizer.eos_token_id)
+        return tuple(dict.fromkeys(int(i) for i in candidates if i is not None))
+
+    @functools.cached_property
+    def generation_prompt(self) -> str:
+        """The template text that opens an assistant's turn; "" if the template writes none."""
+        user = [Message(role="user", content="Hi")]
+        without = self.render(user)
+        opened = self.render(user, add_generation_prompt=True)
+        return opened[len(without) :] if opened.startswith(without) else ""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A stable hash of vocabulary, merges, template and template arguments: equal ids for equal messages."""
+        parts = [
+            self._backend.to_str(),
+            self.chat_template or "",
+            json.dumps(self.template_kwargs, sort_keys=True, default=str),
+        ]
+        return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:16]
+
+    # Messages to text.
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Return `messages` as the chat template writes them.
+
+        Args:
+            messages: The conversation. A call that could not be parsed is shown as the text the model wrote.
+            tools: Tool schemas in OpenAI's function form.
+            add_generation_prompt: End with the text that opens an assistant's turn.
+
+        Raises:
+            TemplateError: there is no template, or it fails; the message names the kind of message that it fails on.
+        """
+        if self.chat_template is None:
+            raise TemplateError(
+                f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template; give one as `chat_template`"
+            )
+        try:
+            return self._render(messages, tools, add_generation_prompt)
+        except Exception as problem:
+            kind = self._failing_kind(messages, tools)
+            raise TemplateError(
+                f"the chat template cannot render {kind} ({one_line(problem)}); use a template that can, or leave it out"
+            ) from problem
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        try:
+            return self._apply(messages, tools, add_generation_prompt)
+        except TypeError:
+            # Some templates paste arguments into text and expect JSON, as OpenAI's own wire form has it.
+            if self._arguments_as_json or not any(m.tool_calls for m in messages):
+                raise
+            self._arguments_as_json = True
+            try:
+                return self._apply(messages, tools, add_generation_prompt)
+            except Exception:
+                self._arguments_as_json = False
+                raise
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        text = self.tokenizer.apply_chat_template(
+            [self._to_template(m) for m in messages],
+            tools=[dict(t) for t in tools] or None,
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **self.template_kwargs,
+        )
+        return str(text)
+
+    def _to_template(self, message: Message) -> dict[str, Any]:
+        out = message.to_openai()
+        if not isinstance(message.content, str) and all(p.get("type", "text") == "text" for p in message.content):
+            out["content"] = message.text
+        broken = [c for c in message.tool_calls if c.error is not None and c.raw]
+        if broken:
+            out["content"] = "\n".join([t for t in (message.text, *(c.raw for c in broken)) if t])
+            out["tool_calls"] = [
+                call for call, c in zip(out["tool_calls"], message.tool_calls, strict=True) if c.error is None or not c.raw
+            ]
+            if not out["tool_calls"]:
+                del out["tool_calls"]
+        if self._arguments_as_json:
+            for call in out.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return out
+
+    def _failing_kind(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """Name the message whose addition makes the template fail."""
+        failing = len(messages)
+        while failing > 1:
+            try:
+                self._render(messages[: failing - 1], tools, False)
+            except Exception:
+                failing -= 1
+            else:
+                break
+        if not messages:
+            return "an empty conversation"
+        return f"message {failing - 1}, {_kind(messages[failing - 1])}" + (" (with tools)" if tools else "")
+
+    @functools.cached_property
+    def _around_a_turn(self) -> tuple[int | None, int | None]:
+        """The first control token after an assistant's content, and the first one of a user message that follows it."""
+        if self.chat_template is None:
+            return None, None
+        turn = [Message(role="user", content="Hi"), Message(role="assistant", content="Zq0turnZ")]
+        after = self.render(turn).rpartition("Zq0turnZ")[2]
+        followed = self.render([*turn, Message(role="user", content="Hi")]).rpartition("Zq0turnZ")[2]
+        return self._first_control(after), self._first_control(followed)
+
+    def _first_control(self, text: str) -> int | None:
+        found = self.control_in(self.encode(text))
+        return int(found[0]) if len(found) else None
+
+    # Text to ids and back.
+
+    def encode(self, text: str) -> Ids:
+        """Return the ids of template text: control tokens are recognised, none is added."""
+        return _encode(self._backend, text)
+
+    def encode_plain(self, text: str) -> Ids:
+        """Return the ids of environment text: never a control token, whatever the text says; decoding gives the text."""
+        ids = _encode(self._plain, text)
+        if not self._is_control[ids].any():
+            return ids
+        # The model's own vocabulary holds the control text (Gemma's does), so it is cut where no token can span it.
+        cut = self._control_text.sub(lambda m: m[0][0] + "\x00" + m[0][1:], text)
+        parts = [_encode(self._plain, p) for p in cut.split("\x00")]
+        if any(self._is_control[p].any() for p in parts):
+            parts = [_encode(self._plain, c) for c in text]
+        return _join(parts)
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of `ids`; an id outside the vocabulary reads as nothing."""
+        listed = ids.tolist() if isinstance(ids, np.ndarray) else [int(i) for i in ids]
+        return self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
+
+    def decode_turn(self, ids: Sequence[int] | Ids) -> str:
+        """Return the text of a completion without the stop token that ends it; control tokens inside it are kept."""
+        ends = len(ids) > 0 and int(ids[-1]) in self.stop_token_ids
+        return self.decode(ids[:-1] if ends else ids)
+
+    # Environment text inside template text.
+
+    def control_in(self, ids: Ids) -> Ids:
+        """Return the control tokens among `ids`, in order."""
+        return ids[self._is_control[ids]]
+
+    def has_control(self, text: str) -> bool:
+        """Return whether `text` contains the text of a control token."""
+        return self._control_text.search(text) is not None
+
+    def fence(self, text: str, marker: str) -> str:
+        """Return environment text with each piece that reads like a control token between two markers."""
+        return self._control_text.sub(lambda m: marker + m[0] + marker, text)
+
+    def encode_fenced(self, text: str, marker: str) -> Ids:
+        """Return the ids of template text in which the pieces between markers are environment text."""
+        pieces = text.split(marker)
+        if len(pieces) == 1:
+            return self.encode(text)
+        return _join([self.encode_plain(p) if i % 2 else self.encode(p) for i, p in enumerate(pieces) if p])
+
+
+def load_codec(
+    path: str,
+    *,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Codec:
+    """Load the tokenizer at `path` (a folder, or a name on the hub).
+
+    Args:
+        path: A folder with tokenizer.json, or a hub name.
+        revision: Branch, tag or commit on the hub.
+        chat_template: A Jinja template, or the path of a `.jinja` file; replaces the tokenizer's own.
+        template_kwargs: Passed to every render.
+
+    Raises:
+        ConfigError: there is no tokenizer there, or no such template file.
+    """
+    from pathlib import Path
+
+    from transformers import AutoTokenizer
+
+    if chat_template is not None and "\n" not in chat_template and chat_template.endswith(".jinja"):
+        try:
+            chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except OSError as problem:
+            raise ConfigError(f"the chat template {chat_template!r} cannot be read ({one_line(problem)})") from problem
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(
+            f"there is no usable tokenizer at {path!r} ({one_line(problem)}); give a folder with one or a hub name"
+        ) from problem
+    return Codec(tokenizer, chat_template=chat_template, template_kwargs=template_kwargs)
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
+    """Return a tokenizer over the same model that knows no added tokens; the vocabulary is shared, not copied."""
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        plain.pre_tokenizer = backend.pre_tokenizer
+    return plain
+
+
+def _encode(backend: Tokenizer, text: str) -> Ids:
+    try:
+        return ids_array(backend.encode(text, add_special_tokens=False).ids)
+    except (TypeError, UnicodeEncodeError):
+        # A lone surrogate, which JSON can spell, is not Unicode text; it becomes a question mark.
+        return ids_array(backend.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids)
+
+
+def _join(parts: Sequence[Ids]) -> Ids:
+    return ids_array(np.concatenate(parts) if parts else np.empty(0, np.int32))
+
+
+def _kind(message: Message) -> str:
+    if message.role == "assistant" and message.tool_calls:
+        return f"an assistant message with {len(message.tool_calls)} tool call(s)"
+    if not isinstance(message.content, str):
+        return f"a {message.role} message with content parts"
+    return f"a {message.role} message"
