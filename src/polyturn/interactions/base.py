@@ -1,0 +1,53 @@
+"""BaseInteraction: what an author of a conversation partner inherits.
+
+One object serves every episode at once, so state of one episode lives under its instance id and is freed in
+`finalize_interaction`. The class is concrete: it may itself be named in a config, and then answers every turn alike.
+
+    id = await partner.start_interaction(ground_truth="72")
+    done, content, score, metadata = await partner.generate_response(id, messages)
+    await partner.finalize_interaction(id)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+
+class BaseInteraction:
+    """A partner that finds every answer acceptable and never ends the conversation."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin one episode; return the id that is used from then on.
+
+        Args:
+            instance_id: The episode's id; None asks for a new one.
+            kwargs: The row's interaction kwargs, `name` included.
+        """
+        return str(uuid4()) if instance_id is None else instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Answer the conversation so far.
+
+        Args:
+            instance_id: The episode.
+            messages: The whole conversation in OpenAI's form, the model's turn last.
+            kwargs: The row's interaction kwargs.
+
+        Returns:
+            (should_terminate, content, score of this turn, metadata).
+        """
+        return False, "Your current result seems acceptable.", 0.8, {}
+
+    async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
+        """Return the score of the current turn. Authors call it themselves; see `generate_response`."""
+        return 0.0
+
+    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
+        """End the episode and free what it held. Called exactly once per start."""

@@ -1,0 +1,48 @@
+"""Gsm8kInteraction: tells the model whether its last answer is right, until it is.
+
+Only the model's own last message is scored. A conversation without one, and content that is not text, score 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from polyturn.interactions.base import BaseInteraction
+from polyturn.rewards import gsm8k
+
+
+class Gsm8kInteraction(BaseInteraction):
+    """Grades answers in GSM8K's format `#### N` and asks for another try while they are wrong."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    async def start_interaction(self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any) -> str:
+        """Begin one episode whose right answer is `ground_truth`."""
+        instance_id = str(uuid4()) if instance_id is None else instance_id
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Score the last assistant message; a right answer ends the conversation."""
+        last: dict[str, Any] = next((m for m in reversed(messages) if m.get("role") == "assistant"), {"content": ""})
+        self._instance_dict[instance_id]["response"] = last.get("content")
+        reward = await self.calculate_score(instance_id)
+        if reward == 1.0:
+            return True, "Your response is correct!", 1.0, {}
+        return False, "Your response is incorrect! You need to reflect on your answer and try again.", reward, {}
+
+    async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
+        """Return 1.0 if the last answer is right, else 0.0."""
+        state = self._instance_dict[instance_id]  # type: ignore[index]
+        return gsm8k.compute_score(  # through the module, so that a replaced scorer is used
+            state["response"], state["ground_truth"], method="strict", format_score=0.0, score=1.0
+        )
+
+    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
+        """Forget the episode; an id that was never started is a KeyError."""
+        del self._instance_dict[instance_id]  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""From an interaction file to named interactions.
+
+    initialize_interactions_from_config("interactions.yaml")  ->  {"gsm8k": Gsm8kInteraction, "tutor": MyTutor}
+
+A name that is not given comes from the class: without its `Interaction` ending, in lower case. Two items never share a
+name, because rows choose their interaction by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.registry import import_attr
+from polyturn.interactions.base import BaseInteraction
+from polyturn.interactions.files import read_plugin_file
+
+
+def get_interaction_class(cls_name: str, *, base: Path | None = None) -> type[Any]:
+    """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names.
+
+    Raises:
+        MissingModuleError, MissingAttributeError: the path leads nowhere.
+        ConfigError: it leads to something that is not a class.
+    """
+    found = import_attr(cls_name, base=base)
+    if not isinstance(found, type):
+        raise ConfigError(f"class_name {cls_name!r} names a {type(found).__name__}; it must name an interaction class")
+    return found
+
+
+def initialize_interactions_from_config(
+    interaction_config_file: str | Path | Mapping[str, Any], *, base: Path | None = None
+) -> dict[str, BaseInteraction]:
+    """Build every interaction of a YAML or JSON file, or of a mapping with the same content.
+
+    Args:
+        interaction_config_file: The file, or {"interaction": [{"class_name": ..., "name": ..., "config": {...}}]}.
+        base: The folder that relative paths start from; the file's own folder by default.
+
+    Returns:
+        name -> interaction, in the file's order; the name is also in the interaction's config.
+
+    Raises:
+        ConfigError: an item cannot work, or two have one name.
+    """
+    file = read_plugin_file(interaction_config_file, key="interaction", allowed=("name", "class_name", "config"), base=base)
+    out: dict[str, BaseInteraction] = {}
+    for entry in file.entries:
+        cls = get_interaction_class(entry.class_name, base=file.base)
+        given = entry.fields.get("name")
+        name = default_name(cls.__name__) if given is None else str(given)
+        if name in out:
+            raise ConfigError(
+                f"Duplicate interaction name '{name}' found in {entry.where}; give each interaction its own `name`"
+            )
+        try:
+            out[name] = cls({**entry.config, "name": name})
+        except Exception as problem:
+            raise ConfigError(f"{entry.where}: {entry.class_name}(config) raised {one_line(problem)}") from problem
+    return out
+
+
+def default_name(class_name: str) -> str:
+    """Return the name of an interaction that has none: Gsm8kInteraction -> gsm8k, CustomAgent -> customagent."""
+    return (class_name.removesuffix("Interaction") or class_name).lower()

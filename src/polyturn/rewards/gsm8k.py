@@ -1,0 +1,55 @@
+"""The GSM8K scorer: find the final answer in a text and compare it with the right one.
+
+    strict    "... so #### 1,234"      -> "1234"    the last `#### N`, commas removed
+    flexible  "... it costs 1,234 now" -> "1,234"   the last run that looks like a number, commas kept
+
+Only the last 300 characters are searched, so the time is bounded whatever the model writes. A full stop that touches the
+number belongs to it ("#### 72." is "72."), as users of this format expect.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from polyturn.core.errors import ConfigError
+
+SEARCHED_CHARS = 300
+"""How much of the end of a text is searched."""
+_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_FLEXIBLE = re.compile(r"-?[0-9.,]+")
+
+
+def extract_solution(solution_str: Any, method: str = "strict") -> str | None:
+    """Return the final answer in a text; None if there is none, or if this is no text.
+
+    Raises:
+        ConfigError: `method` is neither "strict" nor "flexible".
+    """
+    if method not in ("strict", "flexible"):
+        raise ConfigError(f"gsm8k: method is {method!r}; use 'strict' or 'flexible'")
+    if not isinstance(solution_str, str):
+        return None
+    end = solution_str[-SEARCHED_CHARS:]
+    if method == "strict":
+        answers = _STRICT.findall(end)
+        return answers[-1].replace(",", "") if answers else None
+    return next((run for run in reversed(_FLEXIBLE.findall(end)) if run != "."), None)
+
+
+def compute_score(
+    solution_str: Any, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """Return `score` for the right answer, `format_score` for another one, 0.0 where there is none.
+
+    Args:
+        solution_str: What the model wrote; anything but text has no answer in it.
+        ground_truth: The right answer, compared as text.
+        method: "strict" or "flexible".
+        format_score: For an answer in the right form that is wrong.
+        score: For the right answer.
+    """
+    answer = extract_solution(solution_str, method)
+    if answer is None:
+        return 0.0
+    return score if answer == str(ground_truth) else format_score

@@ -1,0 +1,62 @@
+"""One suite for every interaction that is shipped: the documented signatures, ids, and independence of episodes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from polyturn.core.protocols import Interaction
+from polyturn.interactions.base import BaseInteraction
+from polyturn.interactions.gsm8k import Gsm8kInteraction
+
+SHIPPED = [BaseInteraction, Gsm8kInteraction]
+MESSAGES = [{"role": "user", "content": "6 * 12?"}, {"role": "assistant", "content": "#### 72"}]
+
+
+@pytest.fixture(params=SHIPPED, ids=lambda cls: cls.__name__)
+def partner(request: pytest.FixtureRequest) -> Any:
+    return request.param({"name": "mine", "extra": 1})
+
+
+def test_it_keeps_its_config_and_name(partner: Any) -> None:
+    assert isinstance(partner, Interaction)
+    assert partner.config["extra"] == 1
+    assert partner.name == "mine"
+    assert type(partner)({}).name == "interaction_agent"
+
+
+async def test_it_returns_the_id_it_is_given_or_a_new_one(partner: Any) -> None:
+    assert await partner.start_interaction("episode-1") == "episode-1"
+    made = {await partner.start_interaction() for _ in range(2)}
+    assert len(made) == 2
+    assert all(len(i) == 36 for i in made)
+    for instance_id in [*made, "episode-1"]:
+        await partner.finalize_interaction(instance_id)
+
+
+async def test_it_takes_every_key_of_the_row_and_returns_four_values(partner: Any) -> None:
+    kwargs = {"name": "mine", "query": "6 * 12?", "ground_truth": "72", "anything": [1]}
+    instance_id = await partner.start_interaction("e", **kwargs)
+    done, content, score, metadata = await partner.generate_response(instance_id, MESSAGES, **kwargs)
+    assert isinstance(done, bool)
+    assert isinstance(content, str)
+    assert isinstance(score, float)
+    assert isinstance(metadata, dict)
+    assert isinstance(await partner.calculate_score(instance_id), float)
+    assert await partner.finalize_interaction(instance_id) is None
+
+
+@pytest.mark.parametrize("method", ["start_interaction", "generate_response", "calculate_score", "finalize_interaction"])
+def test_every_method_is_async_and_takes_further_kwargs(partner: Any, method: str) -> None:
+    function = getattr(partner, method)
+    assert inspect.iscoroutinefunction(function)
+    assert any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
+async def test_the_base_class_answers_every_turn_alike_and_needs_no_id_at_the_end() -> None:
+    base = BaseInteraction({})
+    assert await base.generate_response("x", []) == (False, "Your current result seems acceptable.", 0.8, {})
+    assert await base.calculate_score() == 0.0
+    assert await base.finalize_interaction() is None
