@@ -1,0 +1,44 @@
+# Everything a contributor runs. `make test` is what CI runs (.ci/run); `make verify` is the long form.
+#   make install   .venv with exactly the versions of constraints.txt
+#   make check     ruff, formatting, mypy
+#   make test      install, check, and every test except the slow ones
+#   make demo      train the quickstart from scratch
+#   make bench     every benchmark; results in benchmarks/results/DATE.json
+#   make verify    the slow tests, then the benchmarks
+#   make clean     remove whatever can be made again, .venv included; runs/ stays
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install check test demo bench verify clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/pytest
+
+demo: $(STAMP)
+	$(BIN)/polyturn train examples/quickstart/config.yaml
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run_all.py
+
+verify: $(STAMP)
+	$(BIN)/pytest -m slow
+	$(BIN)/python benchmarks/run_all.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
