@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -47,7 +48,7 @@ def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = to
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(built, dtype=dtype)
-    except (ValueError, TypeError, RuntimeError) as problem:
+    except (ValueError, TypeError, RuntimeError, StrictDataclassError) as problem:
         raise ConfigError(f"no {model_type!r} model can be built from {fields}: {one_line(problem)}") from problem
     return model
 

@@ -352,7 +352,7 @@ class LocalPolicy:
         return (
             f"the loss is not finite at optimizer step {self.step_count}: {len(bad)} of {batch.num_targets} tokens of a "
             f"micro-batch, first token {int(batch.token_S[s])} of sample {'/'.join(map(str, sample.id))} with loss "
-            f"{float(terms.loss_S[s]):g}, logprob {float(scores.logprobs_S[s]):g}{numbers}; if the logprob is not finite "
+            f"{terms.loss_S[s].item():g}, logprob {scores.logprobs_S[s].item():g}{numbers}; if the logprob is not finite "
             "look at the parameters (loss/grad_norm and loss/lr of the steps before), otherwise at where it comes from"
         )
 

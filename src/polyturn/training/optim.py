@@ -94,11 +94,13 @@ class Optimizer:
             TrainingError: the gradient is not finite and `non_finite` is "error"; the parameters are unchanged.
         """
         params = [p for _, p in self._named]
-        bound = math.inf if self.settings.max_grad_norm is None else self.settings.max_grad_norm
-        norm = float(torch.nn.utils.clip_grad_norm_(params, bound, error_if_nonfinite=False))
+        norm_tensor = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        norm = float(norm_tensor)
         lr = self.settings.lr * lr_factor(self.step_count, self.settings)
         is_finite = math.isfinite(norm)
         if is_finite:
+            if self.settings.max_grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(params, self.settings.max_grad_norm, norm_tensor)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()

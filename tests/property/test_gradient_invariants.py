@@ -1,0 +1,188 @@
+"""I7: the gradient does not depend on the micro-batch split, on the layout, or on how a trajectory is cut into samples.
+
+The comparison is a plain loop that knows none of them: one sample at a time, no padding, logits at every position.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from polyturn.algorithms.aggregate import MODES, loss_coefs
+from polyturn.algorithms.kl import entropy, k3
+from polyturn.algorithms.losses import ppo_clip
+from polyturn.batching.layout import LayoutSettings
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.testing.tiny import tiny_model
+from polyturn.training.local import LocalPolicy, LossSettings
+from polyturn.training.optim import OptimSettings
+
+torch.set_num_threads(1)
+VOCAB = 48
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+def exact_model() -> PreTrainedModel:
+    """A tiny Qwen3 whose norms keep float64: transformers' own round to float32, which hides differences below 1e-8."""
+    model = tiny_model(VOCAB, hidden=16, layers=2, heads=2, kv_heads=1)
+    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, Qwen3RMSNorm)]
+    assert len(norms) == 2 * 4 + 1
+    for name, norm in norms:
+        parent, _, attribute = name.rpartition(".")
+        size = len(norm.weight)
+        setattr(model.get_submodule(parent), attribute, torch.nn.RMSNorm(size, eps=norm.variance_epsilon))
+    return model
+
+
+MODEL = exact_model()
+
+
+def batch_of(seed: int, *, size: int = 6, longest: int = 24) -> list[TrainSample]:
+    """Random samples: several trajectories, some with two segments, unweighted stretches, two temperatures."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(size):
+        n = int(rng.integers(2, longest))
+        weights = rng.choice([0.0, 0.5, 1.0], size=n).astype(np.float32)
+        weights[0], weights[-1] = 0.0, 1.0
+        samples.append(
+            TrainSample(
+                id=SampleId("g", str(i // 2 if i < 4 else i), i % 2),
+                token_ids=rng.integers(0, VOCAB, n),
+                loss_weights=weights,
+                turn_ids=np.zeros(n, np.int32),
+                old_logprobs=rng.normal(-3.8, 0.3, n),
+                ref_logprobs=rng.normal(-3.8, 0.3, n),
+                advantages=rng.normal(size=n),
+                temperature=1.0 if seed % 2 else float(rng.choice([0.7, 1.0])),
+            )
+        )
+    return samples
+
+
+def gradient(policy: LocalPolicy) -> dict[str, Tensor]:
+    found = {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
+    policy.optimizer.zero_grad()
+    return found
+
+
+def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> None:
+    assert a.keys() == b.keys()
+    assert max(float((a[n] - b[n]).abs().max()) for n in a) < tolerance
+
+
+def policy_of(dtype: torch.dtype, tokens: int, targets: int | None = None, mode: str = "token-mean") -> LocalPolicy:
+    return LocalPolicy(
+        copy.deepcopy(MODEL).to(dtype),
+        optim=OptimSettings(),
+        loss=LossSettings(aggregation=mode, kl_coef=0.1, entropy_coef=0.01, clip_high=0.28),
+        layout=LayoutSettings(max_tokens_per_batch=tokens, max_targets_per_batch=targets),
+        reference=True,
+    )
+
+
+def plain_gradient(samples: list[TrainSample], dtype: torch.dtype, mode: str) -> dict[str, Tensor]:
+    model = copy.deepcopy(MODEL).to(dtype).train()
+    total = torch.zeros((), dtype=dtype)
+    for sample, coef in zip(samples, loss_coefs(samples, mode=mode), strict=True):
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1] / sample.temperature, -1)
+        chosen = logprobs[torch.arange(len(ids) - 1), ids[1:]]
+        old, ref, advantages, weight = (
+            torch.from_numpy(np.array(a))[1:].to(dtype)
+            for a in (sample.old_logprobs, sample.ref_logprobs, sample.advantages, coef)
+        )
+        terms = ppo_clip(chosen, old, advantages, clip_high=0.28).loss_T + 0.1 * k3(chosen, ref) - 0.01 * entropy(logprobs)
+        total = total + (terms * weight).sum()
+    total.backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), mode=st.sampled_from(MODES), tokens=st.integers(1, 200), targets=st.integers(1, 60))
+def test_the_gradient_is_that_of_a_plain_loop(dtype, seed, mode, tokens, targets):
+    samples = batch_of(seed)
+    policy = policy_of(dtype, tokens, targets, mode)
+    policy.forward_backward(samples)
+    assert_close(gradient(policy), plain_gradient(samples, dtype, mode), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 200))
+def test_the_supervised_gradient_does_not_depend_on_the_split_or_the_order(dtype, seed, tokens):
+    samples = batch_of(seed)
+    whole, split = policy_of(dtype, 10**6), policy_of(dtype, tokens)
+    whole.sft_forward_backward(samples)
+    split.sft_forward_backward(samples[::-1])
+    assert_close(gradient(whole), gradient(split), TOLERANCE[dtype])
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6), mode=st.sampled_from(MODES))
+def test_coefficients_of_the_whole_batch_let_it_be_trained_in_parts(seed, mode):
+    """What several ranks do: each takes a share of the samples, with coefficients that were normalised over all of them."""
+    samples = batch_of(seed)
+    coefs = loss_coefs(samples, mode=mode)
+    policy = policy_of(torch.float64, 64, mode=mode)
+    policy.forward_backward(samples)
+    whole = gradient(policy)
+    policy.forward_backward(samples[::2], coefs=coefs[::2])
+    policy.forward_backward(samples[1::2], coefs=coefs[1::2])
+    assert_close(whole, gradient(policy), 1e-9)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6), mode=st.sampled_from(MODES))
+def test_cutting_a_trajectory_into_samples_changes_nothing(seed, mode):
+    """A trajectory whose two turns are trained in one sample, or in two samples with the same contexts."""
+    whole = [s for s in batch_of(seed) if len(s) > 4]
+    cut = []
+    for sample in whole:
+        half = len(sample) // 2
+        first, second = sample.loss_weights.copy(), sample.loss_weights.copy()
+        first[half:], second[:half] = 0.0, 0.0
+        cut += [
+            sample.replace(id=SampleId("g", sample.id.trajectory, 2 * sample.id.segment), loss_weights=first),
+            sample.replace(id=SampleId("g", sample.id.trajectory, 2 * sample.id.segment + 1), loss_weights=second),
+        ]
+    policy = policy_of(torch.float64, 100, mode=mode)
+    policy.forward_backward(whole)
+    expected = gradient(policy)
+    policy.forward_backward(cut)
+    assert_close(expected, gradient(policy), 1e-9)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_what_has_no_weight_has_no_influence(seed):
+    """Numbers on unweighted tokens, and tokens after the last weighted one, reach no gradient."""
+    samples = batch_of(seed)
+    rng = np.random.default_rng(seed)
+    changed = []
+    for sample in samples:
+        noise = np.where(sample.loss_weights != 0, 0.0, rng.normal(size=len(sample))).astype(np.float32)
+        longer = {
+            name: np.append(getattr(sample, name) + noise, np.float32(rng.normal()))
+            for name in ("advantages", "old_logprobs", "ref_logprobs")
+        }
+        changed.append(
+            sample.replace(
+                token_ids=np.append(sample.token_ids, rng.integers(0, VOCAB)),
+                loss_weights=np.append(sample.loss_weights, 0.0),
+                turn_ids=np.append(sample.turn_ids, 0),
+                **longer,
+            )
+        )
+    policy = policy_of(torch.float64, 100)
+    policy.forward_backward(samples)
+    expected = gradient(policy)
+    policy.forward_backward(changed)
+    assert_close(expected, gradient(policy), 1e-12)

@@ -1,0 +1,75 @@
+"""The forward pass: the same log-probabilities by both ways to the logits, and the choice between them."""
+
+import numpy as np
+import pytest
+import torch
+
+from polyturn.batching.layout import LayoutSettings, MicroBatch, layout
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.testing.tiny import tiny_model
+from polyturn.training.forward import TargetForward
+from polyturn.training.hf import build_model
+
+torch.set_num_threads(1)
+
+
+def batch(vocab: int, temperature: float = 1.0) -> MicroBatch:
+    rng = np.random.default_rng(0)
+    samples = [
+        TrainSample(
+            id=SampleId("g", str(n), 0),
+            token_ids=rng.integers(0, vocab, n),
+            loss_weights=np.array([0.0, *rng.choice([0.0, 1.0], n - 2), 1.0], np.float32),
+            turn_ids=np.zeros(n, np.int32),
+            temperature=temperature,
+        )
+        for n in (5, 9, 12)
+    ]
+    (made,) = layout(samples, coefs=[s.loss_weights for s in samples], settings=LayoutSettings())
+    return made
+
+
+def expected(model: torch.nn.Module, made: MicroBatch, temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=made.input_ids_BT).logits.flatten(0, 1)[made.flat_S] / temperature
+        return torch.log_softmax(logits, -1).gather(1, made.targets_S[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_the_tempered_full_vocabulary(kind, temperature):
+    model = tiny_model(64, kind)
+    forward = TargetForward(model)
+    made = batch(64, temperature)
+    scores = forward(made, entropy_grad=False)
+    assert forward.is_sparse
+    assert torch.allclose(scores.logprobs_S, expected(model, made, temperature), atol=1e-5)
+    assert scores.logprobs_S.requires_grad
+    assert not scores.entropy_S.requires_grad
+    assert ((scores.entropy_S > 0) & (scores.entropy_S <= np.log(64) + 1e-5)).all()
+
+
+def test_a_model_that_caps_its_logits_takes_the_long_way():
+    """Gemma 2 bends its logits after the output embedding, so gathering hidden states first would be wrong."""
+    config = {
+        "model_type": "gemma2",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "final_logit_softcapping": 0.05,
+        "attn_implementation": "eager",
+    }
+    model = build_model(config, seed=0)
+    forward = TargetForward(model)
+    made = batch(64)
+    assert not forward.is_sparse
+    assert torch.allclose(forward(made).logprobs_S, expected(model, made, 1.0), atol=1e-5)
+
+
+def test_half_precision_models_give_float32_log_probabilities():
+    forward = TargetForward(tiny_model(64).to(torch.bfloat16))
+    assert forward(batch(64)).logprobs_S.dtype == torch.float32

@@ -1,0 +1,95 @@
+"""Models in and out of the Hugging Face format."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from polyturn.core.errors import ConfigError
+from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.training.hf import build_model, count_parameters, load_model, save_model
+
+torch.set_num_threads(1)
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
+
+
+def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state_alone():
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one, two, other = (build_model(CONFIG, seed=s) for s in (1, 1, 2))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.get_input_embeddings().weight, other.get_input_embeddings().weight)
+
+
+def test_tied_weights_count_once():
+    tied = count_parameters(build_model(CONFIG, seed=0))
+    untied = count_parameters(build_model({**CONFIG, "tie_word_embeddings": False}, seed=0))
+    assert untied - tied == 64 * 16
+
+
+def test_an_export_is_loaded_by_transformers(tmp_path):
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer)
+    folder = save_model(model, tmp_path / "run" / "model", tokenizer=tokenizer)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(again) is type(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    chat = [{"role": "user", "content": "2 + 3?"}]
+    assert (
+        AutoTokenizer.from_pretrained(folder).apply_chat_template(chat)["input_ids"]
+        == tokenizer.apply_chat_template(chat)["input_ids"]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), load_model(folder).parameters(), strict=True))
+
+
+def test_a_save_replaces_the_former_one_and_leaves_nothing_beside_it(tmp_path):
+    folder = tmp_path / "model"
+    save_model(tiny_model(64, seed=1), folder)
+    (folder / "stale.txt").write_text("from before")
+    newer = tiny_model(64, seed=2)
+    save_model(newer, folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert not (folder / "stale.txt").exists()
+    assert torch.equal(next(load_model(folder).parameters()), next(newer.parameters()))
+
+
+def test_a_save_that_fails_keeps_the_former_one(tmp_path):
+    class Full:
+        def save_pretrained(self, folder: object) -> None:
+            raise OSError("no space left on device")
+
+    folder = tmp_path / "model"
+    save_model(tiny_model(64), folder)
+    with pytest.raises(OSError, match="no space left"):
+        save_model(tiny_model(64), folder, tokenizer=Full())
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert count_parameters(load_model(folder)) == count_parameters(tiny_model(64))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "has no model_type"),
+        ({"model_type": "qwen33"}, "no model_type 'qwen33'.*'qwen3'"),
+        ({**CONFIG, "num_attention_heads": "two"}, "no 'qwen3' model can be built"),
+    ],
+)
+def test_a_config_that_cannot_be_built_is_named(config, message):
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, seed=0)
+
+
+def test_a_missing_model_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no model can be loaded from .*nowhere' \(there is no such folder"):
+        load_model(tmp_path / "nowhere")

@@ -1,0 +1,105 @@
+"""The optimizer: schedule, decay, clipping, and what happens to a gradient that is not finite."""
+
+import math
+
+import pytest
+import torch
+
+from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
+from polyturn.core.metrics import reduce
+from polyturn.training.optim import Optimizer, OptimSettings, lr_factor
+
+torch.set_num_threads(1)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.ones(2, 2))
+        self.norm = torch.nn.Parameter(torch.ones(2))
+
+
+def set_grad(net: Net, value: float) -> None:
+    for p in net.parameters():
+        p.grad = torch.full_like(p, value)
+
+
+def test_the_schedule_warms_up_and_falls():
+    cosine = OptimSettings(warmup_steps=2, schedule="cosine", total_steps=6, min_lr_ratio=0.1)
+    assert [lr_factor(s, cosine) for s in range(7)] == pytest.approx(
+        [0.5, 1.0, 1.0, 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2, 0.55, 0.1 + 0.9 * (1 - math.cos(math.pi / 4)) / 2, 0.1]
+    )
+    linear = OptimSettings(warmup_steps=0, schedule="linear", total_steps=4)
+    assert [lr_factor(s, linear) for s in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert [lr_factor(s, OptimSettings(warmup_steps=4)) for s in (0, 3, 4, 99)] == [0.25, 1.0, 1.0, 1.0]
+
+
+def test_only_matrices_decay():
+    net = Net()
+    optimizer = Optimizer(net, OptimSettings(lr=0.1, weight_decay=0.5))
+    set_grad(net, 0.0)
+    optimizer.step()
+    assert net.matrix.tolist() == [[pytest.approx(0.95)] * 2] * 2
+    assert net.norm.tolist() == [1.0, 1.0]
+
+
+def test_a_step_is_adam_and_reports_the_norm_before_clipping():
+    """The first step of Adam moves by lr against the sign, whatever the size of the gradient (Kingma and Ba 2015)."""
+    net = Net()
+    optimizer = Optimizer(net, OptimSettings(lr=0.1, weight_decay=0.0, max_grad_norm=1.0))
+    set_grad(net, 10.0)
+    metrics = reduce(optimizer.step())
+    assert metrics["loss/grad_norm"] == pytest.approx(10 * math.sqrt(6))
+    assert metrics["loss/lr"] == 0.1
+    assert net.norm.tolist() == pytest.approx([0.9, 0.9], abs=1e-5)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_names_the_tensor():
+    net = Net()
+    optimizer = Optimizer(net, OptimSettings(lr=0.1))
+    set_grad(net, 1.0)
+    net.norm.grad[0] = float("nan")
+    with pytest.raises(TrainingError, match=r"optimizer step 0 \(first in 'norm', in 1 of 2 tensors\).*lower optim.lr"):
+        optimizer.step()
+    assert net.matrix.tolist() == [[1.0, 1.0]] * 2
+    assert net.norm.grad is None
+
+
+def test_or_the_step_is_skipped_and_counted():
+    net = Net()
+    optimizer = Optimizer(net, OptimSettings(lr=0.1, non_finite="skip"))
+    set_grad(net, float("inf"))
+    assert reduce(optimizer.step())["loss/skipped_steps"] == 1
+    assert net.matrix.tolist() == [[1.0, 1.0]] * 2
+    assert optimizer.step_count == 1
+    set_grad(net, 1.0)
+    assert reduce(optimizer.step())["loss/skipped_steps"] == 0
+
+
+def test_a_state_loads_into_other_settings_and_not_into_other_parameters():
+    net = Net()
+    optimizer = Optimizer(net, OptimSettings(lr=0.1))
+    set_grad(net, 1.0)
+    optimizer.step()
+    other = Optimizer(Net(), OptimSettings(lr=0.5, weight_decay=0.0))
+    other.load_state_dict(optimizer.state_dict())
+    set_grad(net, 1.0)
+    assert other.step_count == 1
+    assert reduce(other.step())["loss/lr"] == 0.5
+    with pytest.raises(CheckpointError, match="does not fit"):
+        Optimizer(torch.nn.Linear(2, 2, bias=False), OptimSettings()).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "cosine"}, "needs total_steps above warmup_steps"),
+        ({"schedule": "exponential"}, "'exponential'; it must be 'constant'"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        OptimSettings(**options)
