@@ -11,6 +11,8 @@ engine a read-only view of it: the prompt that the engine sees *is* the prefix o
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +141,23 @@ class TrajectoryBuilder:
             if segment.agent == self._agent and common > shared:
                 parent, shared = Branch(index, common), common
         return self.open(new, turn=turn, parent=parent)
+
+    def reweigh(self, refs: Sequence[SpanRef], weights: ArrayLike) -> None:
+        """Set the weights of sampled spans that are already there, `weights` running over all of them in order.
+
+        Raises:
+            AlignmentError: a span was not sampled, or the lengths differ.
+        """
+        chosen = float_array(weights)
+        total = sum(len(self.span(ref)) for ref in refs)
+        if len(chosen) != total:
+            raise AlignmentError(f"{len(chosen)} weights for {total} sampled tokens; they must be as many")
+        start = 0
+        for ref in refs:
+            old = self.span(ref)
+            end = start + len(old)
+            self._segments[ref.segment].spans[ref.span] = dataclasses.replace(old, weights=chosen[start:end])
+            start = end
 
     def add_media(self, *items: Any) -> None:
         """Attach images or other media to the segment that grows now."""

@@ -56,6 +56,10 @@ class InteractionError(PolyturnError, RuntimeError):
     """An interaction that raised or missed its deadline: the trajectory fails, the run goes on."""
 
 
+class SchedulerError(PolyturnError, RuntimeError):
+    """A scheduler that raised or answered nothing that can be understood: the trajectory fails, the run goes on."""
+
+
 class RewardError(PolyturnError, RuntimeError):
     """A reward function that raised or returned something that is not a finite number. Never 0.0."""
 

@@ -19,16 +19,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polyturn.core.arrays import Ids
+import numpy as np
+
+from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import TemplateError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.tokens.codec import Codec
 
 _SYSTEM = Message(role="system", content="You are a helpful assistant.")
 _USER = Message(role="user", content="Hi")
-_ANCHOR = "Zq7AnchorZ"
-"""The content of the base's last turn: everything behind it in the rendered text is new. Letters and digits only, so that
-no template trims, escapes or otherwise changes it."""
+_ANCHOR = "Zq7Anchor"
+"""Starts the words that the base's last turn says, in its content and in its last call (some templates leave out the one or
+the other): what stands behind the last of them is the end of that turn, then the new messages. Letters and digits only, so
+that no template trims, escapes or otherwise changes it."""
 _SLOT = re.compile(r"Zq7Slot(\d+)(content|name|id)Z")
 
 
@@ -73,6 +76,26 @@ class DeltaEncoder:
     def full(self, messages: Sequence[Message]) -> Ids:
         """Return the ids of a whole conversation without generation prompt: what the sanity check compares with."""
         return self._whole(messages, add_generation_prompt=False)
+
+    def assistant(self, message: Message) -> Ids:
+        """Return the ids that a model would have to sample to say `message`: everything behind the generation prompt, up
+        to and with the token that ends the turn. For supervised training only; sampled ids are never re-made.
+
+        Raises:
+            TemplateError: the template does not open a turn of the history the way it asks for one.
+        """
+        before = self.codec.render([_USER], tools=self.tools, add_generation_prompt=True)
+        whole = self.codec.render([_USER, message], tools=self.tools)
+        if not whole.startswith(before):
+            raise TemplateError(
+                "the chat template opens an assistant's turn in a history differently from its generation prompt, so no "
+                "message can be turned into what a model would say; train on recorded trajectories instead"
+            )
+        ids = self.codec.encode(whole[len(before) :])
+        ends = np.flatnonzero(np.isin(ids, self.codec.stop_token_ids))
+        if not len(ends):
+            return ids_array([*ids, self.codec.stop_token_ids[0]])
+        return ids[: ends[-1] + 1]
 
     def extend(self, new: Sequence[Message], *, last_id: int | None) -> Ids:
         """Return the ids that follow a completion: the rest of its turn, the new messages, the generation prompt.
@@ -123,6 +146,12 @@ class DeltaEncoder:
             slots=tuple((int(i), f) for i, f in zip(pieces[1::3], pieces[2::3], strict=True)),
             control=tuple(self.codec.control_in(self.codec.encode("".join(pieces[0::3]))).tolist()),
         )
+        for index, message in enumerate(new):
+            if message.text and (index, "content") not in frame.slots:
+                raise TemplateError(
+                    f"the chat template leaves the content of a {message.role} message out, so the model would never read it; "
+                    f"use a template that renders {message.role} messages"
+                )
         for trial in (new, *([_with_text(i, m, t) for i, m in enumerate(new)] for t in _TRIALS)):
             if frame.fill(_values(trial)) != self._render_delta(trial):
                 return None
@@ -143,14 +172,20 @@ class DeltaEncoder:
 
     def _render_delta(self, new: Sequence[Message]) -> str:
         """Return what the template writes from the end of the assistant's turn on."""
-        rendered, base = self._render_on_base(new)
-        behind = rendered.partition(_ANCHOR)[2]
+        anchor = _marker([m.text for m in new], _ANCHOR)
+        base = self._base(new, anchor)
+        rendered = self.codec.render([*base, *new], tools=self.tools, add_generation_prompt=True)
+        _, found, behind = rendered.rpartition(anchor)
+        if not found:
+            raise TemplateError(
+                "the chat template leaves out what an assistant's turn says; use one that renders assistant messages"
+            )
         end = self.codec.turn_end
         if end is not None:
             position = behind.find(self.codec.control_tokens[end])
             if position >= 0:
                 return behind[position:]
-        alone = self.codec.render(base, tools=self.tools).partition(_ANCHOR)[2]
+        alone = self.codec.render(base, tools=self.tools).rpartition(anchor)[2]
         if not behind.startswith(alone):
             raise TemplateError(
                 "the chat template changes how an assistant's turn ends when messages follow it; incremental encoding needs "
@@ -158,20 +193,19 @@ class DeltaEncoder:
             )
         return behind[len(alone) :]
 
-    def _render_on_base(self, new: Sequence[Message]) -> tuple[str, list[Message]]:
-        """Return the base and the new messages as text, and the base, with a system message where the template takes one."""
-        calls = []
+    def _base(self, new: Sequence[Message], anchor: str) -> list[Message]:
+        """Return a conversation that `new` can follow: a system message where the template takes one, a user, a turn."""
+        calls: list[ToolCall] = []
         for index, message in enumerate(new):
             if message.role != "tool":
                 break
             call_id = message.tool_call_id or f"call_{index}"
             name = message.name if message.name and not self.codec.has_control(message.name) else "tool"
-            calls.append(ToolCall(id=call_id, name=name, arguments={}))
-        turn = Message(role="assistant", content=_ANCHOR, tool_calls=tuple(calls))
+            calls.append(ToolCall(id=call_id, name=name, arguments={"x": anchor}))
+        turn = Message(role="assistant", content=anchor, tool_calls=tuple(calls))
         if self._takes_system is None:
             self._takes_system = self._renders([_SYSTEM, _USER])
-        base = [_SYSTEM, _USER, turn] if self._takes_system else [_USER, turn]
-        return self.codec.render([*base, *new], tools=self.tools, add_generation_prompt=True), base
+        return [_SYSTEM, _USER, turn] if self._takes_system else [_USER, turn]
 
     def _renders(self, messages: Sequence[Message]) -> bool:
         try:
@@ -262,10 +296,10 @@ def _map_text(m: Message, change: Callable[[str], str]) -> Message:
     return replace(m, content=content, name=None if m.name is None else change(m.name))
 
 
-def _marker(texts: Iterable[str]) -> str:
-    """Return a word that occurs in none of `texts`."""
-    number = 0
+def _marker(texts: Iterable[str], stem: str = "Zq7Fence") -> str:
+    """Return a word that starts with `stem` and occurs in none of `texts`."""
     texts = list(texts)
-    while any(f"Zq7Fence{number}Z" in t for t in texts):
+    number = 0
+    while any(f"{stem}{number}Z" in t for t in texts):
         number += 1
-    return f"Zq7Fence{number}Z"
+    return f"{stem}{number}Z"

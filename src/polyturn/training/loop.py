@@ -19,25 +19,27 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from polyturn.algorithms.advantages import Estimator, assign_advantages
 from polyturn.batching.filters import filter_groups, filter_samples
 from polyturn.batching.samples import to_samples
 from polyturn.buffer.group_buffer import GroupBuffer
 from polyturn.core.aio import first_error
-from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge, reduce
+from polyturn.core.errors import CheckpointError
+from polyturn.core.metrics import Metrics, Sum, merge, reduce
 from polyturn.core.protocols import Engine, Policy
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
 from polyturn.evaluation.evaluate import EvalSet, evaluate
-from polyturn.evaluation.report import EvalReport, is_success
+from polyturn.evaluation.report import EvalReport
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.checkpoint import Checkpoints
+from polyturn.training.rollout_metrics import rollout_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class LoopSettings:
     groups_per_step: int
     group_size: int
     seed: int = 0
+    shuffle: bool = True
     minibatches: int = 1
     max_staleness: int = 0
     temperature: float = 1.0
@@ -104,7 +107,7 @@ class Trainer:
         export: Callable[[Path], object],
         observer: TrainObserver,
         engine_busy_s: Callable[[], float],
-        fingerprint: Mapping[str, Any] | None = None,
+        fingerprint: str = "",
     ) -> None:
         self.settings = settings
         self.state = LoopState()
@@ -114,12 +117,12 @@ class Trainer:
         self._tasks = tasks
         self._estimator = estimator
         self._eval_sets = list(eval_sets)
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._export = export
         self._observer = observer
         self._engine_busy_s = engine_busy_s
-        self._fingerprint = dict(fingerprint or {})
-        self._policy_busy_s = 0.0
+        self._fingerprint = fingerprint
+        self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> LoopState:
         """Evaluate, train, evaluate again; leave a checkpoint, also when cancelled.
@@ -130,6 +133,7 @@ class Trainer:
         await self._engine.update_weights(self.state.step)
         try:
             if self.state.step == 0:
+                self._save()
                 self.state.reports["before"] = await self._evaluate(self._eval_sets)
             if self.state.step < self.settings.steps:
                 with first_error():
@@ -146,7 +150,11 @@ class Trainer:
         Raises:
             CheckpointError: it is missing, damaged, or of another model.
         """
-        saved = self._checkpoints.load(path)
+        saved = self.checkpoints.load(path)
+        if saved["fingerprint"] != self._fingerprint:
+            raise CheckpointError(
+                f"the checkpoint {path} was made with another tokenizer or chat template; resume with the one that made it"
+            )
         self._policy.load_state_dict(saved["policy"])
         self.state = LoopState(**saved["loop"])
         logger.info("resumed from %s at step %d", path, self.state.step)
@@ -157,7 +165,6 @@ class Trainer:
             groups_per_step=settings.groups_per_step, max_staleness=settings.max_staleness, version=state.step
         )
         producer = tasks.create_task(self._produce(buffer, tasks), name="producer")
-        running: set[asyncio.Task[None]] = self._running = set()
         try:
             while state.step < settings.steps:
                 clock = _StepClock(self._engine_busy_s)
@@ -173,13 +180,13 @@ class Trainer:
                 await buffer.advance(state.step)
         finally:
             producer.cancel()
-            for task in list(running):
+            for task in list(self._running):
                 task.cancel()
 
     async def _produce(self, buffer: GroupBuffer, tasks: asyncio.TaskGroup) -> None:
         """Start a group whenever the buffer has a slot, in the order of the sampler."""
         settings = self.settings
-        sampler = TaskSampler(len(self._tasks), seed=settings.seed)
+        sampler = TaskSampler(len(self._tasks), seed=settings.seed, shuffle=settings.shuffle)
         consumed = self.state.step * settings.groups_per_step
         sampler.load_state_dict(
             {**sampler.state_dict(), "epoch": consumed // sampler.size, "position": consumed % sampler.size}
@@ -281,7 +288,7 @@ class Trainer:
 
     def _save(self, *, is_best: bool = False) -> None:
         state = {"policy": self._policy.state_dict(), "loop": asdict(self.state), "fingerprint": self._fingerprint}
-        self._checkpoints.save(self.state.step, state, export=self._export, is_best=is_best)
+        self.checkpoints.save(self.state.step, state, export=self._export, is_best=is_best)
 
     @contextmanager
     def _busy(self) -> Iterator[_Busy]:
@@ -320,41 +327,3 @@ def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample
     for sample in samples:
         shares[share_of[sample.id.group, sample.id.trajectory]].append(sample)
     return [s for s in shares if s]
-
-
-def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metrics:
-    """Return what the trajectories of a step show, under rollout/ reward/ tokens/ and buffer/.
-
-    Args:
-        groups: The groups of the step.
-        version: The policy version that is trained now, for the staleness.
-    """
-    parts: list[Metrics] = []
-    for trajectory in (t for g in groups for t in g.trajectories):
-        calls = [r for turn in trajectory.turns for r in turn.tool_results]
-        one: Metrics = {
-            "rollout/turns": Mean(len(trajectory.turns)),
-            "rollout/failed": Mean(float(trajectory.is_failed)),
-            "rollout/truncated": Mean(float(trajectory.stop_reason.is_truncation)),
-            f"rollout/stop_{trajectory.stop_reason.value}": Sum(1),
-            "tokens/sampled": Sum(trajectory.num_sampled_tokens),
-            "tokens/prefilled": Sum(trajectory.metrics.get("prefilled_tokens", 0)),
-            "tokens/per_trajectory": Mean(trajectory.num_sampled_tokens),
-            "rollout/tool_calls": Sum(len(calls)),
-            "rollout/tool_errors": Mean(sum(c.error is not None for c in calls), len(calls)),
-            "rollout/close_errors": Sum(trajectory.metrics.get("close_errors", 0)),
-        }
-        if trajectory.reward is not None:
-            one["reward/mean"] = Mean(trajectory.reward.total)
-            one["rollout/success"] = Mean(float(is_success(trajectory)))
-            for name, value in trajectory.reward.components.items():
-                one[f"reward/{name}"] = Mean(value)
-        for result in calls:
-            for key, value in result.metrics.items():
-                if isinstance(value, int | float):
-                    one[f"tool/{result.name}/{key}"] = Mean(float(value))
-        versions = [s.policy_version for seg in trajectory.segments for s in seg.spans if s.policy_version is not None]
-        if versions:
-            one["buffer/staleness"] = Max(float(version - min(versions)))
-        parts.append(one)
-    return merge(parts)

@@ -1,0 +1,1 @@
+"""Between rollout and training: groups that wait to be trained on."""

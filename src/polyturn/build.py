@@ -1,0 +1,428 @@
+"""The composition root: the one file where config meets classes. A `RunConfig` goes in, live objects come out.
+
+    RunConfig  ->  tokenizer, model  ->  Codec, EmbeddedEngine, LocalPolicy  ->  RolloutContext  ->  Trainer
+
+Everything that can be wrong with a configuration is found here, before any training time is spent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.config.models import LimitsConfig, OptimConfig, RunConfig, SamplingConfig, TaskSourceConfig
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.generation import SamplingParams
+from polyturn.core.registry import import_attr
+from polyturn.core.sample import TrainSample
+from polyturn.core.task import Task
+from polyturn.data.conversations import generate_conversations, read_conversations
+from polyturn.data.dataset import TaskDataset, check_tasks, generate_tasks
+from polyturn.evaluation.evaluate import EvalSet
+from polyturn.interactions.registry import initialize_interactions_from_config
+from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.store.parquet_store import open_store
+from polyturn.tokens.codec import Codec, load_codec
+from polyturn.tokens.parsers import parsers
+from polyturn.tokens.sanity import TemplateReport, probe
+from polyturn.tokens.train import train_tokenizer
+from polyturn.tools.base import BaseTool
+from polyturn.tools.executor import ToolBox
+from polyturn.tools.registry import initialize_tools_from_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from polyturn.engines.embedded import EmbeddedEngine
+    from polyturn.training.local import LocalPolicy
+    from polyturn.training.loop import Trainer, TrainObserver
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A configuration, and where its relative paths start."""
+
+    config: RunConfig
+    base: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What rollout needs, live: the same for training, evaluation and `polyturn rollout`."""
+
+    place: Place
+    tokenizer: PreTrainedTokenizerFast
+    model: PreTrainedModel
+    engine: EmbeddedEngine
+    context: RolloutContext
+    template: TemplateReport
+    max_context: int
+
+
+def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
+    """Make the model, the engine and the rollout context.
+
+    Args:
+        place: The configuration.
+        checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
+
+    Raises:
+        ConfigError, TemplateError: something in the configuration cannot work.
+    """
+    import torch
+
+    from polyturn.engines.embedded import EmbeddedEngine
+
+    config = place.config
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    torch.manual_seed(config.seed)
+    codec = build_codec(place, checkpoint=checkpoint)
+    tokenizer = codec.tokenizer
+    model = build_model(place, tokenizer, checkpoint=checkpoint)
+    max_context = _max_context(config.rollout.limits, model)
+    tools = build_tools(place)
+    template = probe(codec, tools=tuple(tools.schemas.values()))
+    template.require()
+    engine = EmbeddedEngine(
+        model,
+        num_slots=config.engine.num_slots,
+        max_context=max_context,
+        prefill_chunk=config.engine.prefill_chunk,
+        deterministic=config.engine.deterministic,
+    )
+    context = RolloutContext(
+        engine=engine,
+        codec=codec,
+        parser=parsers.resolve(config.rollout.parser, base=place.base)(),
+        tools=tools,
+        interactions=build_interactions(place),
+        rewarder=RewardRouter(
+            config.reward.routes,
+            weights=config.reward.weights,
+            interaction_aggregate=config.reward.interaction,
+            timeout_s=config.reward.timeout_s,
+            base=place.base,
+        ),
+        scheduler=build_scheduler(place),
+        limits=_limits(config.rollout.limits, max_context),
+        sampling=_sampling(config.rollout.sampling, config.rollout.limits),
+        interaction_timeout_s=config.rollout.interaction_timeout_s,
+        sanity_mode=config.rollout.tokenization_sanity_check_mode,
+        sanity_every=config.rollout.sanity_every,
+    )
+    return Parts(
+        place=place,
+        tokenizer=tokenizer,
+        model=model,
+        engine=engine,
+        context=context,
+        template=template,
+        max_context=max_context,
+    )
+
+
+def build_codec(place: Place, *, checkpoint: Path | None = None) -> Codec:
+    """Load the tokenizer, or train the one that `model.train_tokenizer` describes; set the chat template."""
+    model = place.config.model
+    template = None
+    if model.chat_template is not None:
+        file = place.base / model.chat_template
+        if not file.is_file():
+            raise ConfigError(f"there is no file {str(file)!r}; model.chat_template names a Jinja file")
+        template = file.read_text(encoding="utf-8")
+    source = model.tokenizer or model.path
+    if checkpoint is not None:
+        codec = load_codec(str(checkpoint), chat_template=template)
+    elif model.train_tokenizer is not None:
+        texts = import_attr(model.train_tokenizer.corpus, base=place.base)()
+        codec = Codec(train_tokenizer(texts, vocab_size=model.train_tokenizer.vocab_size, chat_template=template))
+    elif source is not None:
+        codec = load_codec(_folder_or_name(source, place.base), revision=model.revision, chat_template=template)
+    else:
+        raise ConfigError("set model.tokenizer or model.path: the run has no tokenizer")
+    codec.tokenizer.chat_template = codec.chat_template  # so that an exported model carries the template it was trained with
+    return codec
+
+
+def build_model(place: Place, tokenizer: PreTrainedTokenizerFast, *, checkpoint: Path | None = None) -> PreTrainedModel:
+    """Load the model's weights, or make random ones from `model.init`."""
+    import torch
+
+    from polyturn.training import hf
+
+    model = place.config.model
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
+    if checkpoint is not None:
+        return hf.load_model(checkpoint, dtype=dtype)
+    if model.init is not None:
+        fields = {
+            "vocab_size": len(tokenizer),
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            **model.init,
+        }
+        return hf.build_model(fields, seed=place.config.seed, dtype=dtype)
+    assert model.path is not None  # the config model requires one of the two
+    return hf.load_model(_folder_or_name(model.path, place.base), dtype=dtype)
+
+
+def build_tools(place: Place) -> ToolBox:
+    """Make the tools of the file and of the named functions."""
+    tools = place.config.rollout.tools
+    found: list[BaseTool] = []
+    if tools.file is not None:
+        found += initialize_tools_from_config(place.base / tools.file)
+    for name in tools.functions:
+        function = import_attr(name, base=place.base)
+        if not isinstance(function, BaseTool):
+            raise ConfigError(
+                f"rollout.tools.functions names {name!r}, which is a {type(function).__name__}; "
+                "decorate the function with @polyturn.tool"
+            )
+        found.append(function)
+    return ToolBox(
+        found,
+        timeout_s=tools.timeout_s,
+        max_parallel_calls=tools.max_parallel_calls,
+        max_result_chars=tools.max_result_chars,
+        truncate_side=tools.truncate_side,
+    )
+
+
+def build_interactions(place: Place) -> Mapping[str, Any]:
+    """Make the interactions of the file or the list."""
+    source = place.config.rollout.interactions
+    if source is None:
+        return {}
+    if isinstance(source, str):
+        return initialize_interactions_from_config(place.base / source)
+    return initialize_interactions_from_config({"interaction": source}, base=place.base)
+
+
+def build_scheduler(place: Place) -> MultiTurnScheduler:
+    """Make the scheduler."""
+    name = place.config.rollout.scheduler
+    if name is None:
+        return MultiTurnScheduler()
+    scheduler = import_attr(name, base=place.base)()
+    if not isinstance(scheduler, MultiTurnScheduler):
+        raise ConfigError(f"rollout.scheduler names {name!r}, which makes no MultiTurnScheduler; inherit that class")
+    return scheduler
+
+
+def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence[Task]:
+    """Open the files, or call the generator, that `source` names."""
+    if source.files is not None:
+        tasks: Sequence[Task] = TaskDataset.open(source.files, split=split, base=base)
+    else:
+        assert source.generator is not None  # the config model requires one of the two
+        tasks = generate_tasks(source.generator, base=base, **source.kwargs)
+    return tasks if source.limit is None else tasks[: source.limit]
+
+
+def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
+    """Refuse tasks that cannot run: unknown tools or interactions, no reward, a prompt that is too long.
+
+    Raises:
+        DataError, ConfigError, TemplateError: the first problem found.
+    """
+    context = parts.context
+    summary = check_tasks(tasks, tools=context.tools.tools, interactions=context.interactions, name=name)
+    if context.interactions and set(summary.interactions) == {None}:
+        raise ConfigError(
+            f"rollout.interactions is set and not one of the {summary.num_tasks} tasks of {name} names an interaction; "
+            "add `interaction` to the rows (extra_info.interaction_kwargs in verl's format), or drop rollout.interactions"
+        )
+    context.rewarder.check(tasks)
+    limit = parts.place.config.rollout.limits.max_prompt_tokens or parts.max_context - 1
+    for task in tasks:
+        length = len(context.encoder_for(task).start(task.prompt))
+        if length > limit:
+            which = "rollout.limits.max_prompt_tokens" if limit != parts.max_context - 1 else "the model's context"
+            raise DataError(
+                f"{name}, task {task.id!r}: its prompt has {length} tokens and {which} allows {limit}; "
+                "raise the limit, or leave the task out"
+            )
+
+
+def build_eval_sets(place: Place) -> list[EvalSet]:
+    """Make the evaluation sets; none when `evaluation.data` is not set."""
+    config = place.config
+    if config.evaluation.data is None:
+        return []
+    tasks = build_tasks(config.evaluation.data, base=place.base, split="eval")
+    return [
+        EvalSet(
+            name=name,
+            tasks=tasks,
+            sampling=_sampling(one.sampling, config.rollout.limits),
+            max_turns=one.max_turns,
+            is_periodic=one.every,
+            success_at=config.evaluation.success_at,
+        )
+        for name, one in config.evaluation.sets.items()
+    ]
+
+
+def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per_batch: int) -> LocalPolicy:
+    """Make the trainer's side of the model, over the same parameters."""
+    from polyturn.batching.layout import LayoutSettings
+    from polyturn.training.local import LocalPolicy, LossSettings
+    from polyturn.training.optim import OptimSettings
+
+    algorithm = parts.place.config.algorithm
+    return LocalPolicy(
+        parts.model,
+        optim=OptimSettings(
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            max_grad_norm=optim.max_grad_norm,
+            warmup_steps=optim.warmup_steps,
+            schedule=optim.schedule,
+            total_steps=max(steps, optim.warmup_steps + 1),
+            min_lr_ratio=optim.min_lr_ratio,
+        ),
+        loss=LossSettings(
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.clip_dual,
+            aggregation=algorithm.aggregate,
+            kl_coef=algorithm.kl_coef,
+            kl_estimator=algorithm.kl_estimator,
+            entropy_coef=algorithm.entropy_coef,
+        ),
+        layout=LayoutSettings(max_tokens_per_batch=max_tokens_per_batch),
+        reference=algorithm.kl_coef > 0,
+    )
+
+
+def build_trainer(parts: Parts, *, folder: Path, observer: TrainObserver) -> Trainer:
+    """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now.
+
+    Raises:
+        ConfigError, DataError: the tasks cannot run.
+    """
+    from polyturn.training import hf
+    from polyturn.training.checkpoint import Checkpoints
+    from polyturn.training.loop import LoopSettings, Trainer
+
+    place, config = parts.place, parts.place.config
+    if config.data.train is None:
+        raise ConfigError("data.train is not set; name the tasks to train on, as files or as a generator")
+    train, evaluation, algorithm = config.train, config.evaluation, config.algorithm
+    policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
+    return Trainer(
+        LoopSettings(
+            steps=train.steps,
+            groups_per_step=train.groups_per_step,
+            group_size=train.group_size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            minibatches=train.minibatches,
+            max_staleness=train.max_staleness,
+            temperature=config.rollout.sampling.temperature,
+            drop_zero_variance=algorithm.drop_zero_variance and train.group_size > 1,
+            needs_reference=algorithm.kl_coef > 0,
+            eval_every=evaluation.every,
+            eval_limit_during=evaluation.limit_during,
+            stop_at=evaluation.stop_at,
+            patience=evaluation.patience,
+            checkpoint_every=train.checkpoint_every,
+        ),
+        policy=policy,
+        engine=parts.engine,
+        pool=RolloutPool(
+            parts.context,
+            max_concurrent=config.rollout.max_concurrent,
+            max_failed_share=config.rollout.max_failed_share,
+        ),
+        tasks=build_tasks(config.data.train, base=place.base, split="train"),
+        estimator=build_estimator(place),
+        eval_sets=build_eval_sets(place),
+        checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints),
+        export=functools.partial(hf.save_model, parts.model, tokenizer=parts.tokenizer),
+        observer=observer,
+        engine_busy_s=lambda: parts.engine.stats.busy_s,
+        fingerprint=parts.context.codec.fingerprint,
+    )
+
+
+def build_estimator(place: Place) -> Any:
+    """Return the advantage estimator with its options bound."""
+    from polyturn.algorithms.advantages import advantages
+
+    algorithm = place.config.algorithm
+    estimator = advantages.resolve(algorithm.advantage, base=place.base)
+    if algorithm.advantage == "grpo":
+        return functools.partial(estimator, norm_by_std=algorithm.norm_by_std)
+    return estimator
+
+
+def warm_start_samples(parts: Parts) -> list[TrainSample]:
+    """Return the samples of `warm_start.conversations`: a jsonl file, a function, or the folder of a run.
+
+    Raises:
+        ConfigError, DataError: there are none, or they cannot be read.
+    """
+    from polyturn.training.sft import encode_conversation, trajectory_samples
+
+    place, sft = parts.place, parts.place.config.warm_start
+    if sft.conversations is None:
+        raise ConfigError("warm_start.conversations is not set; name a jsonl file, a function or a run's folder")
+    if ":" in sft.conversations:
+        conversations = generate_conversations(sft.conversations, base=place.base, **sft.kwargs)
+    elif (place.base / sft.conversations).is_dir():
+        return trajectory_samples(open_store(place.base / sft.conversations).trajectories(), min_reward=sft.min_reward)
+    else:
+        conversations = read_conversations(place.base / sft.conversations)
+    context = parts.context
+    return [
+        encode_conversation(c, context.encoder_for(Task(id="", prompt=(), tools=c.tools)), id=str(i))
+        for i, c in enumerate(conversations)
+    ]
+
+
+def _limits(limits: LimitsConfig, max_context: int) -> Limits:
+    return Limits(
+        max_turns=limits.max_turns,
+        max_user_turns=limits.max_user_turns,
+        max_tokens_per_turn=limits.max_tokens_per_turn,
+        max_tokens=limits.max_tokens,
+        max_context=max_context,
+        timeout_s=limits.timeout_s,
+        context_policy=ContextPolicy(limits.context_policy),
+    )
+
+
+def _sampling(sampling: SamplingConfig, limits: LimitsConfig) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=limits.max_tokens_per_turn or 1 << 20,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )
+
+
+def _max_context(limits: LimitsConfig, model: PreTrainedModel) -> int:
+    own = int(model.config.get_text_config().max_position_embeddings)
+    wanted = limits.max_context or min(own, 4096)
+    if wanted > own:
+        raise ConfigError(f"rollout.limits.max_context is {wanted} and the model has {own} positions; lower it")
+    return wanted
+
+
+def _folder_or_name(source: str, base: Path) -> str:
+    """Return a folder relative to the config where there is one, else the name of a model on the hub."""
+    local = base / source
+    return str(local) if local.is_dir() else source

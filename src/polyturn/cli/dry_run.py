@@ -1,0 +1,64 @@
+"""`polyturn train --dry-run`: everything a run would start from, shown before any time is spent on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from polyturn import build
+from polyturn.core.errors import ConfigError
+from polyturn.training import hf
+
+
+def show(parts: build.Parts, resolved: Mapping[str, Any], console: Console) -> None:
+    """Print the resolved config, the first task as the engine will see it, and estimates of memory and cost."""
+    config = parts.place.config
+    if config.data.train is None:
+        raise ConfigError("data.train is not set; name the tasks to train on, as files or as a generator")
+    tasks = build.build_tasks(config.data.train, base=parts.place.base, split="train")
+    build.check_run(parts, tasks, name="data.train")
+    evals = build.build_eval_sets(parts.place)
+    if evals:
+        build.check_run(parts, evals[0].tasks, name="evaluation.data")
+    console.print(yaml.safe_dump(dict(resolved), sort_keys=False), markup=False)
+    ids = parts.context.encoder_for(tasks[0]).start(tasks[0].prompt)
+    console.print(f"[bold]first task[/] {escape(tasks[0].id)}: {len(ids)} prompt tokens")
+    console.print(parts.context.codec.decode(ids), markup=False)
+    console.print(" ".join(map(str, ids.tolist())), style="dim")
+    console.print(f"[bold]template[/] {parts.template.strategy}: {escape(parts.template.reason)}")
+    for name, value in estimates(parts, num_prompt_tokens=len(ids)).items():
+        console.print(f"{name:<34}{value}")
+
+
+def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
+    """Return upper estimates of what a run needs, in words. Lengths are the limits, so real runs need less."""
+    config = parts.place.config
+    parameters = hf.count_parameters(parts.model)
+    size = 4 if config.model.dtype == "float32" else 2
+    turns = config.rollout.limits.max_turns or 8
+    per_turn = config.rollout.limits.max_tokens_per_turn or 512
+    longest = min(parts.max_context, num_prompt_tokens + turns * per_turn)
+    episodes = config.train.groups_per_step * config.train.group_size
+    copies = 4 + (config.algorithm.kl_coef > 0)  # weights, gradients, two AdamW moments, a reference
+    flops = 6 * parameters * longest * episodes
+    return {
+        "parameters": f"{parameters / 1e6:.2f} M",
+        "weights, gradients, optimizer": f"{parameters * size * copies / 2**20:.0f} MiB",
+        "KV cache": f"{_kv_bytes(parts) / 2**20:.0f} MiB for {config.engine.num_slots} slots of {parts.max_context} tokens",
+        "episodes": f"{episodes} a step, {episodes * config.train.steps} in all",
+        "tokens a step, at most": f"{longest * episodes}",
+        "training cost a step, at most": f"{flops / 1e12:.2f} TFLOP",
+    }
+
+
+def _kv_bytes(parts: build.Parts) -> int:
+    config = parts.model.config.get_text_config().to_dict()
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    size = next(parts.model.parameters()).element_size()
+    slots = parts.place.config.engine.num_slots
+    return 2 * config["num_hidden_layers"] * heads * width * size * slots * parts.max_context

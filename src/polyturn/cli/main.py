@@ -1,0 +1,152 @@
+"""`polyturn`: the commands, their arguments and their help. Each command lives in a file of its own, imported when run.
+
+An error of the library is one sentence on stderr and exit code 2; anything else is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from polyturn.core.errors import PolyturnError
+
+app = typer.Typer(
+    name="polyturn",
+    help="Multi-turn reinforcement learning for language-model agents.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Prepare datasets.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Override keys, for instance train.steps=10 rollout.limits.max_turns=4."),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, for instance runs/quickstart.")]
+CheckpointOption = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", help="Folder of a Hugging Face model, a checkpoint or a run that replaces the weights."),
+]
+
+
+@app.command()
+def train(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the run's latest checkpoint.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show the first task and estimates; stop.")
+    ] = False,
+) -> None:
+    """Train: warm start if configured, evaluate, reinforce, evaluate again."""
+    from polyturn.cli import train as command
+
+    command.run(config, overrides or [], resume=resume, dry_run=dry_run)
+
+
+@app.command()
+def sft(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
+    """Train on conversations, or on a run's best trajectories (the `warm_start` part of the config, alone)."""
+    from polyturn.cli import sft as command
+
+    command.run(config, overrides or [], checkpoint=checkpoint)
+
+
+@app.command("eval")
+def evaluate(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
+    """Evaluate the model on the config's `evaluation` part, without training."""
+    from polyturn.cli import evaluate as command
+
+    command.run(config, overrides or [], checkpoint=checkpoint)
+
+
+@app.command()
+def rollout(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    checkpoint: CheckpointOption = None,
+    tasks: Annotated[int, typer.Option("-n", "--tasks", min=1, help="How many tasks of data.train to run.")] = 8,
+) -> None:
+    """Run episodes on the training tasks, record them, print what happened."""
+    from polyturn.cli import rollout as command
+
+    command.run(config, overrides or [], checkpoint=checkpoint, num_tasks=tasks)
+
+
+@app.command()
+def show(
+    run: RunFolder,
+    trajectory: Annotated[str | None, typer.Argument(help="Id of a trajectory, as the list shows it.")] = None,
+    split: Annotated[str | None, typer.Option(help="Only this split: train, or eval/NAME.")] = None,
+    limit: Annotated[int, typer.Option("-n", min=1, help="How many trajectories to list.")] = 20,
+) -> None:
+    """List a run's recorded trajectories, or show one as a conversation."""
+    from polyturn.cli import show as command
+
+    command.run(run, trajectory=trajectory, split=split, limit=limit)
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model or tokenizer.")],
+    template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the chat template.")] = None,
+) -> None:
+    """Say what a model's chat template does, and whether multi-turn training with it is safe."""
+    from polyturn.cli import check as command
+
+    command.run(model, template=template)
+
+
+@app.command()
+def config(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file; without it, every key is listed.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print a config with its defaults filled in, or every key with its type, default and meaning."""
+    from polyturn.cli import config as command
+
+    command.run(path, overrides or [])
+
+
+@data_app.command()
+def gsm8k(
+    out: Annotated[Path, typer.Option("--out", help="Folder for train.parquet and test.parquet.")],
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Folder with train.jsonl and test.jsonl; without it, the hub's openai/gsm8k."),
+    ] = None,
+    variant: Annotated[
+        Literal["tool", "interaction"], typer.Option(help="Which columns and system prompt.")
+    ] = "interaction",
+) -> None:
+    """Write GSM8K as multi-turn tasks."""
+    from polyturn.data.prepare import prepare_gsm8k
+
+    for path in prepare_gsm8k(source, variant=variant, out=out):
+        print(path)
+
+
+def main() -> None:
+    """Run the command line."""
+    level = os.environ.get("POLYTURN_LOG_LEVEL", "INFO").upper()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("polyturn").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+    try:
+        app()
+    except PolyturnError as problem:
+        print(f"polyturn: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("polyturn: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,54 @@
+"""`polyturn rollout`: run some of the training tasks, record what happened, print it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from polyturn import build
+from polyturn.cli.runs import model_folder, new_run_folder, open_place
+from polyturn.cli.show import trajectory_table
+from polyturn.config.load import write_resolved
+from polyturn.core.errors import ConfigError
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.store.parquet_store import ParquetStore
+
+
+def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_tasks: int) -> None:
+    """Run `num_tasks` groups of `train.group_size` members and record them."""
+    place, resolved = open_place(path, overrides)
+    config = place.config
+    if config.data.train is None:
+        raise ConfigError("data.train is not set: there are no tasks to run")
+    tasks = build.build_tasks(config.data.train, base=place.base, split="train")[:num_tasks]
+    parts = build.build_parts(place, checkpoint=model_folder(checkpoint))
+    build.check_run(parts, tasks, name="data.train")
+    folder = new_run_folder(Path(config.out) / f"{config.name}-rollout")
+    write_resolved(resolved, folder / "config.yaml")
+
+    async def run_all() -> list[TrajectoryGroup]:
+        pool = RolloutPool(
+            parts.context,
+            max_concurrent=config.rollout.max_concurrent,
+            max_failed_share=config.rollout.max_failed_share,
+        )
+        specs = [
+            GroupSpec(id=f"g{i}", task=task, size=config.train.group_size, seed=config.seed) for i, task in enumerate(tasks)
+        ]
+        groups = await pool.run(specs)
+        await parts.engine.close()
+        return groups
+
+    groups = asyncio.run(run_all())
+    store = ParquetStore(folder / "trajectories")
+    for group in groups:
+        store.add(group, step=0, split="rollout")
+    store.close()
+    console = Console(highlight=False)
+    console.print(trajectory_table([t for g in groups for t in g.trajectories]))
+    console.print(f"look at one   polyturn show {folder} g0/0")

@@ -1,0 +1,43 @@
+"""What several commands need: opening a config, the folder of a run, the weights that an option names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from polyturn.build import Place
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import CheckpointError
+
+
+def open_place(path: Path, overrides: Sequence[str]) -> tuple[Place, dict[str, Any]]:
+    """Read a config; return it with the folder its paths start from, and as resolved data that is safe to write."""
+    loaded = load_config(RunConfig, path, overrides)
+    return Place(config=loaded.config, base=path.parent.resolve()), loaded.resolved
+
+
+def new_run_folder(wanted: Path) -> Path:
+    """Make and return the run's folder: `wanted`, or `wanted-2` and so on, so that no earlier run is overwritten."""
+    folder, number = wanted, 1
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    folder.mkdir(parents=True)
+    return folder
+
+
+def model_folder(path: Path | None) -> Path | None:
+    """Return the Hugging Face folder that `--checkpoint` means: a model's, a checkpoint's, or a run's latest.
+
+    Raises:
+        CheckpointError: there is no model there.
+    """
+    if path is None:
+        return None
+    candidates = [path, path / "model", *sorted(path.glob("checkpoints/step-*/model"), reverse=True)]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise CheckpointError(f"there is no model in {path}; name a folder with config.json, a checkpoint, or a run's folder")

@@ -1,0 +1,32 @@
+"""`polyturn sft`: supervised training alone, through the same tokens and loss weights as everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from polyturn import build
+from polyturn.cli.runs import model_folder, new_run_folder, open_place
+from polyturn.cli.train import warm_start
+from polyturn.config.load import write_resolved
+from polyturn.core.errors import ConfigError
+from polyturn.training import hf
+from polyturn.training.observer import RunObserver
+
+
+def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> None:
+    """Train on the conversations of the config at `path`, and write the model."""
+    place, resolved = open_place(path, overrides)
+    if place.config.warm_start.steps == 0:
+        raise ConfigError("warm_start.steps is 0: there is nothing to train; set it, for instance warm_start.steps=200")
+    parts = build.build_parts(place, checkpoint=model_folder(checkpoint))
+    folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-sft")
+    write_resolved(resolved, folder / "config.yaml")
+    console = Console(highlight=False)
+    with RunObserver(folder, total_steps=0) as observer:
+        steps = warm_start(parts, observer)
+    saved = hf.save_model(parts.model, folder / "model", tokenizer=parts.tokenizer)
+    console.print(f"steps   {steps}")
+    console.print(f"model   {saved}")

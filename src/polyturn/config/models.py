@@ -1,0 +1,277 @@
+"""The configuration of a run, as frozen pydantic models. Every key, its type, its default and its meaning are here.
+
+A config file is YAML with these keys; `config/load.py` reads it, and `build.py` is the only place that turns it into
+objects. Paths are relative to the config file. A name of a plug-in is a registered name, `package.module:Attr` or
+`file.py:Attr`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class TrainTokenizerConfig(_Model):
+    """A byte-level BPE tokenizer trained when the run starts, for models that have none yet."""
+
+    corpus: str
+    """`file.py:function` that returns the texts to train on."""
+    vocab_size: int = Field(512, ge=300)
+
+
+class ModelConfig(_Model):
+    """The model: weights from a folder or hub id, or random weights from an architecture."""
+
+    path: str | None = None
+    """Folder or hub id of a Hugging Face model."""
+    revision: str | None = None
+    init: dict[str, Any] | None = None
+    """Architecture of a model with random weights: `model_type` and that type's config keys."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; defaults to `path`."""
+    train_tokenizer: TrainTokenizerConfig | None = None
+    chat_template: str | None = None
+    """File with a chat template that replaces the tokenizer's own."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.init is None):
+            raise ValueError(
+                "set exactly one of model.path (weights from a folder or hub id) and model.init (random weights)"
+            )
+        if self.init is not None and not (self.tokenizer or self.train_tokenizer):
+            raise ValueError("a model from model.init needs model.tokenizer or model.train_tokenizer")
+        return self
+
+
+class TaskSourceConfig(_Model):
+    """Where tasks come from: files of rows, or a generator."""
+
+    files: str | list[str] | None = None
+    """jsonl or parquet files; globs are allowed."""
+    generator: str | None = None
+    """`file.py:function` that returns a sequence of tasks."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the generator."""
+    limit: int | None = Field(None, ge=1)
+    """Use only the first `limit` tasks."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TaskSourceConfig:
+        if (self.files is None) == (self.generator is None):
+            raise ValueError("set exactly one of files and generator")
+        return self
+
+
+class DataConfig(_Model):
+    """Tasks to train on."""
+
+    train: TaskSourceConfig | None = None
+    shuffle: bool = True
+
+
+class SamplingConfig(_Model):
+    """How completions are sampled."""
+
+    temperature: float = Field(1.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    """-1 means no limit."""
+
+
+class LimitsConfig(_Model):
+    """How far an episode may go; null means no limit. Checked in the order of `rollout/limits.py`."""
+
+    max_turns: int | None = Field(8, ge=1)
+    max_user_turns: int | None = Field(None, ge=0)
+    max_tokens_per_turn: int | None = Field(512, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    """Tokens after the first prompt, observations included."""
+    max_context: int | None = Field(None, ge=2)
+    """Prompt and response together; defaults to the model's own limit."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """A task with a longer prompt is refused when the run starts."""
+    timeout_s: float | None = Field(None, gt=0)
+    context_policy: Literal["stop", "compact", "drop_oldest"] = "stop"
+
+
+class ToolsConfig(_Model):
+    """Tools, and the limits of each call."""
+
+    file: str | None = None
+    """YAML or JSON with a `tools` list."""
+    functions: list[str] = []
+    """`file.py:function` of functions decorated with @polyturn.tool."""
+    timeout_s: float = Field(60.0, gt=0)
+    max_parallel_calls: int = Field(16, ge=1)
+    """Calls of one turn beyond this many are answered as skipped."""
+    max_result_chars: int = Field(8192, ge=16)
+    truncate_side: Literal["left", "right", "middle"] = "middle"
+
+
+class RolloutConfig(_Model):
+    """How episodes run."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    limits: LimitsConfig = LimitsConfig()
+    tools: ToolsConfig = ToolsConfig()
+    interactions: str | list[dict[str, Any]] | None = None
+    """YAML file with an `interaction` list, or that list."""
+    interaction_timeout_s: float = Field(60.0, gt=0)
+    parser: str = "hermes"
+    """Reads tool calls from the model's text."""
+    scheduler: str | None = None
+    """`file.py:Class` of a MultiTurnScheduler; the default answers tool calls first, else asks the interaction."""
+    max_concurrent: int = Field(256, ge=1)
+    """Live episodes at any moment."""
+    max_failed_share: float = Field(0.1, ge=0, le=1)
+    tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable", "off"] = "strict"
+    sanity_every: int = Field(16, ge=0)
+    """Every how many episodes the incremental token ids are compared with a full render; 0 never, 1 always."""
+
+
+class EngineConfig(_Model):
+    """What samples the completions."""
+
+    name: Literal["embedded"] = "embedded"
+    num_slots: int = Field(128, ge=1)
+    """Sequences decoded at once, and conversations whose KV cache is kept."""
+    prefill_chunk: int = Field(256, ge=8)
+    deterministic: bool = False
+    """Batches of one shape and prefill one by one, so that bits do not depend on who else is in the batch; slower."""
+
+
+class RewardConfig(_Model):
+    """How scores become a trajectory's reward."""
+
+    routes: dict[str, str] = {}
+    """data_source, exact or as a glob, to a reward function. The built-in routes are always there."""
+    weights: dict[str, float] | None = None
+    """Weight of each named score; null keeps the default: 1 for `outcome` and for `tool_step`."""
+    interaction: Literal["last", "sum", "max", "mean"] = "last"
+    """How the scores of an interaction's turns become one, where the interaction is what scores a task."""
+    timeout_s: float = Field(60.0, gt=0)
+
+
+class AlgorithmConfig(_Model):
+    """From rewards to a loss."""
+
+    advantage: str = "grpo"
+    norm_by_std: bool = True
+    """Divide the group's advantages by their standard deviation; false is Dr. GRPO."""
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.28, ge=0)
+    clip_dual: float | None = Field(None, gt=1)
+    aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL term against the weights at the start of the run; 0 keeps no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    drop_zero_variance: bool = True
+    """Leave groups out of the loss whose members all have the same reward."""
+
+
+class OptimConfig(_Model):
+    """AdamW."""
+
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The learning rate at the end of the schedule, as a share of `lr`."""
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class TrainConfig(_Model):
+    """The training loop."""
+
+    steps: int = Field(100, ge=0)
+    groups_per_step: int = Field(32, ge=1)
+    group_size: int = Field(8, ge=1)
+    minibatches: int = Field(1, ge=1)
+    """Optimizer updates per step, each on its share of the step's trajectories."""
+    max_tokens_per_batch: int = Field(16384, ge=16)
+    """Padded tokens in one forward and backward."""
+    max_staleness: int = Field(0, ge=0)
+    """How many policy versions a trajectory may be behind when it is trained on; 0 is synchronous training."""
+    checkpoint_every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 saves only at the end, and when the run is interrupted."""
+    keep_checkpoints: int = Field(2, ge=1)
+    optim: OptimConfig = OptimConfig()
+
+
+class SftConfig(_Model):
+    """Supervised training on conversations, by itself or as a warm start."""
+
+    conversations: str | None = None
+    """jsonl file of conversations, `file.py:function` that returns them, or a run's folder (its best trajectories)."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the function."""
+    min_reward: float = 1.0
+    """From a run's trajectories, those with at least this reward are kept (rejection sampling)."""
+    steps: int = Field(0, ge=0)
+    """Optimizer steps; 0 is no supervised training."""
+    batch_size: int = Field(32, ge=1)
+    """Conversations per step."""
+    max_tokens_per_batch: int = Field(16384, ge=16)
+    max_seconds: float | None = Field(None, gt=0)
+    """Stop after this many seconds, whatever `steps` says."""
+    optim: OptimConfig = OptimConfig(lr=1e-4)
+
+
+class EvalSetConfig(_Model):
+    """One way to evaluate."""
+
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    max_turns: int | None = None
+    """Overrides rollout.limits.max_turns."""
+    every: bool = True
+    """Whether it also runs every `evaluation.every` steps; else only before and after training."""
+
+
+class EvalConfig(_Model):
+    """Validation: before training, every few steps, and after it."""
+
+    data: TaskSourceConfig | None = None
+    sets: dict[str, EvalSetConfig] = {"greedy": EvalSetConfig()}
+    """Name of each set to how it decodes; the first one chooses the best checkpoint."""
+    every: int = Field(0, ge=0)
+    """Steps between validations; 0 validates only before and after."""
+    limit_during: int | None = Field(None, ge=1)
+    """During training only the first so many tasks are used."""
+    success_at: float = 1.0
+    """The outcome that counts as success."""
+    stop_at: float | None = None
+    """End training early once the first set's success reaches this."""
+    patience: int | None = Field(None, ge=1)
+    """End training after so many validations without a better result."""
+
+
+class RunConfig(_Model):
+    """A whole run."""
+
+    name: str = "run"
+    out: str = "runs"
+    """Folder of runs; this one is `out/name`. Relative to the working directory."""
+    seed: int = 0
+    num_threads: int | None = Field(None, ge=1)
+    """Threads of torch; null leaves torch's own choice."""
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    warm_start: SftConfig = SftConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: EvalConfig = EvalConfig()

@@ -1,0 +1,105 @@
+"""Conversations for supervised training: messages, the tools that were offered, and which turns are learnt from.
+
+    {"messages": [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "#### 42"}], "tools": ["calc"]}
+
+An assistant message may carry `loss`: false or a number; without it the message is learnt from with weight 1. `tools` are
+names of the run's tools; without the key every configured tool is offered, and an empty list offers none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import ConfigError, DataError, one_line
+from polyturn.core.messages import Message
+from polyturn.core.registry import import_attr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """One conversation to learn from."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[str, ...] | None = None
+    """Names of the tools that are offered; None means every configured tool."""
+    weights: tuple[float, ...] | None = None
+    """One weight per assistant message, in order; None means 1 for each."""
+
+    def __post_init__(self) -> None:
+        turns = sum(m.role == "assistant" for m in self.messages)
+        if not turns or self.messages[0].role == "assistant":
+            raise DataError(
+                f"a conversation needs a prompt and then an assistant message; this one has the roles "
+                f"{[m.role for m in self.messages]}"
+            )
+        if self.weights is not None and len(self.weights) != turns:
+            raise DataError(f"a conversation with {turns} assistant messages has {len(self.weights)} weights")
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any], *, where: str) -> Conversation:
+        """Return the conversation of a dataset row.
+
+        Raises:
+            DataError: the row has no messages, or they cannot be read; the message starts with `where`.
+        """
+        messages = row.get("messages")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise DataError(f"{where}: a conversation needs a non-empty list `messages`; the row has the keys {sorted(row)}")
+        tools = row.get("tools")
+        try:
+            return cls(
+                messages=tuple(Message.from_openai(m) for m in messages),
+                tools=None if tools is None else tuple(str(t) for t in tools),
+                weights=tuple(float(m.get("loss", 1.0)) for m in messages if m.get("role") == "assistant"),
+            )
+        except (DataError, TypeError, AttributeError) as problem:
+            raise DataError(f"{where}: {problem}") from problem
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Read a jsonl file, one conversation a line.
+
+    Raises:
+        DataError: it is missing, a line is not JSON, or a row is no conversation.
+    """
+    if not path.is_file():
+        raise DataError(f"there is no file {str(path)!r}; warm_start.conversations names a jsonl file of conversations")
+    out = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as problem:
+            raise DataError(f"{where} is not JSON: {problem.msg} at column {problem.colno}") from problem
+        out.append(Conversation.from_row(row, where=where))
+    if not out:
+        raise DataError(f"{path} holds no conversation")
+    return out
+
+
+def generate_conversations(path: str, *, base: Path | None = None, **kwargs: Any) -> list[Conversation]:
+    """Call the function that `path` names and return its conversations.
+
+    Raises:
+        ConfigError: the name leads nowhere, or the function does not take these arguments.
+        DataError: it returned something else, or nothing.
+    """
+    make = import_attr(path, base=base)
+    try:
+        inspect.signature(make).bind(**kwargs)
+    except TypeError as problem:
+        raise ConfigError(f"{path!r} does not accept {kwargs!r}: {one_line(problem)}") from problem
+    found = list(make(**kwargs))
+    rows = [
+        c if isinstance(c, Conversation) else Conversation.from_row(c, where=f"{path}[{i}]") for i, c in enumerate(found)
+    ]
+    if not rows:
+        raise DataError(f"{path!r} returned no conversation for {kwargs!r}")
+    return rows

@@ -1,0 +1,71 @@
+"""Run a set of tasks the way training runs them, with other sampling or turn limits, and report.
+
+Nothing here generates or scores by itself: an evaluation is a rollout of groups of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from polyturn.core.generation import SamplingParams
+from polyturn.core.task import Task
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.evaluation.report import EvalReport, report
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    """One way to evaluate: a name, the tasks, and how they are decoded."""
+
+    name: str
+    tasks: Sequence[Task]
+    sampling: SamplingParams
+    max_turns: int | None = None
+    """Overrides the run's turn limit; None keeps it."""
+    is_periodic: bool = True
+    """Whether it also runs during training."""
+    success_at: float = 1.0
+
+
+class EvalResult(NamedTuple):
+    """What an evaluation found."""
+
+    report: EvalReport
+    groups: list[TrajectoryGroup]
+
+
+async def evaluate(
+    context: RolloutContext,
+    which: EvalSet,
+    *,
+    max_concurrent: int = 256,
+    limit: int | None = None,
+    seed: int = 0,
+    on_group: Callable[[TrajectoryGroup], None] | None = None,
+) -> EvalResult:
+    """Run every task of `which` once and return the report and the trajectories.
+
+    Args:
+        context: What the episodes share.
+        which: The tasks and how they are decoded.
+        max_concurrent: Live episodes at any moment.
+        limit: Use only the first `limit` tasks.
+        seed: Seeds the sampling of every task.
+        on_group: Called as each task is done, for progress.
+    """
+    if which.max_turns is not None:
+        context = dataclasses.replace(context, limits=dataclasses.replace(context.limits, max_turns=which.max_turns))
+    pool = RolloutPool(context, max_concurrent=max_concurrent, on_group=on_group)
+    specs = [
+        GroupSpec(id=f"eval-{which.name}-{index}", task=task, seed=seed, sampling=which.sampling)
+        for index, task in enumerate(which.tasks[:limit])
+    ]
+    groups = await pool.run(specs)
+    trajectories = [t for g in groups for t in g.trajectories]
+    return EvalResult(report(trajectories, success_at=which.success_at), groups)

@@ -1,0 +1,83 @@
+"""EvalReport: what a set of trajectories shows, as one record of numbers with exact definitions.
+
+Separate from running them, so that stored trajectories can be judged the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from polyturn.core.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """Shares are of all trajectories unless said otherwise; NaN where there is nothing to take a share of."""
+
+    num_trajectories: int
+    success: float
+    """Trajectories whose `outcome` reached the threshold."""
+    first_turn_success: float
+    """Trajectories that succeeded with their very first turn."""
+    mean_turns: float
+    valid_tool_calls: float
+    """Share of all tool calls that ran without an error."""
+    repaired: float
+    """Of the trajectories whose interaction found an attempt wrong, the share that succeeded in the end."""
+    num_repairable: int
+    """How many trajectories had an attempt that the interaction found wrong."""
+    mean_reward: float
+    failed: float
+    """Trajectories that ended with an error."""
+    truncated: float
+    mean_sampled_tokens: float
+
+    def to_metrics(self, prefix: str) -> dict[str, float]:
+        """Return the numbers as `prefix/name`."""
+        return {f"{prefix}/{name}": float(value) for name, value in asdict(self).items()}
+
+
+def is_success(trajectory: Trajectory, *, at: float = 1.0) -> bool:
+    """Return whether the trajectory's outcome reached `at`."""
+    reward = trajectory.reward
+    return reward is not None and reward.components.get("outcome", reward.total) >= at
+
+
+def report(trajectories: Sequence[Trajectory], *, success_at: float = 1.0) -> EvalReport:
+    """Return what `trajectories` show.
+
+    Args:
+        trajectories: Finished ones, at least one.
+        success_at: The outcome that counts as success.
+    """
+    won = [is_success(t, at=success_at) for t in trajectories]
+    calls = [r for t in trajectories for turn in t.turns for r in turn.tool_results]
+    corrected = [_was_corrected(t, at=success_at) for t in trajectories]
+    repaired = [w for w, c in zip(won, corrected, strict=True) if c]
+    return EvalReport(
+        num_trajectories=len(trajectories),
+        success=_share(won),
+        first_turn_success=_share([w and len(t.turns) == 1 for w, t in zip(won, trajectories, strict=True)]),
+        mean_turns=_mean([len(t.turns) for t in trajectories]),
+        valid_tool_calls=_share([c.error is None for c in calls]),
+        repaired=_share(repaired),
+        num_repairable=len(repaired),
+        mean_reward=_mean([t.reward.total for t in trajectories if t.reward is not None]),
+        failed=_share([t.is_failed for t in trajectories]),
+        truncated=_share([t.stop_reason.is_truncation for t in trajectories]),
+        mean_sampled_tokens=_mean([t.num_sampled_tokens for t in trajectories]),
+    )
+
+
+def _was_corrected(trajectory: Trajectory, *, at: float) -> bool:
+    """Return whether an attempt before the last turn was answered by the interaction as not good enough."""
+    return any("interaction" in t.scores and t.scores["interaction"] < at for t in trajectory.turns[:-1])
+
+
+def _share(flags: Sequence[bool]) -> float:
+    return sum(flags) / len(flags) if flags else float("nan")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

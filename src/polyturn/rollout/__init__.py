@@ -1,0 +1,1 @@
+"""The multi-turn loop: one episode at a time, many at once, everything per request and nothing per batch."""

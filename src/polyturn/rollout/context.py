@@ -1,0 +1,116 @@
+"""RolloutContext: what every episode of a run shares, as values, not configs. `build.py` makes it.
+
+context = RolloutContext(engine=…, codec=…, parser=…, tools=ToolBox(…), interactions={"gsm8k": …}, rewarder=…, …)
+trajectory = await run_episode(context, task, id="g0/0", seed=1)
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from polyturn.core.errors import InteractionError, did_you_mean
+from polyturn.core.generation import SamplingParams
+from polyturn.core.protocols import Engine, Interaction
+from polyturn.core.task import Task
+from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.limits import Limits
+from polyturn.rollout.partner import Partner
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.tokens import sanity
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.parsers import ToolCallParser
+from polyturn.tools.executor import ToolBox
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class RolloutContext:
+    """Shared by all episodes; holds no state of any one of them but the ids that are live."""
+
+    engine: Engine
+    codec: Codec
+    parser: ToolCallParser
+    tools: ToolBox
+    interactions: Mapping[str, Interaction]
+    rewarder: RewardRouter
+    scheduler: MultiTurnScheduler
+    """The prototype; an episode gets a copy unless the scheduler says `shared = True`."""
+    limits: Limits = field(default_factory=Limits)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    interaction_timeout_s: float = 60.0
+    sanity_mode: str = "strict"
+    sanity_every: int = 16
+    """Every how many episodes the incremental ids are compared with a full render; 1 checks all, 0 none."""
+
+    _num_finished: int = 0
+    _warned: set[str] = field(default_factory=set)
+    _encoders: dict[tuple[str, ...], DeltaEncoder] = field(default_factory=dict)
+    _live_ids: set[tuple[str, str]] = field(default_factory=set)
+
+    def encoder_for(self, task: Task) -> DeltaEncoder:
+        """Return the encoder for the tools that the task may call."""
+        names = self.tools.select(task)
+        if names not in self._encoders:
+            self._encoders[names] = DeltaEncoder(self.codec, tools=self.tools.schemas_of(task))
+        return self._encoders[names]
+
+    def partner_for(self, task: Task) -> Partner | None:
+        """Return the partner that the task's row names; None if it names none.
+
+        Raises:
+            InteractionError: the row names an interaction that is not configured.
+        """
+        ref = task.interaction
+        if ref is None:
+            return None
+        if not self.interactions and "name" not in ref.kwargs:
+            return None  # the name was only implied, and this run has no interactions: tool datasets carry the column too
+        if ref.name not in self.interactions:
+            raise InteractionError(unknown_interaction(ref.name, self.interactions))
+        return Partner(self.interactions[ref.name], ref, timeout_s=self.interaction_timeout_s, live_ids=self._live_ids)
+
+    def scheduler_for_episode(self) -> MultiTurnScheduler:
+        """Return the scheduler that runs one episode."""
+        return self.scheduler if self.scheduler.shared else copy.copy(self.scheduler)
+
+    def is_sanity_due(self) -> bool:
+        """Count one finished episode, and return whether its token ids are to be compared with a full render."""
+        self._num_finished += 1
+        is_on = self.sanity_every > 0 and self.sanity_mode not in ("disable", "off")
+        return is_on and (self._num_finished - 1) % self.sanity_every == 0
+
+    def warn_of(self, difference: sanity.Difference, *, where: str) -> None:
+        """Warn of a difference between held ids and a full render, once per class and run; the rest is a metric."""
+        if difference.kind not in self._warned:
+            self._warned.add(difference.kind)
+            logger.warning(
+                "Inconsistent training and inference tokenization detected (%s) in %s: %s",
+                self.sanity_mode,
+                where,
+                difference,
+            )
+
+    @property
+    def num_live_interactions(self) -> int:
+        """How many interaction instances are started and not finalized."""
+        return len(self._live_ids)
+
+
+def unknown_interaction(name: str, known: Mapping[str, Interaction]) -> str:
+    """Return the sentence for an interaction name that is not configured. Users match on its beginning."""
+    return (
+        f"Interaction {name!r} not found in interaction_map. Available interactions: {sorted(known)}."
+        f"{did_you_mean(name, known) if known else ' Name the YAML of your interactions in rollout.interactions.'}"
+    )
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a 63-bit seed that depends on every part and on nothing else: derive_seed(run_seed, task, member, turn)."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,106 @@
+"""Limits of an episode, checked in one documented order before every generation.
+
+    1. time            timeout_s          -> TIMEOUT       (also cuts a call that is under way)
+    2. turns           max_turns          -> MAX_TURNS
+    3. user turns      max_user_turns     -> MAX_TURNS     (only when the reply that would be shown is an interaction's)
+    4. response        max_tokens         -> MAX_TOKENS    (everything after the first prompt: sampled and observed)
+    5. context         max_context        -> CONTEXT_FULL  (after the context policy had its chance)
+
+A completion that runs into what is left of one of them is cut there, and `budget` says which one cut it; a cut at
+`max_tokens_per_turn` alone is LENGTH. Every one of these is a truncation, never a failure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from polyturn.core.errors import ConfigError
+from polyturn.core.lifecycle import StopReason
+
+
+class ContextPolicy(Enum):
+    """What happens when the next turn does not fit into the context."""
+
+    STOP = "stop"
+    """The episode ends, truncated."""
+    COMPACT = "compact"
+    """What the environment said in earlier turns is replaced by a short note; a new segment starts."""
+    DROP_OLDEST = "drop_oldest"
+    """The oldest turns leave the history until the rest fits; a new segment starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How far one episode may go. None means no limit."""
+
+    max_turns: int | None = 8
+    max_user_turns: int | None = None
+    """How many replies of an interaction the model is shown. The turn after the last one is still scored."""
+    max_tokens_per_turn: int | None = 512
+    max_tokens: int | None = None
+    """Tokens after the first prompt: completions and observations together."""
+    max_context: int | None = None
+    """Prompt and response together."""
+    timeout_s: float | None = None
+    context_policy: ContextPolicy = ContextPolicy.STOP
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_user_turns", "max_tokens_per_turn", "max_tokens", "max_context", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and value < (0 if name == "max_user_turns" else 1e-9):
+                raise ConfigError(f"{name} is {value}; use a positive number, or null for no limit")
+
+
+class Progress(NamedTuple):
+    """Where an episode is, in the units of the limits."""
+
+    elapsed_s: float
+    turns: int
+    user_turns: int
+    has_user_reply: bool
+    """Whether the observation that waits to be shown came from the interaction."""
+    response_tokens: int
+    context_tokens: int
+    """The prompt of the next generation."""
+
+
+class Budget(NamedTuple):
+    """How many tokens the next completion may have, and which limit says so."""
+
+    tokens: int
+    cut_by: StopReason
+
+
+def reached(limits: Limits, at: Progress) -> StopReason | None:
+    """Return the limit that forbids another generation, the first in the documented order; None if none does."""
+    if limits.timeout_s is not None and at.elapsed_s >= limits.timeout_s:
+        return StopReason.TIMEOUT
+    if limits.max_turns is not None and at.turns >= limits.max_turns:
+        return StopReason.MAX_TURNS
+    if limits.max_user_turns is not None and at.has_user_reply and at.user_turns > limits.max_user_turns:
+        return StopReason.MAX_TURNS
+    if limits.max_tokens is not None and at.response_tokens >= limits.max_tokens:
+        return StopReason.MAX_TOKENS
+    if limits.max_context is not None and at.context_tokens >= limits.max_context:
+        return StopReason.CONTEXT_FULL
+    return None
+
+
+def budget(limits: Limits, at: Progress, *, ceiling: int) -> Budget:
+    """Return how many tokens the next completion may have; at least 1 where `reached` returned None.
+
+    Args:
+        limits: The limits.
+        at: Where the episode is.
+        ceiling: The sampling parameters' own max_tokens.
+    """
+    options = [Budget(ceiling, StopReason.LENGTH)]
+    if limits.max_tokens_per_turn is not None:
+        options.append(Budget(limits.max_tokens_per_turn, StopReason.LENGTH))
+    if limits.max_tokens is not None:
+        options.append(Budget(limits.max_tokens - at.response_tokens, StopReason.MAX_TOKENS))
+    if limits.max_context is not None:
+        options.append(Budget(limits.max_context - at.context_tokens, StopReason.CONTEXT_FULL))
+    return min(options, key=lambda b: b.tokens)

@@ -1,0 +1,142 @@
+"""One episode's conversation with its interaction: started once, finalized exactly once, every call with a deadline.
+
+Separate from the episode because this is the only place that calls an author's interaction, and so the only place that
+turns what the author's code does (raise, hang, return something odd) into an `InteractionError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyturn.core.errors import InteractionError, LifecycleError, one_line
+from polyturn.core.protocols import Interaction
+from polyturn.core.task import InteractionRef
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartnerReply:
+    """What an interaction answered to one turn."""
+
+    is_done: bool
+    content: str
+    score: float | None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Partner:
+    """An interaction, for the length of one episode."""
+
+    def __init__(
+        self, interaction: Interaction, ref: InteractionRef, *, timeout_s: float, live_ids: set[tuple[str, str]]
+    ) -> None:
+        self._interaction = interaction
+        self._ref = ref
+        self._timeout_s = timeout_s
+        self._live_ids = live_ids
+        self._id: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The interaction's name."""
+        return self._ref.name
+
+    async def start(self, episode_id: str) -> None:
+        """Call `start_interaction`; the id that it returns is used from then on.
+
+        Raises:
+            InteractionError: it raised, was late, or returned an id that another live episode uses.
+        """
+        if self._id is not None:
+            raise LifecycleError(f"interaction {self.name!r}: started twice in one episode")
+        returned = await self._call(self._interaction.start_interaction, episode_id, **self._ref.kwargs)
+        chosen = episode_id if returned is None else str(returned)
+        if (self.name, chosen) in self._live_ids:
+            raise InteractionError(
+                f"interaction {self.name!r}: start_interaction returned the id {chosen!r}, which another live episode "
+                "uses; return the id you were given, or a new one"
+            )
+        self._id = chosen
+        self._live_ids.add((self.name, chosen))
+
+    async def reply(self, messages: list[dict[str, Any]]) -> PartnerReply:
+        """Call `generate_response` on the conversation so far and return its answer, checked.
+
+        Raises:
+            InteractionError: it raised, was late, or did not return (should_terminate, content, score, metadata).
+        """
+        answer = await self._call(self._interaction.generate_response, self._live(), messages, **self._ref.kwargs)
+        if not isinstance(answer, tuple | list) or len(answer) != 4:
+            raise InteractionError(
+                f"interaction {self.name!r}: generate_response returned {answer!r:.200}; it must return "
+                "(should_terminate, content, score, metadata)"
+            )
+        done, content, score, metadata = answer
+        return PartnerReply(
+            is_done=bool(done),
+            content="" if content is None else str(content),
+            score=None if score is None else self._number("generate_response", score),
+            metadata=dict(metadata or {}),
+        )
+
+    async def final_score(self) -> float | None:
+        """Call `calculate_score`, for a last turn that no reply scored.
+
+        Raises:
+            InteractionError: it raised, was late, or returned something that is not a finite number.
+        """
+        score = await self._call(self._interaction.calculate_score, self._live())
+        return None if score is None else self._number("calculate_score", score)
+
+    async def close(self) -> str | None:
+        """Call `finalize_interaction`, once, if the interaction was started; return what went wrong, if anything."""
+        if self._id is None:
+            return None
+        instance_id, self._id = self._id, None
+        try:
+            await self._call(self._interaction.finalize_interaction, instance_id)
+        except InteractionError as problem:
+            logger.warning("%s", problem)
+            return str(problem)
+        finally:
+            self._live_ids.discard((self.name, instance_id))
+        return None
+
+    def _live(self) -> str:
+        if self._id is None:
+            raise LifecycleError(f"interaction {self.name!r}: used before its start or after its end")
+        return self._id
+
+    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call an author's method with a deadline. A plain function's result is taken as it is."""
+        scope = asyncio.timeout(self._timeout_s)
+        try:
+            answer = method(*args, **kwargs)
+            if inspect.isawaitable(answer):
+                async with scope:
+                    answer = await answer
+            return answer
+        except Exception as problem:
+            if isinstance(problem, TimeoutError) and scope.expired():
+                why = f"took longer than {self._timeout_s:g} s; raise rollout.interaction_timeout_s or make it quicker"
+            else:
+                why = f"raised {one_line(problem)}"
+            raise InteractionError(f"interaction {self.name!r}: {method.__name__} {why}") from problem
+
+    def _number(self, what: str, value: Any) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as problem:
+            raise InteractionError(
+                f"interaction {self.name!r}: {what} gave the score {value!r:.100}; it must be a number or None"
+            ) from problem
+        if not math.isfinite(number):
+            raise InteractionError(f"interaction {self.name!r}: {what} gave the score {number}; it must be finite")
+        return number

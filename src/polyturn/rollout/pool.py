@@ -1,0 +1,85 @@
+"""RolloutPool: many groups at once, never more live episodes than allowed, and an end to a run that mostly fails.
+
+Separate from the loop so that training, evaluation and `polyturn rollout` share one way to run groups. Cancelling a call
+cancels its episodes, and each of them still releases what it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from polyturn.core.aio import first_error
+from polyturn.core.errors import RolloutError
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.group import GroupSpec, run_group
+
+
+class RolloutPool:
+    """Runs groups with at most `max_concurrent` live episodes."""
+
+    def __init__(
+        self,
+        context: RolloutContext,
+        *,
+        max_concurrent: int = 256,
+        max_failed_share: float = 0.1,
+        on_group: Callable[[TrajectoryGroup], None] | None = None,
+    ) -> None:
+        self.context = context
+        self.failures = FailureBudget(max_share=max_failed_share)
+        self.max_concurrent = max_concurrent
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._on_group = on_group
+
+    async def run_one(self, spec: GroupSpec) -> TrajectoryGroup:
+        """Run one group.
+
+        Raises:
+            RolloutError: too large a share of the trajectories so far failed.
+        """
+        group = await run_group(self.context, spec, slots=self._slots)
+        self.failures.count(group)
+        if self._on_group is not None:
+            self._on_group(group)
+        return group
+
+    async def run(self, specs: Iterable[GroupSpec]) -> list[TrajectoryGroup]:
+        """Run groups side by side and return them in the order of `specs`."""
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self.run_one(spec), name=spec.id) for spec in specs]
+        return [task.result() for task in running]
+
+
+class FailureBudget:
+    """Counts failed trajectories and ends the run by name when they are too large a share."""
+
+    MIN_COUNT = 16
+    """A share of fewer trajectories than this says nothing yet."""
+
+    def __init__(self, *, max_share: float) -> None:
+        self.max_share = max_share
+        self.num_failed = 0
+        self.num_total = 0
+        self.reasons: Counter[str] = Counter()
+
+    def count(self, group: TrajectoryGroup) -> None:
+        """Count one group.
+
+        Raises:
+            RolloutError: more than `max_share` of all trajectories failed; the message has the most common reasons.
+        """
+        for trajectory in group.trajectories:
+            self.num_total += 1
+            if trajectory.is_failed:
+                self.num_failed += 1
+                self.reasons[trajectory.error or trajectory.stop_reason.value] += 1
+        if self.num_total >= self.MIN_COUNT and self.num_failed > self.max_share * self.num_total:
+            common = "; ".join(f"{count} times: {reason}" for reason, count in self.reasons.most_common(3))
+            raise RolloutError(
+                f"{self.num_failed} of {self.num_total} trajectories failed, more than rollout.max_failed_share = "
+                f"{self.max_share:g} allows. Most common: {common}"
+            )

@@ -1,0 +1,65 @@
+"""What the trajectories of a step show, as metrics under rollout/ reward/ tokens/ tool/ time/ and buffer/.
+
+Separate from the loop because the numbers come from records alone: stored trajectories give the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge
+from polyturn.core.trajectory import ToolResult, TrajectoryGroup
+from polyturn.evaluation.report import is_success
+
+
+def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metrics:
+    """Return what the trajectories of a step show, under rollout/ reward/ tokens/ and buffer/.
+
+    Args:
+        groups: The groups of the step.
+        version: The policy version that is trained now, for the staleness.
+    """
+    parts: list[Metrics] = []
+    for trajectory in (t for g in groups for t in g.trajectories):
+        calls = [r for turn in trajectory.turns for r in turn.tool_results]
+        one: Metrics = {
+            "rollout/turns": Mean(len(trajectory.turns)),
+            "rollout/failed": Mean(float(trajectory.is_failed)),
+            "rollout/truncated": Mean(float(trajectory.stop_reason.is_truncation)),
+            f"rollout/stop_{trajectory.stop_reason.value}": Sum(1),
+            "tokens/sampled": Sum(trajectory.num_sampled_tokens),
+            "tokens/prefilled": Sum(trajectory.metrics.get("prefilled_tokens", 0)),
+            "tokens/per_trajectory": Mean(trajectory.num_sampled_tokens),
+            "rollout/tool_calls": Sum(len(calls)),
+            "rollout/tool_errors": Mean(sum(c.error is not None for c in calls), len(calls)),
+            "rollout/close_errors": Sum(trajectory.metrics.get("close_errors", 0)),
+            "time/tools_s": Sum(trajectory.metrics.get("tools_s", 0)),
+            "time/interaction_s": Sum(trajectory.metrics.get("interaction_s", 0)),
+        }
+        if "sanity_checked" in trajectory.metrics:
+            found = [k for k in trajectory.metrics if k.startswith("sanity_") and k != "sanity_checked"]
+            one["tokens/mismatch_rate"] = Mean(float(bool(found)))
+            one.update({f"tokens/mismatch_{k.removeprefix('sanity_')}": Sum(1) for k in found})
+        if trajectory.reward is not None:
+            one["reward/mean"] = Mean(trajectory.reward.total)
+            one["rollout/success"] = Mean(float(is_success(trajectory)))
+            for name, value in trajectory.reward.components.items():
+                one[f"reward/{name}"] = Mean(value)
+        parts += [_tool_metrics(result) for result in calls]
+        versions = [s.policy_version for seg in trajectory.segments for s in seg.spans if s.policy_version is not None]
+        if versions:
+            one["buffer/staleness"] = Max(float(version - min(versions)))
+        parts.append(one)
+    return merge(parts)
+
+
+def _tool_metrics(result: ToolResult) -> Metrics:
+    """Return what one call shows. A name that the model made up is counted as `unknown`, so that names stay few."""
+    name = f"tool/{'unknown' if result.error == 'unknown_tool' else result.name}"
+    own = {f"{name}/{k}": Mean(float(v)) for k, v in result.metrics.items() if isinstance(v, int | float)}
+    return {
+        **own,
+        f"{name}/calls": Sum(1),
+        f"{name}/errors": Mean(float(result.error is not None)),
+        f"{name}/time_s": Mean(result.duration_s),
+    }
