@@ -1,0 +1,225 @@
+"""`@polyturn.tool`: an annotated function becomes a tool, and stays a function.
+
+    @polyturn.tool
+    async def look_up(key: str, table: Annotated[dict, FromTask]) -> str:
+        \"\"\"Look a key up.
+
+        Args:
+            key: What to look up.
+        \"\"\"
+        return table[key]
+
+The model sees `key`; `table` comes from the row's `create_kwargs` and is not in the schema. A plain function runs in a
+thread of the tool's own. Whatever is missing in the signature or the docstring is an error where the function is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, overload
+
+from polyturn.core.errors import ConfigError, DataError, LifecycleError, one_line
+from polyturn.tools.base import BaseTool
+from polyturn.tools.docstring import read_docstring
+from polyturn.tools.outcome import ToolOutcome, normalize
+from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+from polyturn.tools.threads import DaemonThreads
+
+
+class FromTask:
+    """Marks a parameter that the row fills, not the model: `table: Annotated[dict, FromTask]`."""
+
+
+class FunctionTool(BaseTool):
+    """A function as a tool. Calling it calls the function."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.function = function
+        self._hidden = _hidden(function)
+        super().__init__({}, schema if schema is not None else infer_schema(function, name=name))
+        if name is not None and name != self.name:
+            self.tool_schema = self.tool_schema.model_copy(deep=True)
+            self.name = self.tool_schema.function.name = name
+        self._is_async = inspect.iscoroutinefunction(function)
+        self.threads = DaemonThreads(name=f"tool-{self.name}")
+        self._given: dict[str, dict[str, Any]] = {}
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"FunctionTool({self.name!r})"
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begin one episode with what the row says about the hidden parameters.
+
+        Raises:
+            DataError: a hidden parameter without a default is not in the row's create_kwargs.
+        """
+        for parameter, is_required in self._hidden.items():
+            if is_required and parameter not in kwargs:
+                raise DataError(
+                    f"tool {self.name!r}: its parameter {parameter!r} comes from the task, and the task has none; put it "
+                    f"into the row's tools_kwargs[{self.name!r}]['create_kwargs']"
+                )
+        chosen, response = await super().create(instance_id)
+        self._given[chosen] = {k: v for k, v in kwargs.items() if k in self._hidden}
+        return chosen, response
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolOutcome:
+        """Call the function with the model's arguments and the row's."""
+        if instance_id not in self._given:
+            raise LifecycleError(f"tool {self.name!r}: execute for the id {instance_id!r}, which create never returned")
+        said = {k: v for k, v in parameters.items() if k not in self._hidden}
+        arguments = {**said, **self._given[instance_id]}
+        if self._is_async:
+            return normalize(await self.function(**arguments))
+        return normalize(await self.threads.run(functools.partial(self.function, **arguments)))
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
+        """A function has no opinion about the episode."""
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget the episode."""
+        del self._given[instance_id]
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> FunctionTool: ...
+
+
+@overload
+def tool(
+    *, name: str | None = None, schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
+) -> Callable[[Callable[..., Any]], FunctionTool]: ...
+
+
+def tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None,
+) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
+    """Make a tool of an annotated async or plain function; `@tool` and `@tool(name=..., schema=...)` both work.
+
+    Args:
+        function: Its parameters need annotations and a line each under `Args:` in the docstring.
+        name: The tool's name; the function's by default.
+        schema: The whole schema, instead of the one from signature and docstring.
+
+    Raises:
+        ConfigError: the schema cannot be read off the function; the sentence says what is missing.
+    """
+    if function is None:
+        return functools.partial(FunctionTool, name=name, schema=schema)
+    return FunctionTool(function, name=name, schema=schema)
+
+
+def infer_schema(function: Callable[..., Any], *, name: str | None = None) -> OpenAIFunctionToolSchema:
+    """Return the schema of a function from its signature and its Google-style docstring.
+
+    Raises:
+        ConfigError: a parameter has no annotation or no description, or cannot be given by name.
+    """
+    label = f"tool {name or function.__name__!r}"
+    doc = read_docstring(inspect.getdoc(function) or "")
+    if not doc.description:
+        raise ConfigError(f"{label}: the function has no docstring; its first lines tell the model what the tool does")
+    hints, properties, required = _hints(function), {}, []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"{label}: {parameter} is a variadic parameter; a model can only give named ones")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"{label}: the parameter {parameter.name!r} is positional-only; take the '/' away")
+        if parameter.name not in hints:
+            raise ConfigError(f"{label}: the parameter {parameter.name!r} has no annotation; write one such as ': str'")
+        if _is_hidden(hints[parameter.name]):
+            continue
+        if parameter.name not in doc.parameters:
+            raise ConfigError(
+                f"{label}: the parameter {parameter.name!r} has no description; add '{parameter.name}: what it is' under "
+                "'Args:' in the docstring"
+            )
+        found = _json_type(hints[parameter.name], where=f"{label}: the parameter {parameter.name!r}")
+        properties[parameter.name] = {**found, "description": doc.parameters[parameter.name]}
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    return OpenAIFunctionToolSchema.model_validate(
+        {
+            "type": "function",
+            "function": {
+                "name": name or function.__name__,
+                "description": doc.description,
+                "parameters": {"type": "object", "properties": properties, "required": required},
+            },
+        }
+    )
+
+
+_SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+
+
+def _json_type(hint: Any, *, where: str) -> dict[str, Any]:
+    """Return the JSON schema of an annotation."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return {}
+    if hint in _SCALARS:
+        return {"type": _SCALARS[hint]}
+    if origin is Annotated:
+        return _json_type(args[0], where=where)
+    if origin is typing.Literal:
+        kinds = sorted({_SCALARS[type(a)] for a in args if type(a) in _SCALARS})
+        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
+    if hint is list or origin is list:
+        return {"type": "array", **({"items": _json_type(args[0], where=where)} if args else {})}
+    if hint is dict or origin is dict:
+        return {"type": "object", **({"additionalProperties": _json_type(args[1], where=where)} if args else {})}
+    if _is_union(hint):
+        options = [_json_type(a, where=where) for a in args if a is not type(None)]
+        nullable = {"nullable": True} if type(None) in args else {}
+        if len(options) == 1:
+            return {**options[0], **nullable}
+        if all(o.keys() == {"type"} for o in options):
+            return {"type": [o["type"] for o in options], **nullable}
+        return {"anyOf": options, **nullable}
+    raise ConfigError(
+        f"{where} has the annotation {hint!r}, which has no JSON form; use str, int, float, bool, list, dict, Literal, "
+        "Optional, or give the tool a schema"
+    )
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, type(int | str))
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError, AttributeError) as problem:
+        raise ConfigError(
+            f"tool {function.__name__!r}: an annotation cannot be read ({one_line(problem)}); annotations must use names of "
+            "the module's top level"
+        ) from problem
+
+
+def _is_hidden(hint: Any) -> bool:
+    return typing.get_origin(hint) is Annotated and FromTask in typing.get_args(hint)[1:]
+
+
+def _hidden(function: Callable[..., Any]) -> dict[str, bool]:
+    """Return the parameters that the row fills, and whether it must."""
+    hints = _hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default is p.empty for p in parameters if p.name in hints and _is_hidden(hints[p.name])}

@@ -1,0 +1,73 @@
+"""Gsm8kTool: the model may check an answer before it commits to one.
+
+An answer that scores better than the one before is free; every other one costs 0.05. The earlier answer is remembered
+because an instance lives for the whole episode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from polyturn.rewards import gsm8k
+from polyturn.tools.base import BaseTool
+from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+
+NO_PROGRESS_REWARD = -0.05
+"""Step reward of an answer that scores no better than the one before."""
+
+
+class Gsm8kTool(BaseTool):
+    """Scores an answer to a GSM8K problem. State per episode: the last answer, its score, the right answer."""
+
+    checks_own_arguments = True
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        super().__init__(config, tool_schema)
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """Return the schema that is used where the file has none."""
+        answer = {"type": "string", "description": "Your answer to the problem, as a number."}
+        return OpenAIFunctionToolSchema.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": "calc_gsm8k_reward",
+                    "description": "Check an answer to the problem: 1.0 if it is right, 0.0 if it is wrong.",
+                    "parameters": {"type": "object", "properties": {"answer": answer}, "required": ["answer"]},
+                },
+            }
+        )
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """Begin one episode; the right answer is `ground_truth`, or is under that key of `create_kwargs`."""
+        instance_id = str(uuid4()) if instance_id is None else instance_id
+        if ground_truth is None:
+            ground_truth = kwargs.get("create_kwargs", {}).get("ground_truth")
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Score `answer`; the step reward is 0.0 for progress and `NO_PROGRESS_REWARD` otherwise."""
+        answer = parameters.get("answer", "")
+        answer = answer if isinstance(answer, str) else str(answer)
+        state = self._instance_dict[instance_id]
+        state["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
+        reward = await self.calc_reward(instance_id)
+        step_reward = 0.0 if reward > state["reward"] else NO_PROGRESS_REWARD
+        state["reward"] = reward
+        return ToolResponse(text=f"Current parsed {answer=} {reward=}"), step_reward, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """Return the score of the last answer."""
+        state = self._instance_dict[instance_id]
+        return gsm8k.compute_score(state["response"], state["ground_truth"], method="flexible", format_score=0.0, score=1.0)
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget the episode; an id that was never created is a KeyError."""
+        del self._instance_dict[instance_id]

@@ -1,0 +1,71 @@
+"""What a tool returned, brought into one shape: (response, step reward, metrics).
+
+    "4"  {"answer": 4}  None  ToolResponse(...)  ("4", 0.5)  ("4", None, {"hits": 3})
+
+Separate because functions and classes, old and new, all return through here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from polyturn.core.errors import RewardError
+from polyturn.tools.schema import ToolResponse
+
+_RESPONSE_KEYS = {"text", "image", "video"}
+
+
+class ToolOutcome(NamedTuple):
+    """One answer of a tool."""
+
+    response: ToolResponse
+    reward: float | None = None
+    metrics: Mapping[str, Any] = {}
+
+
+def normalize(returned: Any) -> ToolOutcome:
+    """Return what `execute` or a function returned, in one shape.
+
+    Raises:
+        TypeError: a tuple that is empty or longer than three, or metrics that are no mapping.
+        RewardError: a step reward that is not a finite number.
+    """
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(f"a tool returned a tuple of {len(parts)}; return response, (response, reward) or "
+                        "(response, reward, metrics)")  # fmt: skip
+    response, reward, metrics = (*parts, None, None)[:3]
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"a tool returned metrics of type {type(metrics).__name__}; return a dict or None")
+    return ToolOutcome(to_response(response), None if reward is None else finite(reward, what="step"), dict(metrics or {}))
+
+
+def to_response(value: Any) -> ToolResponse:
+    """Return an answer of any type as a `ToolResponse`; dicts and lists become JSON."""
+    if isinstance(value, ToolResponse):
+        return value
+    if value is None:
+        return ToolResponse()
+    if isinstance(value, Mapping) and (value.keys() & {"image", "video"}) and value.keys() <= _RESPONSE_KEYS:
+        return ToolResponse(**value)
+    if isinstance(value, Mapping | list):
+        return ToolResponse(text=json.dumps(value, ensure_ascii=False, default=str))
+    return ToolResponse(text=str(value))
+
+
+def finite(value: Any, *, what: str) -> float:
+    """Return a reward as a float.
+
+    Raises:
+        RewardError: it is not a finite number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as problem:
+        raise RewardError(f"the {what} reward is {value!r:.100}; return a number, or None for none") from problem
+    if not math.isfinite(number):
+        raise RewardError(f"the {what} reward is {number}; it must be finite")
+    return number

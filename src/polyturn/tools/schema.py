@@ -1,0 +1,144 @@
+"""Tool schemas and tool responses, as the pydantic models that tool authors build and compare.
+
+    OpenAIFunctionToolSchema(type="function", function={"name": "search", "parameters": {...}})
+
+Two needs meet here. Authors compare schemas by the handful of fields named below, and models must be shown the *whole*
+JSON schema (items, nested properties, anyOf, default). So unnamed keys are kept, `to_dict` renders them, and equality
+looks at the named fields alone.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class _Schema(BaseModel):
+    """A piece of JSON schema: unnamed keys are kept and rendered, and take no part in equality."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the schema as plain JSON data, without named fields that are unset or None."""
+        named = {k: v for k, v in self.__dict__.items() if v is not None and (k in self.model_fields_set or self._always(k))}
+        return {k: _plain(v) for k, v in {**named, **(self.model_extra or {})}.items()}
+
+    def _always(self, field: str) -> bool:
+        return False
+
+
+class OpenAIFunctionPropertySchema(_Schema):
+    """One parameter."""
+
+    type: str | list[str] | None = None
+    """None where the schema says it otherwise, such as with anyOf."""
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+class OpenAIFunctionParametersSchema(_Schema):
+    """All parameters of a function."""
+
+    type: str = "object"
+    properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
+    required: list[str] = Field(default_factory=list)
+
+    def _always(self, field: str) -> bool:
+        return field in ("type", "properties")
+
+
+class OpenAIFunctionSchema(_Schema):
+    """A function: its name, what it does, its parameters."""
+
+    name: str
+    description: str = ""
+    parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
+    strict: bool = False
+
+    def _always(self, field: str) -> bool:
+        return field in ("description", "parameters")
+
+
+class OpenAIFunctionToolSchema(_Schema):
+    """A tool as chat templates and servers want it."""
+
+    type: str = "function"
+    function: OpenAIFunctionSchema
+
+    def _always(self, field: str) -> bool:
+        return field == "type"
+
+
+class OpenAIFunctionParsedSchema(BaseModel):
+    """A call as a model wrote it: the arguments are still text."""
+
+    name: str
+    arguments: str
+
+
+class OpenAIFunctionCallSchema(BaseModel):
+    """A call with its arguments read."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    @staticmethod
+    def from_openai_function_parsed_schema(
+        parsed_schema: OpenAIFunctionParsedSchema,
+    ) -> tuple[OpenAIFunctionCallSchema, bool]:
+        """Return the call, and whether its arguments were no JSON object (they are then empty)."""
+        try:
+            arguments = json.loads(parsed_schema.arguments)
+        except json.JSONDecodeError:
+            arguments = None
+        is_bad = not isinstance(arguments, dict)
+        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments={} if is_bad else arguments), is_bad
+
+
+class OpenAIFunctionToolCall(BaseModel):
+    """A call with its id, as it stands in an assistant message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: OpenAIFunctionCallSchema
+
+
+class ToolResponse(BaseModel):
+    """What a tool answers: text, and images or videos."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    @field_validator("image", "video", mode="before")
+    @classmethod
+    def _must_be_list(cls, value: Any, info: Any) -> Any:
+        if value is not None and not isinstance(value, list):
+            name = str(info.field_name)
+            raise ValueError(f"{name.capitalize()} must be a list, but got {type(value)}; wrap a single one: [{name}]")
+        return value
+
+    def is_empty(self) -> bool:
+        """Return whether there is nothing in it."""
+        return not self.text and not self.image and not self.video
+
+    def is_text_only(self) -> bool:
+        """Return whether there is text and nothing else."""
+        return bool(self.text) and not self.image and not self.video
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Schema):
+        return value.to_dict()
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value

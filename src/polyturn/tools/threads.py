@@ -1,0 +1,128 @@
+"""Daemon threads for plug-ins that are plain functions, so that a slow one never blocks the event loop.
+
+Our own rather than an executor of the standard library because a call past its deadline must be *abandoned*: its thread
+cannot be stopped, so it no longer counts against the size, is counted as abandoned, and cannot keep the process alive.
+Threads start when there is work and end after some idle seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    work: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
+    is_running: bool = False
+    is_abandoned: bool = False
+    on_late: Callable[[Any], None] | None = None
+
+
+class DaemonThreads:
+    """Runs plain functions in at most `max_threads` daemon threads."""
+
+    def __init__(self, *, name: str, max_threads: int = 64, idle_s: float = 10.0) -> None:
+        self._name = name
+        self._max_threads = max_threads
+        self._idle_s = idle_s
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._num_threads = 0
+        self._num_waiting = 0
+        self._num_abandoned = 0
+
+    @property
+    def num_abandoned(self) -> int:
+        """How many calls run on although nobody waits for them any more."""
+        return self._num_abandoned
+
+    async def run(
+        self, function: Callable[..., Any], /, *args: Any, on_late: Callable[[Any], None] | None = None, **kwargs: Any
+    ) -> Any:
+        """Call `function` in a thread and return what it returns.
+
+        A caller that is cancelled leaves at once: a call that has not begun never will, one that runs is abandoned.
+
+        Args:
+            function: The plain function; context variables are seen as they are here.
+            args: Its positional arguments.
+            on_late: Called in the thread with the result of an abandoned call that ends after all.
+            kwargs: Its keyword arguments.
+        """
+        job = _Job(partial(contextvars.copy_context().run, function, *args, **kwargs), on_late=on_late)
+        self._submit(job)
+        try:
+            return await asyncio.wrap_future(job.future)
+        except asyncio.CancelledError:
+            self._abandon(job)
+            raise
+
+    def _submit(self, job: _Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._grow()
+            self._changed.notify()
+
+    def _grow(self) -> None:
+        if len(self._jobs) > self._num_waiting and self._num_threads < self._max_threads:
+            self._num_threads += 1
+            threading.Thread(target=self._work, name=f"polyturn-{self._name}", daemon=True).start()
+
+    def _abandon(self, job: _Job) -> None:
+        with self._changed:
+            if job.is_running:
+                job.is_abandoned = True
+                self._num_abandoned += 1
+                self._num_threads -= 1
+                self._grow()
+                return
+            job.future.cancel()
+        if not job.future.cancelled() and job.future.exception() is None and job.on_late is not None:
+            job.on_late(job.future.result())  # it ended while the news was on its way to the caller
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            result, error = None, None
+            try:
+                result = job.work()
+            except (Exception, SystemExit) as raised:
+                # Neither can cross a future: StopIteration would be lost and SystemExit would end the event loop.
+                odd = isinstance(raised, StopIteration | SystemExit)
+                error = RuntimeError(f"{type(raised).__name__}: {raised}") if odd else raised
+            with self._changed:
+                job.is_running = False
+                if job.is_abandoned:
+                    self._num_abandoned -= 1
+                elif error is not None:
+                    job.future.set_exception(error)
+                else:
+                    job.future.set_result(result)
+            if job.is_abandoned:
+                if error is None and job.on_late is not None:
+                    job.on_late(result)
+                return  # another thread has taken this one's place
+            del job, result, error  # an idle thread must not keep an episode's objects alive
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            while True:
+                while self._jobs:
+                    job = self._jobs.popleft()
+                    if job.future.set_running_or_notify_cancel():
+                        job.is_running = True
+                        return job
+                self._num_waiting += 1
+                was_notified = self._changed.wait(self._idle_s)
+                self._num_waiting -= 1
+                if not was_notified and not self._jobs:
+                    self._num_threads -= 1
+                    return None

@@ -1,0 +1,66 @@
+"""One suite for every tool that is shipped, and for a decorated function: ids, signatures, independence of episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import polyturn
+from polyturn.core.protocols import Tool
+from polyturn.tools.base import BaseTool
+from polyturn.tools.gsm8k import Gsm8kTool
+from polyturn.tools.outcome import normalize
+
+SCHEMA = {"type": "function", "function": {"name": "base", "description": "d", "parameters": {"properties": {}}}}
+
+
+@polyturn.tool
+def check(answer: str) -> str:
+    """Check an answer.
+
+    Args:
+        answer: The answer.
+    """
+    return answer
+
+
+TOOLS = {"base": lambda: BaseTool({}, SCHEMA), "gsm8k": lambda: Gsm8kTool({}), "function": lambda: check}
+
+
+@pytest.fixture(params=TOOLS)
+def tool(request: pytest.FixtureRequest) -> Any:
+    return TOOLS[request.param]()
+
+
+def test_it_has_a_name_and_a_schema_that_says_the_same(tool: Any) -> None:
+    assert isinstance(tool, Tool)
+    assert tool.schema["type"] == "function"
+    assert tool.schema["function"]["name"] == tool.name
+    assert tool.tool_schema.function.name == tool.name
+    assert tool.get_openai_tool_schema().function.parameters.type == "object"
+
+
+async def test_it_returns_the_id_it_is_given_or_a_new_one(tool: Any) -> None:
+    given, response = await tool.create("episode-1")
+    made = {(await tool.create())[0] for _ in range(2)}
+    assert given == "episode-1"
+    assert response.is_empty()
+    assert len(made) == 2
+    for instance_id in [given, *made]:
+        assert await tool.release(instance_id) is None
+
+
+async def test_every_method_takes_what_the_row_says(tool: Any) -> None:
+    instance_id, _ = await tool.create("e", ground_truth="72", anything=[1])
+    outcome = normalize(await tool.execute(instance_id, {"answer": "72"}, anything=[1]))
+    assert outcome.response.is_text_only()
+    assert isinstance(await tool.calc_reward(instance_id, anything=[1]), float | None)
+    await tool.release(instance_id, anything=[1])
+
+
+async def test_the_base_class_accepts_every_call() -> None:
+    tool = BaseTool({}, SCHEMA)
+    response, reward, metrics = await tool.execute("e", {})
+    assert (response.text, reward, metrics) == ("Updated the tool state.", 0.0, {})
+    assert await tool.calc_reward("e") == 0.0
