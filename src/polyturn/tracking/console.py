@@ -1,0 +1,160 @@
+"""What a person sees while a run goes on: one line a step, and a progress bar for anything longer than two seconds.
+
+    step 12/100  success 0.52  reward 0.61  turns 2.3  8,120 tokens/s  loss 0.0123  3.1 s  eta 4m32s
+    rollout: 120 of 256 (47 %), 33.1/s, eta 4s
+
+Separate from what is written down: nothing here is read again. Lines go through `logging`; the bar is drawn by rich, in a
+terminal only, and elsewhere progress is a plain line every ten seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = (("rollout/success", "success", ".3f"), ("reward/mean", "reward", ".3f"), ("rollout/turns", "turns", ".2f"))
+
+
+class ConsoleTracker:
+    """Logs one INFO line a step."""
+
+    def __init__(self, total_steps: int | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total_steps
+        self._clock = clock
+        self._start = clock()
+        self._first: int | None = None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the line of step `step`."""
+        logger.info("%s", self.line(step, values))
+
+    def line(self, step: int, values: Mapping[str, float]) -> str:
+        """Return the line: what of success, reward, turns, speed, loss and evaluations there is, and the time left."""
+        parts = [f"step {step}" + (f"/{self._total}" if self._total is not None else "")]
+        parts += [f"{word} {values[name]:{form}}" for name, word, form in _SHOWN if name in values]
+        parts += [f"{name} {values[name]:.3f}" for name in values if name.startswith("eval/") and name.endswith("/success")]
+        seconds = values.get("time/step_s", 0.0)
+        if seconds > 0 and "tokens/sampled" in values:
+            parts.append(f"{values['tokens/sampled'] / seconds:,.0f} tokens/s")
+        if "loss/total" in values:
+            parts.append(f"loss {values['loss/total']:.4f}")
+        if seconds > 0:
+            parts.append(f"{seconds:.1f} s")
+        eta = self._eta(step)
+        return "  ".join([*parts, f"eta {duration(eta)}"] if eta is not None else parts)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _eta(self, step: int) -> float | None:
+        """Return the seconds left, from the pace since the first step that this process took."""
+        if self._first is None:
+            self._first = step - 1 if step > 0 else step
+        done = step - self._first
+        if self._total is None or done <= 0 or step >= self._total:
+            return None
+        return (self._clock() - self._start) / done * (self._total - step)
+
+
+class Progress:
+    """Shows how far something is: `with Progress("rollout", 256) as bar: ... bar.advance()`.
+
+    Nothing is shown for what takes less than `delay_s`.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int | None = None,
+        *,
+        console: Console | None = None,
+        delay_s: float = 2.0,
+        every_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Describe what goes on.
+
+        Args:
+            title: What it is, for instance "rollout".
+            total: How many things there are to do; None when that is not known.
+            console: Where the bar is drawn; give the console that log lines go to, so that they do not tear it.
+            delay_s: A bar appears after this many seconds.
+            every_s: Without a terminal, a line is logged this often.
+            clock: Seconds.
+        """
+        self.title = title
+        self.total = total
+        self.done = 0
+        self._console = console or Console(stderr=True)
+        self._every_s = every_s
+        self._clock = clock
+        self._start = self._last = clock()
+        self._lock = threading.Lock()
+        self._is_open = False
+        self._timer = threading.Timer(delay_s, self._show)
+        self._timer.daemon = True
+        self._bar: RichProgress | None = None
+
+    def __enter__(self) -> Self:
+        self._start = self._last = self._clock()
+        self._is_open = True
+        if self._console.is_terminal:
+            self._timer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._is_open = False
+            if self._bar is not None:
+                self._bar.stop()
+
+    def advance(self, num: int = 1) -> None:
+        """Say that `num` more things are done."""
+        self.done += num
+        with self._lock:
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], completed=self.done)
+                return
+        now = self._clock()
+        if not self._console.is_terminal and now - self._last >= self._every_s:
+            self._last = now
+            logger.info("%s", self.line())
+
+    def line(self) -> str:
+        """Return how far it is, as one line."""
+        seconds = self._clock() - self._start
+        pace = self.done / seconds if seconds > 0 else 0.0
+        if self.total is None:
+            return f"{self.title}: {self.done}, {pace:.1f}/s, {duration(seconds)}"
+        share = self.done / self.total if self.total else 1.0
+        left = f", eta {duration((self.total - self.done) / pace)}" if pace > 0 else ""
+        return f"{self.title}: {self.done} of {self.total} ({share:.0%}), {pace:.1f}/s{left}".replace("%", " %")
+
+    def _show(self) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with self._lock:
+            if self._is_open:
+                self._bar = RichProgress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+                self._bar.add_task(self.title, total=self.total, completed=self.done)
+                self._bar.start()
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as a person says them: 8.2 -> "8s", 272 -> "4m32s", 4000 -> "1h06m"."""
+    whole = round(max(0.0, seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,0 +1,85 @@
+"""`metrics.jsonl`: the numbers of a run, written down as they come and readable by anything.
+
+    {"step": 12, "rollout/success": 0.52, "policy/entropy": 1.31, "loss/total": null}
+
+Separate because it is always on, whatever else records a run. A line is flushed when it is written, so a crash costs at
+most half a line; numbers that are not finite become null, which every JSON reader accepts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonlTracker:
+    """Appends one line for every `log`."""
+
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
+        """Open `path`.
+
+        Args:
+            path: The file; its folder is made.
+            resumed_step: The step that a resumed run goes on from: later steps in the file are dropped, because they are
+                taken again. None starts a new file; one that is there already is kept under another name.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            if resumed_step is None:
+                _set_aside(path)
+            else:
+                _keep_until(path, resumed_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of one step; several calls for one step are several lines, which `read_metrics` joins."""
+        line = {"step": step, **{name: _finite(value) for name, value in values.items()}}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return one dict a step, in order: the lines of one step joined, null as None, half a last line left out."""
+    steps: dict[int, dict[str, Any]] = {}
+    for line in _lines(path):
+        steps.setdefault(line["step"], {}).update(line)
+    return [steps[step] for step in sorted(steps)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # half a line, from a crash
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            found.append(line)
+    return found
+
+
+def _keep_until(path: Path, step: int) -> None:
+    kept = [line for line in _lines(path) if line["step"] <= step]
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (older := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    os.replace(path, older)
+
+
+def _finite(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,99 @@
+"""What a person sees: the line of a step, and progress with and without a terminal."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+
+import pytest
+from rich.console import Console
+
+from polyturn.tracking.console import ConsoleTracker, Progress, duration
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_line_of_a_step_says_how_it_goes_and_how_long_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    tracker = ConsoleTracker(100, clock=clock)
+    clock.now = 10.0
+    values = {
+        "rollout/success": 0.5,
+        "reward/mean": 0.61,
+        "rollout/turns": 2.25,
+        "tokens/sampled": 81200.0,
+        "time/step_s": 10.0,
+        "loss/total": 0.01234,
+    }
+    with caplog.at_level(logging.INFO, logger="polyturn"):
+        tracker.log(1, values)
+    assert caplog.messages == [
+        "step 1/100  success 0.500  reward 0.610  turns 2.25  8,120 tokens/s  loss 0.0123  10.0 s  eta 16m30s"
+    ]
+
+
+def test_what_is_not_there_is_left_out_and_evaluations_are_named() -> None:
+    assert ConsoleTracker().line(0, {"eval/greedy/success": 0.3}) == "step 0  eval/greedy/success 0.300"
+
+
+def test_the_time_left_counts_only_the_steps_of_this_process() -> None:
+    clock = Clock()
+    tracker = ConsoleTracker(100, clock=clock)
+    clock.now = 20.0
+    assert tracker.line(51, {}).endswith("eta 16m20s")
+
+
+def terminal(is_terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+
+
+def test_without_a_terminal_a_line_comes_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    with (
+        caplog.at_level(logging.INFO, logger="polyturn"),
+        Progress("rollout", 256, console=terminal(False), clock=clock) as bar,
+    ):
+        for _ in range(128):
+            clock.now += 0.125
+            bar.advance()
+    assert caplog.messages == ["rollout: 80 of 256 (31 %), 8.0/s, eta 22s"]
+
+
+def test_without_a_total_there_is_no_share() -> None:
+    clock = Clock()
+    with Progress("reading", console=terminal(False), clock=clock) as bar:
+        clock.now = 4.0
+        bar.advance(8)
+        assert bar.line() == "reading: 8, 2.0/s, 4s"
+
+
+def test_in_a_terminal_a_bar_appears_once_it_takes_long() -> None:
+    console = terminal(True)
+    with Progress("rollout", 10, console=console, delay_s=0.01) as bar:
+        bar.advance(3)
+        deadline = time.monotonic() + 5
+        while "rollout" not in console.file.getvalue() and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            time.sleep(0.01)
+        bar.advance(4)
+    assert "3/10" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert bar.done == 7
+
+
+def test_in_a_terminal_nothing_is_shown_for_what_is_done_soon(caplog: pytest.LogCaptureFixture) -> None:
+    console = terminal(True)
+    with caplog.at_level(logging.INFO), Progress("rollout", 2, console=console) as bar:
+        bar.advance(2)
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(8.2, "8s"), (59.7, "1m00s"), (272, "4m32s"), (4000, "1h06m"), (-1, "0s")])
+def test_durations(seconds: float, said: str) -> None:
+    assert duration(seconds) == said

@@ -1,0 +1,48 @@
+"""The learning curve of a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.tracking.jsonl import JsonlTracker
+from polyturn.tracking.plot import curves, plot_learning_curve
+
+
+def metrics(folder: Path) -> Path:
+    path = folder / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(0, {"eval/greedy/success": 0.3, "eval/sampled/success": 0.2})
+    for step in range(1, 6):
+        tracker.log(step, {"rollout/success": step / 10, "reward/mean": step / 5, "rollout/turns": 2.0})
+    tracker.close()
+    return path
+
+
+def test_the_curve_is_a_png(tmp_path: Path) -> None:
+    out = plot_learning_curve(metrics(tmp_path), tmp_path / "plots" / "curve.png", title="demo")
+    assert out == tmp_path / "plots" / "curve.png"
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_evaluations_are_curves_of_their_own_and_missing_numbers_are_gaps() -> None:
+    steps = [
+        {"step": 0, "eval/greedy/success": 0.3, "rollout/success": None},
+        {"step": 1, "rollout/success": 0.4, "eval/greedy/success_rate": 9.0},
+        {"step": 2, "eval/greedy/success": 0.5},
+    ]
+    assert curves(steps, ("eval/*/success", "rollout/success")) == {
+        "eval greedy": [(0, 0.3), (2, 0.5)],
+        "training": [(1, 0.4)],
+    }
+
+
+def test_no_metrics_and_no_matplotlib_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"no step in .*nothing\.jsonl"):
+        plot_learning_curve(tmp_path / "nothing.jsonl", tmp_path / "curve.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="needs matplotlib, which is not installed; run: pip install"):
+        plot_learning_curve(metrics(tmp_path), tmp_path / "curve.png")
