@@ -1,0 +1,1 @@
+"""The trajectories of a run, recorded so that nothing is lost and each can be looked at again."""

@@ -1,0 +1,208 @@
+"""The record of a run: comes back equal bit for bit, survives crashes and damage, and loses nothing."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyturn.core.errors import DataError
+from polyturn.core.generation import FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message, ToolCall
+from polyturn.core.protocols import TrajectoryStore
+from polyturn.core.reward import Reward
+from polyturn.core.task import InteractionRef, Task, ToolKwargs
+from polyturn.core.trajectory import (
+    Branch,
+    Segment,
+    Span,
+    SpanRef,
+    SpanSource,
+    ToolResult,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+from polyturn.store.parquet_store import ParquetStore, open_store
+
+TASK = Task(
+    id="train-0",
+    prompt=(Message(role="user", content="2+2?"),),
+    data_source="openai/gsm8k",
+    ground_truth="4",
+    tools=("calc",),
+    tools_kwargs={"calc": ToolKwargs(create_kwargs={"x": [1, {"y": None}]})},
+    interaction=InteractionRef(name="gsm8k", kwargs={"ground_truth": "4"}),
+    extra={"split": "train"},
+)
+
+
+def trajectory(id: str = "g0/0", *, reward: float | None = 1.0, logprobs: list[float] | None = None) -> Trajectory:
+    logprobs = logprobs or [-0.1, -math.inf]
+    spans = (
+        Span(ids=np.array([1, 2]), source=SpanSource.PROMPT),
+        Span(
+            ids=np.arange(len(logprobs)),
+            source=SpanSource.SAMPLED,
+            turn=0,
+            logprobs=np.array(logprobs),
+            policy_version=3,
+            weights=np.full(len(logprobs), 0.5),
+        ),
+        Span(ids=np.array([7]), source=SpanSource.OBSERVATION, turn=0),
+    )
+    call = ToolCall(id="c0", name="calc", arguments={"a": 1}, raw="<tool_call>…")
+    turn = Turn(
+        index=0,
+        message=Message(role="assistant", content="é \ud800", tool_calls=(call,), reasoning="hm"),
+        finish_reason=FinishReason.STOP,
+        spans=(SpanRef(0, 1), SpanRef(0, 2)),
+        tool_results=(ToolResult(call_id="c0", name="calc", content="4", reward=0.1, metrics={"n": 1}),),
+        observation=(Message(role="tool", content=({"type": "text", "text": "4"},), tool_call_id="c0"),),
+        scores={"interaction": 1.0, "tool/calc": 0.1},
+        info={"deep": {"list": [1, 2.5, "x"]}},
+        timings={"generate": 0.25},
+    )
+    return Trajectory(
+        id=id,
+        task=TASK,
+        segments=(Segment(spans=spans), Segment(spans=spans[:1], parent=Branch(0, 2))),
+        turns=(turn,),
+        stop_reason=StopReason.ENV_DONE if reward is not None else StopReason.ERROR,
+        reward=None if reward is None else Reward(total=reward, components={"outcome": reward}),
+        error=None if reward is not None else "boom",
+        metrics={"prefilled_tokens": 2.0},
+    )
+
+
+def group(id: str = "g0", size: int = 2, reward: float = 1.0) -> TrajectoryGroup:
+    members = tuple(trajectory(f"{id}/{i}", reward=reward) for i in range(size))
+    return TrajectoryGroup(id=id, task=TASK, trajectories=members)
+
+
+def test_what_was_recorded_comes_back_equal_and_can_be_chosen_by_column(tmp_path: Path) -> None:
+    store: TrajectoryStore = ParquetStore(tmp_path)
+    failed = TrajectoryGroup(id="g1", task=TASK, trajectories=(trajectory("g1/0", reward=None),))
+    store.add(group(), step=1, split="train")
+    store.add(failed, step=2, split="greedy")
+    store.close()
+    run = open_store(tmp_path)
+    assert len(run) == 3
+    assert run.trajectory("g0/1").same_as(trajectory("g0/1"))
+    assert run.trajectory("g1/0", step=2, split="greedy").same_as(failed.trajectories[0])
+    assert [g.same_as(expected) for g, expected in zip(run.groups(), [group(), failed], strict=True)] == [True, True]
+    assert [g.id for g in run.groups(step=2)] == ["g1"]
+    assert [t.id for t in run.trajectories(split="train")] == ["g0/0", "g0/1"]
+    assert run.table().select(["id", "step", "split", "reward", "stop_reason", "error"]).to_pylist() == [
+        {"id": "g0/0", "step": 1, "split": "train", "reward": 1.0, "stop_reason": "env_done", "error": None},
+        {"id": "g0/1", "step": 1, "split": "train", "reward": 1.0, "stop_reason": "env_done", "error": None},
+        {"id": "g1/0", "step": 2, "split": "greedy", "reward": None, "stop_reason": "error", "error": "boom"},
+    ]
+    row = run.table().slice(0, 1).to_pylist()[0]
+    assert (row["task_id"], row["data_source"], row["group"]) == ("train-0", "openai/gsm8k", "g0")
+    assert (row["num_turns"], row["num_sampled_tokens"], row["components"]) == (1, 2, '{"outcome": 1.0}')
+    assert "payload" not in row
+
+
+@given(logprobs=st.lists(st.floats(width=32), min_size=1, max_size=20))
+def test_logprobs_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, logprobs: list[float]) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    recorded = trajectory(logprobs=logprobs)
+    with ParquetStore(folder) as store:
+        store.add(TrajectoryGroup(id="g0", task=TASK, trajectories=(recorded,)), step=0, split="train")
+    assert open_store(folder).trajectory("g0/0").same_as(recorded)
+
+
+def test_each_flush_is_a_part_and_a_reopened_store_goes_on_after_the_last(tmp_path: Path) -> None:
+    store = ParquetStore(tmp_path)
+    store.flush()
+    for step in range(2):
+        store.add(group(f"g{step}"), step=step, split="train")
+        store.flush()
+    again = ParquetStore(tmp_path)
+    again.add(group("g2"), step=2, split="train")
+    again.close()
+    names = sorted(p.name for p in (tmp_path / "trajectories").iterdir())
+    assert names == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    assert [g.id for g in open_store(tmp_path).groups()] == ["g0", "g1", "g2"]
+
+
+def test_a_step_that_was_taken_again_counts_once_with_its_later_record(tmp_path: Path) -> None:
+    for reward in (0.0, 1.0):
+        with ParquetStore(tmp_path) as store:
+            store.add(group(reward=reward), step=5, split="train")
+    run = open_store(tmp_path)
+    assert run.table()["reward"].to_pylist() == [1.0, 1.0]
+    assert run.trajectory("g0/0").reward == Reward(total=1.0, components={"outcome": 1.0})
+
+
+def test_an_interrupt_loses_nothing_that_was_added(tmp_path: Path) -> None:
+    def run() -> None:
+        with ParquetStore(tmp_path) as store:
+            store.add(group(), step=0, split="train")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert len(open_store(tmp_path)) == 2
+
+
+def test_an_interrupted_write_leaves_no_half_part_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ParquetStore(tmp_path)
+    store.add(group(), step=0, split="train")
+    with monkeypatch.context() as patched:
+        patched.setattr(pq, "write_table", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.flush()
+    assert len(open_store(tmp_path)) == 0
+    store.close()
+    assert len(open_store(tmp_path)) == 2
+
+
+def _interrupted(table: object, path: Path, **_: object) -> None:
+    path.write_bytes(b"PAR1 half of it")
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "foreign", "payload"])
+def test_a_damaged_part_is_skipped_with_a_warning_and_costs_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    with ParquetStore(tmp_path) as store:
+        for step in range(3):
+            store.add(group(f"g{step}"), step=step, split="train")
+            store.flush()
+    part = tmp_path / "trajectories" / "part-00001.parquet"
+    whole = part.read_bytes()
+    if damage == "foreign":
+        pq.write_table(pq.read_table(part).select(["id"]), part)
+    elif damage == "payload":
+        column = pq.ParquetFile(part).metadata.row_group(0).column(12)
+        start = column.dictionary_page_offset or column.data_page_offset
+        part.write_bytes(whole[:start] + bytes(column.total_compressed_size) + whole[start + column.total_compressed_size :])
+    else:
+        part.write_bytes(whole[: len(whole) // 2 if damage == "cut" else 0])
+    with caplog.at_level(logging.WARNING):
+        found = [g.id for g in open_store(tmp_path).groups()]
+    assert found == ["g0", "g2"]
+    assert len(caplog.messages) == 1
+    assert "part-00001.parquet is damaged and was skipped" in caplog.messages[0]
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(DataError, match=r"holds no recorded trajectories .*it holds \['config.yaml'\]"):
+        open_store(tmp_path)
+    with ParquetStore(tmp_path) as store:
+        store.add(group(), step=0, split="train")
+    with pytest.raises(DataError, match=r"no trajectory 'g0/9', step 0 is recorded in .* Did you mean 'g0/"):
+        open_store(tmp_path).trajectory("g0/9", step=0)
