@@ -36,7 +36,7 @@ class Bounded:
         return self._threads.num_abandoned + len(self._left)
 
     async def call(
-        self, method: Callable[..., Any], *args: Any, on_late: Callable[[Any], None] | None = None, **kwargs: Any
+        self, method: Callable[..., Any], /, *args: Any, on_late: Callable[[Any], None] | None = None, **kwargs: Any
     ) -> Any:
         """Call an async or plain method; a plain one runs in a thread, and may return something to await."""
         if inspect.iscoroutinefunction(method):
@@ -45,7 +45,7 @@ class Bounded:
         return await result if inspect.isawaitable(result) else result
 
     async def run(
-        self, method: Callable[..., Any], *args: Any, on_late: Callable[[Any], None] | None = None, **kwargs: Any
+        self, method: Callable[..., Any], /, *args: Any, on_late: Callable[[Any], None] | None = None, **kwargs: Any
     ) -> Any:
         """Do what `call` does, with the deadline.
 
@@ -66,7 +66,7 @@ class Bounded:
             raise RuntimeError("CancelledError: it was cancelled from within")
         return task.result()
 
-    async def _guarded(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def _guarded(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
             return await self.call(method, *args, **kwargs)
         except SystemExit as problem:  # would end the event loop

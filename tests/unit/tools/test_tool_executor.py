@@ -209,7 +209,7 @@ async def test_the_row_reaches_each_point_of_a_tools_life() -> None:
     box = ToolBox([tool])
     row = task(
         rec={
-            "create_kwargs": {"a": 1},
+            "create_kwargs": {"a": 1, "method": "x", "name": "y"},
             "execute_kwargs": {"b": 2},
             "calc_reward_kwargs": {"value": 0.25},
             "release_kwargs": {"d": 4},
@@ -219,7 +219,11 @@ async def test_the_row_reaches_each_point_of_a_tools_life() -> None:
         await session.start(row)
         await session.call([call("rec")])
         assert await session.finish() == {"rec": 0.25}
-    assert tool.seen == [("create", {"a": 1}), ("execute", {"b": 2}), ("calc_reward", {"value": 0.25})]
+    assert tool.seen == [
+        ("create", {"a": 1, "method": "x", "name": "y"}),
+        ("execute", {"b": 2}),
+        ("calc_reward", {"value": 0.25}),
+    ]
     assert (dict(tool.created), dict(tool.released)) == ({"e": 1}, {"e": 1})
 
 

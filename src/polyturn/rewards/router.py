@@ -1,0 +1,190 @@
+"""RewardRouter: from a finished trajectory to its reward.
+
+outcome       the score of the function its data_source leads to; without a data_source the interaction's score;
+              without an interaction the sum of the tools' rewards for the episode
+tool_step     the sum of the step rewards of its tool calls
+interaction   the interaction's score                     recorded, weighs 0 unless asked for
+tool/<name>   that tool's reward for the episode          recorded, weighs 0 unless asked for
+
+total = sum of weight x component, by default outcome + tool_step: nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNameError, did_you_mean
+from polyturn.core.reward import Reward
+from polyturn.core.task import Task
+from polyturn.core.trajectory import Trajectory
+from polyturn.rewards.function import RewardFunction
+from polyturn.rewards.registry import BUILT_IN_ROUTES, rewards
+
+Aggregate = Literal["last", "sum", "max", "mean"]
+
+DEFAULT_WEIGHTS = {"outcome": 1.0, "tool_step": 1.0}
+COMPONENTS = ("outcome", "tool_step", "interaction", "tool/<name>")
+EPISODE_ROUTES = ("interaction", "tools")
+"""Route targets that are no functions: the data_source is scored by the episode's interaction, or by its tools."""
+
+_AGGREGATES: dict[str, Callable[[list[float]], float]] = {
+    "last": lambda scores: scores[-1],
+    "sum": math.fsum,
+    "max": max,
+    "mean": lambda scores: math.fsum(scores) / len(scores),
+}
+
+
+class RewardRouter:
+    """Chooses a reward function by data_source, and combines it with what the episode itself scored."""
+
+    def __init__(
+        self,
+        routes: Mapping[str, Callable[..., Any] | str] | None = None,
+        *,
+        weights: Mapping[str, float] | None = None,
+        interaction_aggregate: Aggregate = "last",
+        timeout_s: float = 60.0,
+        base: Path | None = None,
+    ) -> None:
+        """Resolve every route.
+
+        Args:
+            routes: data_source, or a glob over data_sources, to a reward function, a name of one, "interaction" or
+                "tools". An exact name wins over a glob, an earlier glob over a later one, all of them over the built-in
+                routes.
+            weights: Component to its weight; they replace `DEFAULT_WEIGHTS`.
+            interaction_aggregate: How the scores of an interaction's turns become one.
+            timeout_s: Deadline of a reward function.
+            base: The folder that relative file paths start from.
+
+        Raises:
+            ConfigError: a route, a weight or the aggregate cannot work.
+        """
+        if interaction_aggregate not in _AGGREGATES:
+            raise ConfigError(
+                f"the interaction aggregate {interaction_aggregate!r} is unknown."
+                f"{did_you_mean(interaction_aggregate, _AGGREGATES)}"
+            )
+        self.weights = _checked_weights(DEFAULT_WEIGHTS if weights is None else weights)
+        self._aggregate = _AGGREGATES[interaction_aggregate]
+        resolve = _Resolver(timeout_s=timeout_s, base=base)
+        self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
+        self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
+
+    def route(self, data_source: str) -> RewardFunction | str:
+        """Return what scores a data_source: a function, "interaction" or "tools".
+
+        Raises:
+            UnknownNameError: nothing does.
+        """
+        if data_source in self._routes:
+            return self._routes[data_source]
+        for pattern, target in self._routes.items():
+            if fnmatch.fnmatchcase(data_source, pattern):
+                return target
+        if data_source in self._built_in:
+            return self._built_in[data_source]
+        raise UnknownNameError(
+            f"no reward for the data_source {data_source!r}; add a route for it under reward.routes (to a function, "
+            f"'interaction' or 'tools').{did_you_mean(data_source, [*self._routes, *self._built_in])}"
+        )
+
+    def check(self, tasks: Iterable[Task], *, tools: Collection[str] = ()) -> None:
+        """Check that every task has something that scores it, before any time is spent on them.
+
+        Args:
+            tasks: The tasks of a run.
+            tools: Names of the tools that a task may call if it selects none itself.
+
+        Raises:
+            ConfigError: a data_source leads nowhere.
+            DataError: a task has nothing that could score it.
+        """
+        for task in tasks:
+            target = self._target(task)
+            has_tools = bool(tools if task.tools is None else task.tools)
+            if (target == "interaction" and task.interaction is None) or (target == "tools" and not has_tools):
+                raise DataError(
+                    f"task {task.id!r} has nothing that scores it (data_source {task.data_source!r}, interaction "
+                    f"{task.interaction and task.interaction.name!r}, tools {task.tools}); give its row a data_source with "
+                    "a reward, an interaction or tools"
+                )
+
+    async def score(self, trajectory: Trajectory, tool_rewards: Mapping[str, float | None] | None = None) -> Reward:
+        """Return the reward of a finished trajectory.
+
+        Args:
+            trajectory: The record; its turns carry the scores of the interaction and of the tool calls.
+            tool_rewards: What each tool's `calc_reward` returned.
+
+        Raises:
+            RewardError: the reward function raised, was late or returned no finite number, or there is none.
+        """
+        of_tools = {f"tool/{name}": value for name, value in (tool_rewards or {}).items() if value is not None}
+        turns = [t.scores["interaction"] for t in trajectory.turns if "interaction" in t.scores]
+        steps = [s for t in trajectory.turns for name, s in t.scores.items() if name.startswith("tool/")]
+        said = self._aggregate(turns) if turns else None
+        outcome, info = await self._outcome(trajectory, said, of_tools, tool_rewards or {})
+        components = {"outcome": outcome, "tool_step": math.fsum(steps), **of_tools}
+        if said is not None:
+            components["interaction"] = said
+        total = math.fsum(weight * components.get(name, 0.0) for name, weight in self.weights.items())
+        if not math.isfinite(total):
+            raise RewardError(f"trajectory {trajectory.id!r}: the reward is {total}, from the components {components}")
+        return Reward(total=total, components=components, info=info)
+
+    async def _outcome(
+        self,
+        trajectory: Trajectory,
+        said: float | None,
+        of_tools: Mapping[str, float],
+        tool_rewards: Mapping[str, float | None],
+    ) -> tuple[float, Mapping[str, Any]]:
+        try:
+            target = self._target(trajectory.task)
+        except UnknownNameError as problem:
+            raise RewardError(str(problem)) from problem
+        if isinstance(target, RewardFunction):
+            return await target(trajectory, tool_rewards=tool_rewards)
+        if target == "interaction":
+            # No turn was scored: a limit ended the episode before the interaction was heard, so nothing was earned.
+            return (0.0 if said is None else said), {}
+        return math.fsum(of_tools.values()), {}
+
+    def _target(self, task: Task) -> RewardFunction | str:
+        if task.data_source is not None:
+            return self.route(task.data_source)
+        return "tools" if task.interaction is None else "interaction"
+
+
+class _Resolver:
+    """Turns route targets into reward functions, one object per function."""
+
+    def __init__(self, *, timeout_s: float, base: Path | None) -> None:
+        self._timeout_s = timeout_s
+        self._base = base
+
+    def __call__(self, target: Callable[..., Any] | str) -> RewardFunction | str:
+        if isinstance(target, str) and target in EPISODE_ROUTES:
+            return target
+        function = rewards.resolve(target, base=self._base) if isinstance(target, str) else target
+        if isinstance(target, str):
+            name = target
+        else:
+            name = target.__name__ if inspect.isfunction(target) else type(target).__name__
+        return RewardFunction(function, name=name, timeout_s=self._timeout_s)
+
+
+def _checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
+    for name, weight in weights.items():
+        if name not in COMPONENTS[:3] and not name.startswith("tool/"):
+            raise ConfigError(f"reward.weights: there is no component {name!r}.{did_you_mean(name, COMPONENTS)}")
+        if not math.isfinite(weight):
+            raise ConfigError(f"reward.weights: the weight of {name!r} is {weight}; it must be finite")
+    return dict(weights)
