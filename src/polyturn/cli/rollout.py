@@ -45,7 +45,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_ta
         return groups
 
     groups = asyncio.run(run_all())
-    store = ParquetStore(folder / "trajectories")
+    store = ParquetStore(folder)
     for group in groups:
         store.add(group, step=0, split="rollout")
     store.close()

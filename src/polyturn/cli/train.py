@@ -20,7 +20,7 @@ from polyturn.cli.runs import new_run_folder, open_place
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import CheckpointError
 from polyturn.evaluation.report import EvalReport
-from polyturn.tracking.plot import plot_curve
+from polyturn.tracking.plot import plot_learning_curve
 from polyturn.training.observer import RunObserver
 from polyturn.training.sft import SftSettings, run_sft
 
@@ -74,7 +74,7 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
             raise KeyboardInterrupt from None
     if state.reports.get("before") and state.reports.get("after"):
         console.print(report_table(state.reports["before"], state.reports["after"]))
-    curve = plot_curve(folder)
+    curve = plot_learning_curve(folder / "metrics.jsonl", folder / "curve.png", title=config.name)
     console.print(f"steps          {state.step} in {time.monotonic() - began:.0f} s")
     console.print(f"curve          {curve}")
     console.print(f"checkpoint     {trainer.checkpoints.latest()}")

@@ -143,8 +143,9 @@ class Episode:
         if not self._builder.num_segments:
             await self.start()
         ids = self._encode_pending()
-        reason = limit_rules.reached(self.limits, self._progress(num_pending=len(ids)))
-        if reason is StopReason.CONTEXT_FULL and self._shorten():
+        at = self._progress(num_pending=len(ids))
+        reason = limit_rules.reached(self.limits, at)
+        if reason in (None, StopReason.CONTEXT_FULL) and self._is_short_of_room(at) and self._shorten():
             return None
         if reason is None:
             self._show(ids)
@@ -342,9 +343,13 @@ class Episode:
         self._openai += to_openai(self._pending)
         self._pending = ()
 
+    def _is_short_of_room(self, at: limit_rules.Progress) -> bool:
+        limit = self.limits.max_context
+        return limit is not None and limit - at.context_tokens < self.limits.reserve
+
     def _shorten(self) -> bool:
         """Apply the context policy; return whether the history was shortened so that the next turn fits."""
-        room = (self.limits.max_context or 0) - 1
+        room = (self.limits.max_context or 0) - self.limits.reserve
         shorter = shorten(
             [*self._messages, *self._pending],
             policy=self.limits.context_policy,
@@ -409,9 +414,9 @@ async def run_episode(
         raise
     finally:
         problems = await _close(episode)
-    trajectory = episode.trajectory(stop, error=error)
     if problems:
-        trajectory = dataclasses.replace(trajectory, metrics={**trajectory.metrics, "close_errors": float(len(problems))})
+        extra["close_errors"] = float(len(problems))
+    trajectory = episode.trajectory(stop, error=error, extra=extra)
     if not stop.is_failure:
         try:
             reward = await context.rewarder.score(trajectory, tool_rewards)

@@ -21,7 +21,11 @@ from polyturn.core.lifecycle import StopReason
 
 
 class ContextPolicy(Enum):
-    """What happens when the next turn does not fit into the context."""
+    """What happens when the next turn does not fit into the context.
+
+    The two that edit the history do so as soon as less than `reserve` tokens are left, so that a turn is not cut short by a
+    context that could have been made free.
+    """
 
     STOP = "stop"
     """The episode ends, truncated."""
@@ -51,6 +55,14 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < (0 if name == "max_user_turns" else 1e-9):
                 raise ConfigError(f"{name} is {value}; use a positive number, or null for no limit")
+
+    @property
+    def reserve(self) -> int:
+        """Tokens that a context policy keeps free for the next turn: a whole turn, at most a quarter of the context."""
+        if self.max_context is None or self.context_policy is ContextPolicy.STOP:
+            return 1
+        quarter = max(1, self.max_context // 4)
+        return quarter if self.max_tokens_per_turn is None else min(self.max_tokens_per_turn, quarter)
 
 
 class Progress(NamedTuple):

@@ -1,0 +1,115 @@
+"""Episodes with a scripted model: what it says is written down as text, everything around it is real.
+
+    context = scripted_context(["<tool_call>…</tool_call>", "#### 4"], tools=[calculator])
+    trajectory = await run_episode(context, task("What is 2+2?", ground_truth="4"), id="e0")
+
+For tests of tools, interactions, schedulers and rewards, without a model and without torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyturn.core.arrays import Ids
+from polyturn.core.generation import GenerateRequest
+from polyturn.core.messages import Message
+from polyturn.core.protocols import Interaction, Tool
+from polyturn.core.task import InteractionRef, Task
+from polyturn.engines.scripted import ScriptedEngine
+from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.limits import Limits
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.parsers import HermesParser
+from polyturn.tools.executor import ToolBox
+
+Say = str | Exception
+"""What the model says in one turn, or the error that its engine fails with."""
+
+
+@functools.cache
+def tiny_codec() -> Codec:
+    """Return the codec of the tiny tokenizer, made once per process."""
+    return Codec(tiny_tokenizer())
+
+
+def turn_ids(text: str, *, is_closed: bool = True) -> Ids:
+    """Return the ids of a completion that says `text`, with the token that ends a turn unless it was cut."""
+    codec = tiny_codec()
+    ends = codec.stop_token_ids[:1] if is_closed else ()
+    return np.array([*codec.encode(text), *ends], np.int32)
+
+
+def scripted_context(
+    says: Sequence[Say] | Callable[[GenerateRequest], Say],
+    *,
+    tools: Sequence[Tool] = (),
+    interactions: Mapping[str, Interaction] | None = None,
+    rewards: Mapping[str, Any] | None = None,
+    limits: Limits | None = None,
+    scheduler: MultiTurnScheduler | None = None,
+    latency_s: float = 0.0,
+    **options: Any,
+) -> RolloutContext:
+    """Return a context whose model says `says`.
+
+    Args:
+        says: The turns of every episode in order, each episode starting with the first; or a function of the request.
+        tools: Tools of the run.
+        interactions: Interactions by name.
+        rewards: data_source -> reward function, beside the built-in ones.
+        limits: The limits; the defaults otherwise.
+        scheduler: The scheduler; the default one otherwise.
+        latency_s: Seconds that every completion takes.
+        options: Further fields of `RolloutContext`, or `tool_timeout_s`.
+    """
+    spoken: dict[str, int] = {}
+
+    def answer(request: GenerateRequest) -> Any:
+        if callable(says):
+            said = says(request)
+        else:
+            index = spoken[request.session_id] = spoken.get(request.session_id, -1) + 1
+            said = says[min(index, len(says) - 1)]
+        return said if isinstance(said, Exception) else turn_ids(said)
+
+    return RolloutContext(
+        engine=ScriptedEngine(answer, latency_s=latency_s),
+        codec=tiny_codec(),
+        parser=HermesParser(),
+        tools=ToolBox(list(tools), timeout_s=options.pop("tool_timeout_s", 5.0)),
+        interactions=interactions or {},
+        rewarder=RewardRouter(rewards or {}),
+        scheduler=scheduler or MultiTurnScheduler(),
+        limits=limits or Limits(),
+        **{"sanity_every": 1, **options},
+    )
+
+
+def task(
+    prompt: str = "What is 2+2?",
+    *,
+    id: str = "t0",
+    data_source: str | None = "openai/gsm8k",
+    ground_truth: Any = "4",
+    interaction: str | None = None,
+    **fields: Any,
+) -> Task:
+    """Return a task with one user message; `interaction` names the interaction, which is told the ground truth."""
+    ref = None
+    if interaction is not None:
+        ref = InteractionRef(name=interaction, kwargs={"name": interaction, "ground_truth": ground_truth})
+    return Task(
+        id=id,
+        prompt=(Message(role="user", content=prompt),),
+        data_source=data_source,
+        ground_truth=ground_truth,
+        interaction=ref,
+        **fields,
+    )

@@ -1,0 +1,111 @@
+"""RunObserver: everything a run leaves behind and shows, in one place: metrics, trajectories, alarms, lines, progress bars.
+
+    runs/quickstart/metrics.jsonl                  one object a step, evaluations included
+                    trajectories/part-*.parquet    every trajectory of training and evaluation
+                    alarms.jsonl                   what looked wrong, and when
+
+It decides nothing. What it is told while a run goes on is on disk by the end of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.evaluation.report import EvalReport
+from polyturn.store.parquet_store import ParquetStore
+from polyturn.tracking.alarms import Alarms
+from polyturn.tracking.console import ConsoleTracker, Progress
+from polyturn.tracking.jsonl import JsonlTracker
+
+logger = logging.getLogger(__name__)
+
+
+class RunObserver:
+    """Writes into the folder of a run."""
+
+    def __init__(self, folder: Path, *, total_steps: int) -> None:
+        self._folder = folder
+        self._console = ConsoleTracker(total_steps)
+        self._metrics: JsonlTracker | None = None
+        self._sft_metrics: JsonlTracker | None = None
+        self._store = ParquetStore(folder)
+        self._alarms = Alarms()
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end_phase()
+        self._store.close()
+        for tracker in (self._metrics, self._sft_metrics):
+            if tracker is not None:
+                tracker.close()
+
+    def resume(self, step: int) -> None:
+        """Go on after `step`: metrics of later steps, which are taken again, are dropped."""
+        self._metrics = JsonlTracker(self._folder / "metrics.jsonl", resumed_step=step)
+
+    def on_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """A supervised step is done."""
+        if self._sft_metrics is None:
+            self._sft_metrics = JsonlTracker(self._folder / "sft_metrics.jsonl")
+        self._sft_metrics.log(step, metrics)
+        self._advance("warm start", total)
+        if step == total:
+            self._end_phase()
+            logger.info("warm start: %d steps, loss %.4f", step, metrics.get("loss/total", float("nan")))
+
+    def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
+        """A group is done: the progress within a step, and within an evaluation."""
+        self._advance(phase, total)
+
+    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
+        """A training step is done: its metrics and its trajectories are written."""
+        self._end_phase()
+        self._record(groups, step=step, split="train")
+        self._tracker().log(step, metrics)
+        self._console.log(step, metrics)
+        for alarm in self._alarms.feed(step, metrics):
+            logger.warning("%s", alarm.message)
+            with (self._folder / "alarms.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "alarm": alarm.name, "message": alarm.message}) + "\n")
+
+    def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
+        """An evaluation set is done: its numbers and its trajectories are written."""
+        self._end_phase()
+        self._record(groups, step=step, split=f"eval/{name}")
+        self._tracker().log(step, report.to_metrics(f"eval/{name}"))
+        logger.info(
+            "eval %-10s success %.3f  first turn %.3f  turns %.2f  valid calls %.3f  repaired %.3f (of %d)",
+            name, report.success, report.first_turn_success, report.mean_turns, report.valid_tool_calls, report.repaired,
+            report.num_repairable,
+        )  # fmt: skip
+
+    def _tracker(self) -> JsonlTracker:
+        if self._metrics is None:
+            self._metrics = JsonlTracker(self._folder / "metrics.jsonl")
+        return self._metrics
+
+    def _record(self, groups: Sequence[TrajectoryGroup], *, step: int, split: str) -> None:
+        for group in groups:
+            self._store.add(group, step=step, split=split)
+        self._store.flush()
+
+    def _advance(self, phase: str, total: int) -> None:
+        if self._progress is None or self._progress.title != phase:
+            self._end_phase()
+            self._progress = Progress(phase, total)
+            self._progress.__enter__()
+        self._progress.advance()
+
+    def _end_phase(self) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
+            self._progress = None
