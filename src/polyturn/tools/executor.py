@@ -321,12 +321,12 @@ class ToolSession:
             late.add_done_callback(self._box.late.discard)
 
     async def _answer(self, call: ToolCall) -> ToolResult:
+        if call.error is not None:
+            return self._failed(call, results.BAD_JSON, call.error)
         if call.name not in self._names:
             return self._failed(
                 call, results.UNKNOWN_TOOL, f"there is no tool {call.name!r}. {results.available(self._names)}"
             )
-        if call.error is not None:
-            return self._failed(call, results.BAD_JSON, call.error)
         tool = self._box.tools[call.name]
         arguments = copy.deepcopy(dict(call.arguments))  # the tool may keep or change them; the record must not
         if not (isinstance(tool, BaseTool) and tool.checks_own_arguments):

@@ -146,6 +146,7 @@ async def test_calls_run_in_parallel_and_are_answered_in_call_order() -> None:
     [
         (call("serach"), "unknown_tool", "there is no tool 'serach'. Available tools: 'rec'."),
         (ToolCall(id="c0", name="rec", error="arguments are not valid JSON"), "bad_json", "arguments are not valid JSON"),
+        (ToolCall(id="c0", name="", error="no name"), "bad_json", "no name"),
         (call("rec", do="tell"), "tool_error", "use another key"),
         (call("rec", do="raise"), "exception", "ValueError: broken inside"),
         (call("rec", do="exit"), "exception", "RuntimeError: SystemExit: 3"),
