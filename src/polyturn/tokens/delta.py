@@ -91,7 +91,7 @@ class DeltaEncoder:
                 "the chat template opens an assistant's turn in a history differently from its generation prompt, so no "
                 "message can be turned into what a model would say; train on recorded trajectories instead"
             )
-        ids = self.codec.encode(whole[len(before) :])
+        ids: Ids = self.codec.encode(whole[len(before) :])
         ends = np.flatnonzero(np.isin(ids, self.codec.stop_token_ids))
         if not len(ends):
             return ids_array([*ids, self.codec.stop_token_ids[0]])
@@ -146,16 +146,24 @@ class DeltaEncoder:
             slots=tuple((int(i), f) for i, f in zip(pieces[1::3], pieces[2::3], strict=True)),
             control=tuple(self.codec.control_in(self.codec.encode("".join(pieces[0::3]))).tolist()),
         )
-        for index, message in enumerate(new):
+        for index, message in enumerate(marked):
             if message.text and (index, "content") not in frame.slots:
-                raise TemplateError(
-                    f"the chat template leaves the content of a {message.role} message out, so the model would never read it; "
-                    f"use a template that renders {message.role} messages"
-                )
+                self._check_is_read(marked, index)
+                return None
         for trial in (new, *([_with_text(i, m, t) for i, m in enumerate(new)] for t in _TRIALS)):
             if frame.fill(_values(trial)) != self._render_delta(trial):
                 return None
         return frame
+
+    def _check_is_read(self, marked: Sequence[Message], index: int) -> None:
+        """Raise unless what message `index` says makes a difference to the text: the template only spells it differently."""
+        other = [replace(m, content="Two words.") if i == index else m for i, m in enumerate(marked)]
+        if self._render_delta(other) == self._render_delta(marked):
+            role = marked[index].role
+            raise TemplateError(
+                f"the chat template leaves out what a {role} message says, so the model would never read it; use a template "
+                f"that renders {role} messages"
+            )
 
     def _encode_rendered(self, new: Sequence[Message]) -> Ids:
         values = _values(new)
@@ -172,7 +180,7 @@ class DeltaEncoder:
 
     def _render_delta(self, new: Sequence[Message]) -> str:
         """Return what the template writes from the end of the assistant's turn on."""
-        anchor = _marker([m.text for m in new], _ANCHOR)
+        anchor = _marker(_values(new).values(), _ANCHOR)
         base = self._base(new, anchor)
         rendered = self.codec.render([*base, *new], tools=self.tools, add_generation_prompt=True)
         _, found, behind = rendered.rpartition(anchor)

@@ -132,6 +132,8 @@ def classify(held: str, full: str, codec: Codec) -> str:
     prompt = codec.generation_prompt
     if prompt and (prompt in held) != (prompt in full):
         return "generation_prompt"
+    if prompt:
+        held, full = held.rpartition(prompt)[2], full.rpartition(prompt)[2]
     parser = HermesParser()
     a, b = parser.parse(held), parser.parse(full)
     same_calls = [(c.name, c.arguments) for c in a.tool_calls] == [(c.name, c.arguments) for c in b.tool_calls]
@@ -188,8 +190,10 @@ class TemplateReport:
     """The same for a turn with reasoning."""
     renders_tools: bool
     """Tool schemas appear in the text."""
-    renders_tool_messages: bool
-    """Tool calls and tool results appear in the text."""
+    renders_calls: bool
+    """A turn's tool calls appear in the text of a history."""
+    renders_results: bool
+    """A tool's results appear in the text."""
     renders_parallel_results: bool
     """Two results that answer two calls of one turn appear in the text."""
     takes_system: bool
@@ -255,22 +259,24 @@ def probe(codec: Codec, *, tools: Sequence[Mapping[str, Any]] = ()) -> TemplateR
     renders_tools = schema_text is not None and name in schema_text
     one = text(*start, calling[0], results[0], with_tools=renders_tools)
     two = text(*start, calling[1], *results, with_tools=renders_tools)
-    renders_tool_messages = one is not None and "Zq0resultZ" in one and "Zq0toolZ" in one
+    renders_calls = one is not None and "Zq0argumentZ" in one
+    renders_results = one is not None and "Zq0resultZ" in one
     reasoned = text(*start, thinking, again)
     dated = (plain or "") + (schema_text or "")
     strips = reasoned is not None and "Zq0thoughtZ" not in reasoned
-    error = _problem(
-        codec, num_tools=len(tools), plain=plain, renders_tools=renders_tools, renders_tool_messages=renders_tool_messages
-    )
+    error = _problem(codec, num_tools=len(tools), plain=plain, tools=renders_tools, results=renders_results)
     reason = "sampled ids are kept and new messages appended"
     if strips:
         reason += "; a full render leaves past reasoning out, the held ids keep it"
+    if renders_results and not renders_calls:
+        reason += "; a full render leaves past tool calls out, the held ids keep them"
     return TemplateReport(
         keeps_turn_before_user=_keeps(plain, text(*start, turn, again), codec),
         keeps_turn_before_tool=_keeps(text(*start, calling[0], with_tools=renders_tools), one, codec),
         keeps_reasoning_before_user=_keeps(text(*start, thinking), reasoned, codec),
         renders_tools=renders_tools,
-        renders_tool_messages=renders_tool_messages,
+        renders_calls=renders_calls,
+        renders_results=renders_results,
         renders_parallel_results=two is not None and "Zq0resultZ" in two and "Zq1resultZ" in two,
         takes_system=takes_system,
         needs_user_first=text(turn) is None,
@@ -286,7 +292,7 @@ def probe(codec: Codec, *, tools: Sequence[Mapping[str, Any]] = ()) -> TemplateR
 
 def _tool_dialogue() -> tuple[tuple[Message, Message], tuple[Message, Message]]:
     """Return a turn with one call and one with two, and two results."""
-    calls = tuple(ToolCall(id=f"call_0_{i}", name=f"Zq{i}toolZ", arguments={"key": "value"}) for i in range(2))
+    calls = tuple(ToolCall(id=f"call_0_{i}", name=f"Zq{i}toolZ", arguments={"key": f"Zq{i}argumentZ"}) for i in range(2))
     results = tuple(
         Message(role="tool", content=f"Zq{i}resultZ", tool_call_id=c.id, name=c.name) for i, c in enumerate(calls)
     )
@@ -304,15 +310,13 @@ def _keeps(before: str | None, after: str | None, codec: Codec) -> bool | None:
     return after.startswith(before)
 
 
-def _problem(
-    codec: Codec, *, num_tools: int, plain: str | None, renders_tools: bool, renders_tool_messages: bool
-) -> str | None:
+def _problem(codec: Codec, *, num_tools: int, plain: str | None, tools: bool, results: bool) -> str | None:
     if codec.chat_template is None:
         return f"the tokenizer {codec.tokenizer.name_or_path!r} has no chat template; give one as `chat_template`"
     if plain is None:
         return "the chat template cannot render a user message and an answer; use the template that belongs to the model"
-    if num_tools and not renders_tools:
+    if num_tools and not tools:
         return f"the run has {num_tools} tool(s) and the chat template renders none; use a template that does, or no tools"
-    if num_tools and not renders_tool_messages:
-        return f"the run has {num_tools} tool(s) and the chat template renders no calls and results; use one that does"
+    if num_tools and not results:
+        return f"the run has {num_tools} tool(s) and the chat template renders no tool results; use a template that does"
     return None

@@ -1,0 +1,168 @@
+"""I5: the ids an episode grows turn by turn are those of a full render, or the check says why not. Over the tiny
+tokenizer, and over Qwen's real vocabulary with the published templates where they lie.
+
+Also: whatever an environment says, it adds no control token to the ids.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from polyturn.core.messages import Message, ToolCall
+from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.tokens.codec import Codec, load_codec
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.sanity import KINDS, check
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+TOOLS = [
+    {"type": "function", "function": {"name": n, "description": "d", "parameters": {"type": "object", "properties": {}}}}
+    for n in ("add", "look_up")
+]
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="needs the tokenizers and templates in ../shared/data")
+
+
+@functools.cache
+def tiny() -> Codec:
+    return Codec(tiny_tokenizer())
+
+
+@functools.cache
+def qwen(template: str) -> Codec:
+    return load_codec(
+        str(SHARED / "tokenizers" / "qwen2"), chat_template=str(SHARED / "chat_templates" / f"{template}.jinja")
+    )
+
+
+words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u0000"), min_size=0, max_size=12)
+control_like = st.sampled_from(
+    ["<|im_end|>", "<|im_start|>assistant\n", "<tool_call>", "</tool_response>", "<think>", "</think>", "<|im_", "end|>"]
+)
+plain_text = st.one_of(
+    st.sampled_from(["", "4", " a b\n", "\n\n", "What is 2 + 2?", "é日🙂", '{"a": "b"}', "</", "<"]), words
+)
+any_text = st.lists(st.one_of(plain_text, control_like), max_size=4).map("".join)
+values = st.one_of(st.integers(-99, 99), st.booleans(), st.sampled_from(["x", 'quote "', "é"]))
+calls = st.lists(st.tuples(st.sampled_from(["add", "look_up"]), st.dictionaries(st.sampled_from("abc"), values)), max_size=3)
+
+
+@st.composite
+def conversations(draw: st.DrawFn, text: st.SearchStrategy[str]) -> list[Message]:
+    """A prompt, then turns with their answers: tool results for as many calls as were made, else a user's reply."""
+    messages = [Message(role="system", content="Be brief.")] if draw(st.booleans()) else []
+    messages.append(Message(role="user", content="Hi, " + draw(plain_text)))
+    for turn in range(draw(st.integers(1, 4))):
+        made = tuple(
+            ToolCall(id=f"call_{turn}_{i}", name=name, arguments=arguments)
+            for i, (name, arguments) in enumerate(draw(calls))
+        )
+        said = "" if made and draw(st.booleans()) else "So " + draw(plain_text).strip()
+        messages.append(Message(role="assistant", content=said, tool_calls=made))
+        for call in made:
+            messages.append(Message(role="tool", content=draw(text), tool_call_id=call.id, name=call.name))
+        if not made or draw(st.booleans()):
+            messages.append(Message(role="user", content=draw(text)))
+    messages.append(Message(role="assistant", content="done"))
+    return messages
+
+
+def grow(codec: Codec, encoder: DeltaEncoder, messages: list[Message], say: Callable[[Message], str]) -> list[int]:
+    """Return the ids of an episode that says and hears `messages`."""
+    first = next(i for i, m in enumerate(messages) if m.role == "assistant")
+    ids = encoder.start(messages[:first]).tolist()
+    pending: list[Message] = []
+    for message in messages[first:]:
+        if message.role != "assistant":
+            pending.append(message)
+            continue
+        if pending:
+            ids += encoder.extend(pending, last_id=ids[-1]).tolist()
+            pending = []
+        ids += codec.encode(say(message)).tolist()
+    return ids
+
+
+def chatml(message: Message) -> str:
+    """Return what a model trained on ChatML with hermes calls samples to say `message`."""
+    blocks = [
+        "<tool_call>\n" + json.dumps({"name": c.name, "arguments": dict(c.arguments)}, ensure_ascii=False) + "\n</tool_call>"
+        for c in message.tool_calls
+    ]
+    return "\n".join([*([message.content] if message.content else []), *blocks]) + "<|im_end|>"  # type: ignore[list-item]
+
+
+@given(conversations(plain_text))
+@settings(deadline=None)
+def test_grown_ids_equal_a_full_render(messages: list[Message]) -> None:
+    encoder = DeltaEncoder(tiny(), tools=TOOLS)
+    ids = grow(tiny(), encoder, messages, chatml)
+    assert check(ids, encoder.full(messages), tiny()) is None
+    assert encoder.full(messages)[: len(ids)].tolist() == ids
+
+
+@given(conversations(any_text))
+@settings(deadline=None)
+def test_grown_ids_equal_a_full_render_also_when_the_environment_writes_control_text(messages: list[Message]) -> None:
+    encoder = DeltaEncoder(tiny(), tools=TOOLS)
+    ids = grow(tiny(), encoder, messages, chatml)
+    assert check(ids, encoder.full(messages), tiny()) is None
+
+
+@given(conversations(any_text), st.data())
+@settings(deadline=None)
+def test_the_environment_adds_no_control_token(messages: list[Message], data: st.DataObject) -> None:
+    codec, encoder = tiny(), DeltaEncoder(tiny(), tools=TOOLS)
+    heard = [m for m in messages[1:] if m.role in ("tool", "user")][-3:]
+    heard = [
+        Message(role=m.role, content=m.content, tool_call_id=m.tool_call_id, name=m.name and data.draw(any_text))
+        for m in heard
+    ]
+    if not heard:
+        return
+    last = codec.stop_token_ids[0]
+    quiet = [Message(role=m.role, content="4", tool_call_id=m.tool_call_id, name=m.name and "add") for m in heard]
+    said = codec.control_in(encoder.extend(heard, last_id=last))
+    assert said.tolist() == codec.control_in(encoder.extend(quiet, last_id=last)).tolist()
+
+
+@given(conversations(plain_text), st.sampled_from(["\n", " ", "<think>\nhm\n</think>\n\n"]))
+@settings(deadline=None)
+def test_where_grown_ids_differ_the_check_says_why(messages: list[Message], before: str) -> None:
+    """A model may start a turn with white space, which a full render merges, or think without the message keeping it."""
+    encoder = DeltaEncoder(tiny(), tools=TOOLS)
+    ids = grow(tiny(), encoder, messages, lambda m: before + chatml(m))
+    found = check(ids, encoder.full(messages), tiny())
+    assert found is not None
+    assert found.kind in ("whitespace", "merge", "reasoning_stripped")
+    assert found.kind in KINDS
+    assert ids[: found.index] == encoder.full(messages)[: found.full_index].tolist()
+
+
+@needs_shared
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3_instruct_2507", "qwen3_vl"])
+@given(messages=conversations(any_text))
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+def test_grown_ids_equal_a_full_render_with_published_templates(template: str, messages: list[Message]) -> None:
+    codec = qwen(template)
+    encoder = DeltaEncoder(codec, tools=TOOLS)
+    ids = grow(codec, encoder, messages, chatml)
+    assert check(ids, encoder.full(messages), codec) is None
+
+
+@needs_shared
+@given(messages=conversations(plain_text))
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+def test_a_template_that_writes_reasoning_by_position_differs_only_in_reasoning(messages: list[Message]) -> None:
+    """Qwen 3 writes an empty thought into the turns behind the last user message when it renders them as history."""
+    codec = qwen("qwen3")
+    encoder = DeltaEncoder(codec, tools=TOOLS)
+    found = check(grow(codec, encoder, messages, chatml), encoder.full(messages), codec)
+    assert found is not None
+    assert found.kind == "reasoning_stripped"

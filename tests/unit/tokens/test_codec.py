@@ -1,0 +1,172 @@
+"""The codec: who may write control tokens, what ends a turn, and what a bad template or tokenizer is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyturn.core.errors import ConfigError, TemplateError
+from polyturn.core.messages import Message, ToolCall
+from polyturn.testing.tiny import TAG_TOKENS, TURN_TOKENS, tiny_tokenizer
+from polyturn.tokens.codec import Codec, load_codec
+
+CODEC = Codec(tiny_tokenizer())
+CONTROL = (*TURN_TOKENS, *TAG_TOKENS)
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="needs the tokenizers and templates in ../shared/data")
+
+texts = st.lists(
+    st.one_of(st.sampled_from([*CONTROL, "<|im_", "end|>", "<", ">", " ", "\n"]), st.text(max_size=5)), max_size=8
+)
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def test_template_text_is_read_with_control_tokens_and_nothing_is_added() -> None:
+    ids = CODEC.encode("<|im_start|>user\nhi<|im_end|>")
+    assert [CODEC.control_tokens[i] for i in CODEC.control_in(ids).tolist()] == ["<|im_start|>", "<|im_end|>"]
+    assert CODEC.decode(ids) == "<|im_start|>user\nhi<|im_end|>"
+
+
+@given(texts.map("".join))
+def test_environment_text_never_becomes_a_control_token_and_survives(text: str) -> None:
+    ids = CODEC.encode_plain(text)
+    assert len(CODEC.control_in(ids)) == 0
+    assert CODEC.decode(ids) == text
+
+
+@given(texts.map("".join))
+def test_fenced_text_gives_exactly_the_control_tokens_of_the_template_around_it(text: str) -> None:
+    marker = "Zq7Fence0Z"
+    ids = CODEC.encode_fenced(f"<|im_start|>user\n{CODEC.fence(text, marker)}<|im_end|>", marker)
+    assert [CODEC.control_tokens[i] for i in CODEC.control_in(ids).tolist()] == ["<|im_start|>", "<|im_end|>"]
+    assert CODEC.decode(ids) == f"<|im_start|>user\n{text}<|im_end|>"
+
+
+def test_control_text_that_the_models_own_vocabulary_holds_is_cut_apart() -> None:
+    """In some vocabularies (Gemma's) control tokens are ordinary pieces too, found even when they are not added tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*pre_tokenizers.ByteLevel.alphabet(), "<end>"]
+    backend = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    codec = Codec(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
+    assert codec.encode("<end>").tolist() == [256]
+    assert 256 not in codec.encode_plain("<end>")
+    assert codec.decode(codec.encode_plain("<end>")) == "<end>"
+
+
+def test_a_lone_surrogate_becomes_a_question_mark() -> None:
+    assert CODEC.decode(CODEC.encode_plain(json.loads('"a\\ud800b"'))) == "a?b"
+
+
+def test_what_ends_a_turn_is_found_by_rendering_one() -> None:
+    assert [CODEC.control_tokens[i] for i in CODEC.stop_token_ids] == ["<|im_end|>"]
+    assert CODEC.generation_prompt == "<|im_start|>assistant\n"
+
+
+def test_a_turn_is_read_without_its_stop_token_and_a_cut_turn_whole() -> None:
+    ids = CODEC.encode("<think>x</think>hi<|im_end|>")
+    assert CODEC.decode_turn(ids) == "<think>x</think>hi"
+    assert CODEC.decode_turn(ids[:-1]) == "<think>x</think>hi"
+    assert CODEC.decode_turn(ids[:0]) == ""
+    assert CODEC.decode(ids, skip_special_tokens=True) == "<think>x</think>hi"
+
+
+def test_an_id_outside_the_vocabulary_reads_as_nothing() -> None:
+    assert CODEC.decode([*CODEC.encode("hi").tolist(), CODEC.vocab_size + 5]) == "hi"
+
+
+def test_the_fingerprint_is_stable_and_follows_the_template_and_the_vocabulary() -> None:
+    same = Codec(tiny_tokenizer())
+    assert same.fingerprint == CODEC.fingerprint
+    others = [
+        Codec(tiny_tokenizer(), chat_template="{{ messages }}"),
+        Codec(tiny_tokenizer(), template_kwargs={"enable_thinking": False}),
+        Codec(tiny_tokenizer(300)),
+    ]
+    assert len({CODEC.fingerprint, *(c.fingerprint for c in others)}) == 4
+
+
+def test_template_arguments_reach_the_template() -> None:
+    codec = Codec(tiny_tokenizer(), chat_template="{{ mood }}:{{ messages[0].content }}", template_kwargs={"mood": "calm"})
+    assert codec.render([user("hi")]) == "calm:hi"
+
+
+def test_a_call_that_could_not_be_parsed_is_rendered_as_the_model_wrote_it() -> None:
+    broken = ToolCall(id="call_0", name="", raw="<tool_call>\n{oops\n</tool_call>", error="not JSON")
+    fine = ToolCall(id="call_1", name="add", arguments={"a": 1})
+    text = CODEC.render([user("hi"), Message(role="assistant", content="So:", tool_calls=(broken, fine))])
+    assert "So:\n<tool_call>\n{oops\n</tool_call>\n<tool_call>\n" in text
+    assert '{"name": "add", "arguments": {"a": 1}}' in text
+
+
+def test_text_parts_are_joined_for_templates_that_know_only_text() -> None:
+    parts = ({"type": "text", "text": "a"}, {"type": "text", "text": "b"})
+    assert CODEC.render([Message(role="user", content=parts)]) == "<|im_start|>user\nab<|im_end|>\n"
+
+
+def test_a_template_that_pastes_arguments_gets_them_as_json() -> None:
+    """DeepSeek's template concatenates arguments with text."""
+    calls = "{% for c in m.tool_calls or [] %}{{ '|' + c.function.arguments }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    codec = Codec(tiny_tokenizer(), chat_template=template)
+    call = ToolCall(id="c", name="add", arguments={"a": "é"})
+    assert codec.render([user("hi"), Message(role="assistant", content="", tool_calls=(call,))]) == 'hi|{"a": "é"}'
+
+
+def test_a_missing_template_is_named() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    codec = Codec(tokenizer)
+    with pytest.raises(TemplateError, match="has no chat template; give one"):
+        codec.render([user("hi")])
+    assert codec.stop_token_ids == (tokenizer.eos_token_id,)
+
+
+def test_a_template_that_fails_names_the_message_it_fails_on() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
+    )
+    codec = Codec(tiny_tokenizer(), chat_template=template)
+    messages = [user("hi"), Message(role="assistant", content="x"), Message(role="tool", content="4"), user("bye")]
+    with pytest.raises(TemplateError, match=r"message 2, a tool message \(TemplateError: no tools here\)"):
+        codec.render(messages)
+    with pytest.raises(TemplateError, match="message 0, a user message"):
+        Codec(tiny_tokenizer(), chat_template="{{ nothing.at.all }}").render([user("hi")])
+
+
+def test_a_slow_tokenizer_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ConfigError, match="Slow has no fast backend"):
+        Codec(Slow())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no usable tokenizer at"):
+        load_codec(str(tmp_path / "nowhere"))
+
+
+def test_a_saved_tokenizer_loads_as_the_same_codec(tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert load_codec(str(tmp_path)).fingerprint == CODEC.fingerprint
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
+    assert load_codec(str(tmp_path), chat_template=str(tmp_path / "own.jinja")).render([user("hi")]) == "hi!"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_codec(str(tmp_path), chat_template="missing.jinja")
+
+
+@needs_shared
+def test_the_real_vocabulary_keeps_environment_text_apart_too() -> None:
+    codec = load_codec(str(SHARED / "tokenizers" / "qwen2"), chat_template=str(SHARED / "chat_templates" / "qwen2_5.jinja"))
+    assert codec.vocab_size == 151669
+    assert codec.stop_token_ids == (151645,)
+    text = " ".join(codec.control_tokens.values())
+    assert len(codec.control_in(codec.encode(text))) == len(codec.control_tokens)
+    assert len(codec.control_in(codec.encode_plain(text))) == 0
+    assert codec.decode(codec.encode_plain(text)) == text
