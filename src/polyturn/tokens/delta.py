@@ -60,6 +60,8 @@ class DeltaEncoder:
         self.codec = codec
         self.tools = tuple(tools)
         self._frames: dict[tuple[object, ...], _Frame | None] = {}
+        self._controls: dict[tuple[object, ...], tuple[int, ...]] = {}
+        """The template's own control tokens around the shapes that have no frame."""
         self._takes_system: bool | None = None
 
     def start(self, messages: Sequence[Message]) -> Ids:
@@ -170,10 +172,14 @@ class DeltaEncoder:
         marker = _marker(values.values())
         fenced = [_map_text(m, lambda text: self.codec.fence(text, marker)) for m in new]
         ids = self.codec.encode_fenced(self._render_delta(fenced), marker)
-        plain = [_map_text(m, lambda text: "x" if text.strip() else text) for m in new]
-        expected = self.codec.control_in(self.codec.encode(self._render_delta(plain)))
-        found = self.codec.control_in(ids)
-        if found.tolist() == expected.tolist():
+        shape = _shape(new)
+        expected = self._controls.get(shape) if shape is not None else None
+        if expected is None:
+            plain = [_map_text(m, lambda text: "x" if text.strip() else text) for m in new]
+            expected = tuple(self.codec.control_in(self.codec.encode(self._render_delta(plain))).tolist())
+            if shape is not None:
+                self._controls[shape] = expected
+        if tuple(self.codec.control_in(ids).tolist()) == expected:
             return ids
         closed = [_map_text(m, lambda text: marker + text + marker if text else text) for m in new]
         return self.codec.encode_fenced(self._render_delta(closed), marker)
