@@ -37,8 +37,9 @@ def _frozen(values: ArrayLike, dtype: type[Any]) -> NDArray[Any]:
     if array.ndim != 1:
         raise ValueError(f"a per-token array is one-dimensional, this one has shape {array.shape}")
     if array.flags.writeable:
-        # A caller's own writeable array must not change under a record, so it is copied; a fresh one is ours already.
-        array = array.copy() if isinstance(values, np.ndarray) else array
+        # What a caller can still write to (an array, a tensor, a buffer) must not change under a record, so it is copied;
+        # one that was made just now from a list is ours already.
+        array = array.copy() if isinstance(values, np.ndarray) or array.base is not None else array
         array.flags.writeable = False
     return array
 

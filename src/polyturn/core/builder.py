@@ -133,7 +133,7 @@ class TrajectoryBuilder:
                 best = index
         if best >= 0:
             self._current = best
-            rest = new[self._segments[best].length :]
+            rest = new[self._segments[best].length :].copy()  # a view would keep the whole prompt alive in the span
             return self.observe(rest, turn=turn) if len(rest) else None
         parent = None
         for index, segment in enumerate(self._segments):
@@ -149,12 +149,15 @@ class TrajectoryBuilder:
             AlignmentError: a span was not sampled, or the lengths differ.
         """
         chosen = float_array(weights)
-        total = sum(len(self.span(ref)) for ref in refs)
+        spans = [self.span(ref) for ref in refs]
+        for span in spans:
+            if span.source is not SpanSource.SAMPLED:
+                raise AlignmentError(f"this {span.source.value} span cannot be weighted; only sampled tokens can be trained")
+        total = sum(len(span) for span in spans)
         if len(chosen) != total:
             raise AlignmentError(f"{len(chosen)} weights for {total} sampled tokens; they must be as many")
         start = 0
-        for ref in refs:
-            old = self.span(ref)
+        for ref, old in zip(refs, spans, strict=True):
             end = start + len(old)
             self._segments[ref.segment].spans[ref.span] = dataclasses.replace(old, weights=chosen[start:end])
             start = end

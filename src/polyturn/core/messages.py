@@ -104,15 +104,19 @@ def _call_from_openai(data: Mapping[str, Any], index: int) -> ToolCall:
     function = data.get("function", data)
     if not function.get("name"):
         raise DataError(f"a tool call needs a name; this one is {dict(data)!r}")
-    arguments = function.get("arguments") or {}
-    error = None
-    if isinstance(arguments, str):
-        raw = arguments
+    written = function.get("arguments") or {}
+    arguments, error = written, None
+    if isinstance(written, str):
         try:
-            arguments = json.loads(raw)
+            arguments = json.loads(written)
         except json.JSONDecodeError as problem:
             arguments, error = {}, f"arguments are not valid JSON ({problem.msg} at position {problem.pos})"
-        else:
-            if not isinstance(arguments, dict):
-                arguments, error = {}, f"arguments must be a JSON object, not {type(arguments).__name__}"
-    return ToolCall(id=str(data.get("id") or f"call_{index}"), name=str(function["name"]), arguments=arguments, error=error)
+    if not isinstance(arguments, Mapping):
+        arguments, error = {}, f"arguments must be a JSON object, not {type(arguments).__name__}"
+    return ToolCall(
+        id=str(data.get("id") or f"call_{index}"),
+        name=str(function["name"]),
+        arguments=arguments,
+        raw=str(written) if error else "",
+        error=error,
+    )

@@ -88,7 +88,7 @@ def import_attr(path: str, *, base: Path | None = None) -> Any:
     where, colon, name = path.rpartition(":")
     if not colon:
         where, _, name = path.rpartition(".")
-    if not where or not name:
+    if not where or not name or (not colon and name == "py"):
         raise ConfigError(f"{path!r} is not an import path; write it as 'package.module:Name' or 'file.py:Name'")
     module = _load_file(str((base or Path()).joinpath(where).resolve())) if where.endswith(".py") else _load_module(where)
     try:
@@ -104,7 +104,7 @@ def import_attr(path: str, *, base: Path | None = None) -> Any:
 def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ImportError as problem:
+    except Exception as problem:
         raise MissingModuleError(
             f"the module {name!r} cannot be imported ({one_line(problem)}); check its spelling, and that its folder is "
             "installed or on PYTHONPATH"

@@ -30,7 +30,7 @@ def to_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, np.ndarray):
-        return [_number(v) for v in value.tolist()]
+        return [_number(v) for v in value.tolist()] if value.ndim == 1 else to_json(value.tolist())
     if isinstance(value, np.generic):
         return _number(value.item())
     if isinstance(value, Mapping):

@@ -53,6 +53,10 @@ class Span(Record):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", ids_array(self.ids))
+        if self.policy_version is not None and self.source is not SpanSource.SAMPLED:
+            raise AlignmentError(
+                f"this {self.source.value} span has policy version {self.policy_version}; only sampled tokens have one"
+            )
         if self.logprobs is not None:
             object.__setattr__(self, "logprobs", float_array(self.logprobs))
             self._check("logprobs", self.logprobs)
@@ -61,7 +65,7 @@ class Span(Record):
             self._check("weights", self.weights)
             if self.source is not SpanSource.SAMPLED and np.any(self.weights):
                 raise AlignmentError(
-                    f"a {self.source.value} span has a weight other than 0; only sampled tokens can be trained"
+                    f"this {self.source.value} span has a weight other than 0; only sampled tokens can be trained"
                 )
 
     def __len__(self) -> int:
@@ -69,7 +73,7 @@ class Span(Record):
 
     def _check(self, name: str, array: Floats) -> None:
         if self.source is not SpanSource.SAMPLED and name == "logprobs":
-            raise AlignmentError(f"a {self.source.value} span has logprobs; only sampled tokens have them")
+            raise AlignmentError(f"this {self.source.value} span has logprobs; only sampled tokens have them")
         if len(array) != len(self.ids):
             raise AlignmentError(f"a span of {len(self.ids)} ids has {len(array)} {name}; they must be as many")
 

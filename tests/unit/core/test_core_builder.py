@@ -1,0 +1,225 @@
+"""TrajectoryBuilder: appends tokens, splits by policy version, branches on a history edit, and copies nothing old."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.core.builder import TrajectoryBuilder
+from polyturn.core.errors import AlignmentError
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.trajectory import Branch, SpanRef, SpanSource
+
+
+def completion(ids: list[int], **more: Any) -> Completion:
+    return Completion(token_ids=ids, logprobs=[-float(i) for i in ids], finish_reason=FinishReason.STOP, **more)
+
+
+def two_turns() -> TrajectoryBuilder:
+    """One segment: prompt 1 2 3, turn 0 sampled 4 5, observed 6, turn 1 sampled 7."""
+    builder = TrajectoryBuilder()
+    builder.open([1, 2, 3])
+    builder.sample(completion([4, 5]), turn=0)
+    builder.observe([6], turn=0)
+    builder.sample(completion([7]), turn=1)
+    return builder
+
+
+def test_a_conversation_without_edits_is_one_segment() -> None:
+    (segment,) = two_turns().build()
+    assert segment.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert segment.loss_weights.tolist() == [0, 0, 0, 1, 1, 0, 1]
+    assert segment.logprobs.tolist() == [0, 0, 0, -4, -5, 0, -7]
+    assert segment.turn_ids.tolist() == [-1, -1, -1, 0, 0, 0, 1]
+    assert segment.parent is None
+
+
+def test_references_lead_to_the_spans_they_were_given_for() -> None:
+    builder = TrajectoryBuilder()
+    assert builder.open([1]) == SpanRef(0, 0)
+    assert builder.sample(completion([2]), turn=0) == (SpanRef(0, 1),)
+    assert builder.observe([3], turn=0) == SpanRef(0, 2)
+    assert builder.rewrite([9], turn=1) == SpanRef(1, 0)
+    assert builder.span(SpanRef(0, 1)).ids.tolist() == [2]
+
+
+def test_k_policy_versions_become_k_spans() -> None:
+    builder = TrajectoryBuilder()
+    builder.open([1])
+    refs = builder.sample(completion([2, 3, 4, 5], policy_versions=((0, 7), (1, 8), (3, 9))), turn=0, weights=[1, 0, 0.5, 1])
+    spans = [builder.span(r) for r in refs]
+    assert [(s.ids.tolist(), s.policy_version) for s in spans] == [([2], 7), ([3, 4], 8), ([5], 9)]
+    (segment,) = builder.build()
+    assert segment.versions.tolist() == [-1, 7, 8, 8, 9]
+    assert segment.loss_weights.tolist() == [0, 1, 0, 0.5, 1]
+    assert segment.logprobs.tolist() == [0, -2, -3, -4, -5]
+
+
+def test_weights_of_another_length_are_refused_and_nothing_is_appended() -> None:
+    builder = TrajectoryBuilder()
+    builder.open([1])
+    with pytest.raises(AlignmentError, match="turn 0: 1 weights for 2 sampled tokens"):
+        builder.sample(completion([2, 3]), turn=0, weights=[1])
+    assert builder.context.tolist() == [1]
+
+
+def test_weights_can_be_set_later_over_all_spans_of_a_turn() -> None:
+    builder = TrajectoryBuilder()
+    builder.open([1])
+    refs = builder.sample(completion([2, 3, 4], policy_versions=((0, 1), (2, 2))), turn=0)
+    builder.reweigh(refs, [1, 0, 0.5])
+    assert builder.build()[0].loss_weights.tolist() == [0, 1, 0, 0.5]
+    with pytest.raises(AlignmentError, match="2 weights for 3 sampled tokens"):
+        builder.reweigh(refs, [1, 1])
+
+
+def test_only_sampled_spans_can_be_reweighed_and_a_refusal_changes_nothing() -> None:
+    builder = two_turns()
+    with pytest.raises(AlignmentError, match="this observation span cannot be weighted"):
+        builder.reweigh([SpanRef(0, 1), SpanRef(0, 2)], [0, 0, 0])
+    assert builder.build()[0].loss_weights.tolist() == [0, 0, 0, 1, 1, 0, 1]
+
+
+def test_nothing_can_be_done_before_there_is_a_prompt() -> None:
+    with pytest.raises(AlignmentError, match="call `open` with the prompt first"):
+        _ = TrajectoryBuilder().context
+    with pytest.raises(AlignmentError, match="call `open`"):
+        TrajectoryBuilder().observe([1], turn=0)
+
+
+def test_a_rewrite_without_any_segment_opens_the_first() -> None:
+    builder = TrajectoryBuilder()
+    builder.rewrite([1, 2], turn=0)
+    assert builder.build()[0].parent is None
+    assert builder.context.tolist() == [1, 2]
+
+
+def test_a_prompt_that_continues_the_segment_adds_only_what_is_new() -> None:
+    builder = two_turns()
+    ref = builder.rewrite([1, 2, 3, 4, 5, 6, 7, 8, 9], turn=1)
+    assert ref == SpanRef(0, 4)
+    assert builder.span(ref).source is SpanSource.OBSERVATION
+    assert builder.span(ref).ids.tolist() == [8, 9]
+    assert builder.num_segments == 1
+
+
+def test_a_prompt_equal_to_the_segment_adds_nothing() -> None:
+    builder = two_turns()
+    assert builder.rewrite([1, 2, 3, 4, 5, 6, 7], turn=1) is None
+    assert len(builder.build()[0].spans) == 4
+
+
+def test_an_edited_history_opens_a_branch_in_which_replayed_tokens_weigh_nothing() -> None:
+    builder = two_turns()
+    assert builder.rewrite([1, 2, 3, 4, 6, 7, 8], turn=2) == SpanRef(1, 0)
+    old, new = builder.build()
+    assert new.parent == Branch(0, 4)
+    assert new.spans[0].source is SpanSource.PROMPT
+    assert new.loss_weights.tolist() == [0] * 7
+    assert old.loss_weights.sum() == 3
+    builder.sample(completion([9]), turn=2)
+    assert builder.build()[0].same_as(old)
+    assert builder.build()[1].loss_weights.tolist() == [0] * 7 + [1]
+
+
+def test_a_prefix_of_a_segment_is_a_branch_because_the_segment_goes_on_otherwise() -> None:
+    builder = two_turns()
+    builder.rewrite([1, 2, 3], turn=2)
+    assert builder.build()[1].parent == Branch(0, 3)
+
+
+def test_a_branch_without_a_common_token_has_no_parent() -> None:
+    builder = two_turns()
+    builder.rewrite([9, 9], turn=2)
+    assert builder.build()[1].parent is None
+
+
+def test_of_the_segments_that_a_prompt_continues_the_longest_grows() -> None:
+    builder = TrajectoryBuilder()
+    for prompt in ([1], [1, 2, 3], [1, 2]):
+        builder.open(prompt)
+    builder.rewrite([1, 2, 3, 4], turn=0)
+    assert [s.token_ids.tolist() for s in builder.build()] == [[1], [1, 2, 3, 4], [1, 2]]
+    builder.sample(completion([5]), turn=0)
+    assert builder.context.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_branch_starts_where_it_shares_most() -> None:
+    builder = TrajectoryBuilder()
+    for prompt in ([1, 9, 9], [1, 2, 3, 9], [1, 2, 9]):
+        builder.open(prompt)
+    builder.rewrite([1, 2, 3, 4], turn=0)
+    assert builder.build()[3].parent == Branch(1, 3)
+
+
+def test_going_back_to_an_older_segment_lets_it_grow_on() -> None:
+    builder = two_turns()
+    builder.rewrite([1, 2, 8], turn=2)
+    builder.sample(completion([9]), turn=2)
+    builder.rewrite([1, 2, 3, 4, 5, 6, 7, 8], turn=3)
+    assert [s.token_ids.tolist() for s in builder.build()] == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 8, 9]]
+
+
+def test_another_agents_segment_is_neither_continued_nor_branched_from() -> None:
+    builder = TrajectoryBuilder(agent="solver")
+    builder.open([1, 2, 3], agent="critic")
+    builder.rewrite([1, 2, 3, 4], turn=0)
+    critic, solver = builder.build()
+    assert critic.token_ids.tolist() == [1, 2, 3]
+    assert (solver.agent, solver.parent) == ("solver", None)
+
+
+def test_media_belongs_to_the_segment_that_grows() -> None:
+    builder = TrajectoryBuilder()
+    builder.open([1])
+    builder.add_media("a.png")
+    builder.rewrite([2], turn=0)
+    builder.add_media("b.png", "c.png")
+    assert [s.media for s in builder.build()] == [("a.png",), ("b.png", "c.png")]
+
+
+def test_the_context_and_a_request_of_it_share_the_builders_memory() -> None:
+    builder = TrajectoryBuilder()
+    builder.open([1, 2, 3])
+    first = builder.context
+    builder.sample(completion([4]), turn=0)
+    request = GenerateRequest(request_id="r", session_id="s", prompt_ids=builder.context)
+    assert np.shares_memory(request.prompt_ids, first)
+    with pytest.raises(ValueError, match="read-only"):
+        request.prompt_ids[0] = 9
+
+
+def test_what_an_engine_still_holds_does_not_change_when_the_buffer_grows() -> None:
+    builder = TrajectoryBuilder()
+    builder.open([1, 2, 3])
+    held = builder.context
+    for turn in range(20):
+        builder.observe(range(100), turn=turn)
+    assert not np.shares_memory(held, builder.context)
+    assert held.tolist() == [1, 2, 3]
+    assert builder.context[:3].tolist() == [1, 2, 3]
+    assert len(builder.context) == 2003
+
+
+def test_a_turn_costs_its_new_tokens_however_long_the_history_is() -> None:
+    """The buffer doubles: 4096 turns of one token move it a handful of times, not 4096 times."""
+    builder = TrajectoryBuilder()
+    builder.open([0])
+    moves, last = 0, builder.context
+    for turn in range(4096):
+        builder.observe([turn], turn=turn)
+        now = builder.context
+        moves += not np.shares_memory(now, last)
+        last = now
+    assert moves <= 5
+
+
+def test_a_full_render_that_only_adds_a_few_tokens_does_not_keep_the_render_alive() -> None:
+    builder = TrajectoryBuilder()
+    builder.open(range(1000))
+    ref = builder.rewrite([*range(1000), 7], turn=0)
+    assert ref is not None
+    ids = builder.span(ref).ids
+    assert ids.base is None or ids.base.size < 10

@@ -1,0 +1,55 @@
+"""What an engine is asked and answers: impossible sampling and misaligned answers are refused at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polyturn.core.errors import AlignmentError, ConfigError
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.core.protocols import Engine, EngineCapabilities, Interaction, Tool
+
+
+@pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}])
+def test_sampling_that_cannot_work_names_the_field_and_its_value(bad: dict[str, Any]) -> None:
+    ((name, value),) = bad.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value}"):
+        SamplingParams(**bad)
+
+
+def test_greedy_is_temperature_zero() -> None:
+    assert SamplingParams(temperature=0).temperature == 0
+
+
+def test_an_engine_returns_one_logprob_a_token() -> None:
+    with pytest.raises(AlignmentError, match="a completion of 2 tokens came with 1 logprobs"):
+        Completion(token_ids=[1, 2], logprobs=[-1.0], finish_reason=FinishReason.STOP)
+
+
+@pytest.mark.parametrize("runs", [(), ((1, 0),), ((0, 1), (0, 2)), ((0, 1), (5, 2), (3, 3))])
+def test_policy_versions_are_rising_runs_from_token_zero(runs: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(AlignmentError, match="rising runs that start at token 0"):
+        Completion(token_ids=[1] * 8, finish_reason=FinishReason.STOP, policy_versions=runs)
+
+
+def test_an_empty_completion_is_legal() -> None:
+    assert len(Completion(token_ids=[], logprobs=[], finish_reason=FinishReason.ABORT).token_ids) == 0
+
+
+class DuckEngine:
+    """Has the methods, inherits nothing."""
+
+    capabilities = EngineCapabilities()
+
+    async def generate(self, request: GenerateRequest) -> Completion: ...
+    async def abort(self, request_id: str) -> None: ...
+    async def end_session(self, session_id: str) -> None: ...
+    async def update_weights(self, version: int, *, weights: Any = None) -> None: ...
+    async def close(self) -> None: ...
+
+
+def test_a_plug_in_needs_the_methods_and_no_base_class() -> None:
+    assert isinstance(DuckEngine(), Engine)
+    assert not isinstance(DuckEngine(), Tool)
+    assert not isinstance(DuckEngine(), Interaction)

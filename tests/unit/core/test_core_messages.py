@@ -1,0 +1,91 @@
+"""Messages and their OpenAI form, the edge to files, templates and plug-ins."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyturn.core.errors import DataError
+from polyturn.core.messages import Message, ToolCall, to_openai
+
+
+def test_a_plain_message_has_only_role_and_content() -> None:
+    assert Message(role="user", content="hi").to_openai() == {"role": "user", "content": "hi"}
+
+
+def test_an_assistant_message_with_calls_has_openai_form_with_arguments_as_an_object() -> None:
+    call = ToolCall(id="call_0", name="add", arguments={"a": 2})
+    assert to_openai([Message(role="assistant", tool_calls=(call,), reasoning="hm")]) == [
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+        }
+    ]
+
+
+def test_a_tool_message_names_its_call_and_its_tool() -> None:
+    message = Message(role="tool", content="4", tool_call_id="call_0", name="add")
+    assert message.to_openai() == {"role": "tool", "content": "4", "tool_call_id": "call_0", "name": "add"}
+
+
+def test_text_joins_the_text_parts_and_leaves_images_out() -> None:
+    parts = ({"type": "text", "text": "a"}, {"type": "image", "image": "x.png"}, {"type": "text", "text": "b"})
+    assert Message(role="user", content=parts).text == "ab"
+    assert Message(role="user", content="plain").text == "plain"
+
+
+def test_changing_the_dict_does_not_change_the_message() -> None:
+    message = Message(role="user", content=({"type": "text", "text": "a"},))
+    message.to_openai()["content"][0]["text"] = "b"
+    assert message.text == "a"
+
+
+def test_content_none_is_empty_and_bare_strings_in_a_list_are_text_parts() -> None:
+    assert Message.from_openai({"role": "assistant", "content": None}).content == ""
+    assert Message.from_openai({"role": "user", "content": ["a", {"type": "text", "text": "b"}]}).text == "ab"
+
+
+def test_a_message_passes_through() -> None:
+    message = Message(role="user", content="x")
+    assert Message.from_openai(message) is message
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_reasoning_is_read_under_both_names(key: str) -> None:
+    assert Message.from_openai({"role": "assistant", "content": "", key: "why"}).reasoning == "why"
+
+
+def test_arguments_are_read_from_json_text_and_from_an_object() -> None:
+    for arguments in ('{"a": 1}', {"a": 1}):
+        data = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
+        assert Message.from_openai(data).tool_calls == (ToolCall(id="c", name="f", arguments={"a": 1}),)
+
+
+def test_calls_without_an_id_are_numbered_and_the_flat_form_is_read() -> None:
+    message = Message.from_openai({"role": "assistant", "tool_calls": [{"name": "f"}, {"name": "g", "arguments": None}]})
+    assert message.tool_calls == (ToolCall(id="call_0", name="f"), ToolCall(id="call_1", name="g"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ('{"a": ', "not valid JSON (Expecting value at position 6)"),
+        ("[1]", "must be a JSON object, not list"),
+        ([1], "must be a JSON object, not list"),
+        ("null", "must be a JSON object, not NoneType"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_kept_with_their_error(arguments: object, error: str) -> None:
+    message = Message.from_openai({"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]})
+    (call,) = message.tool_calls
+    assert call.arguments == {}
+    assert error in (call.error or "")
+    assert call.raw == str(arguments)
+
+
+def test_a_message_without_a_role_and_a_call_without_a_name_are_refused() -> None:
+    with pytest.raises(DataError, match=r"needs a 'role'; this one has the keys \['content'\]"):
+        Message.from_openai({"content": "x"})
+    with pytest.raises(DataError, match="a tool call needs a name"):
+        Message.from_openai({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]})

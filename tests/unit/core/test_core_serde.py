@@ -1,0 +1,79 @@
+"""JSON of the core types: what JSON cannot write survives, and what a record lacks is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from enum import Enum
+
+import numpy as np
+import pytest
+
+from polyturn.core.generation import FinishReason
+from polyturn.core.messages import Message
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.serde import from_json, to_json
+from polyturn.core.trajectory import Branch, Segment, Span, SpanSource
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+def test_minus_infinity_and_nan_survive_as_words() -> None:
+    span = Span(ids=[1, 2, 3], source=SpanSource.SAMPLED, logprobs=[-np.inf, np.nan, -0.1])
+    text = json.dumps(to_json(span), allow_nan=False)
+    assert json.loads(text)["logprobs"][:2] == ["-inf", "nan"]
+    assert from_json(Span, json.loads(text)).same_as(span)
+
+
+def test_float32_comes_back_bit_for_bit() -> None:
+    values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    span = Span(ids=np.arange(1000), source=SpanSource.SAMPLED, logprobs=values)
+    back = from_json(Span, json.loads(json.dumps(to_json(span))))
+    assert back.logprobs is not None
+    assert back.logprobs.tobytes() == values.tobytes()
+
+
+def test_named_tuples_enums_and_nested_records_come_back_typed() -> None:
+    segment = Segment(spans=(Span(ids=[1], source=SpanSource.PROMPT),), parent=Branch(0, 3))
+    back = from_json(Segment, json.loads(json.dumps(to_json(segment))))
+    assert back.parent == Branch(0, 3)
+    assert isinstance(back.parent, Branch)
+    assert back.spans[0].source is SpanSource.PROMPT
+    sample = TrainSample(id=SampleId("g", "t", 2), token_ids=[1], loss_weights=[0], turn_ids=[-1])
+    assert from_json(TrainSample, to_json(sample)).id.segment == 2
+
+
+def test_content_is_text_or_parts() -> None:
+    for content in ("plain", ({"type": "text", "text": "a"},)):
+        message = Message(role="user", content=content)
+        assert from_json(Message, to_json(message)) == message
+
+
+def test_loose_values_become_plain_data() -> None:
+    value = {
+        1: np.float32(0.5),
+        "nan": math.nan,
+        "enum": Colour.RED,
+        "matrix": np.array([[1.0, np.inf]]),
+        "scalar": np.array(3),
+        "set": {7},
+        "object": FinishReason,
+    }
+    plain = to_json(value)
+    assert plain["1"] == 0.5
+    assert plain["nan"] == "nan"
+    assert plain["enum"] == "red"
+    assert plain["matrix"] == [[1.0, "inf"]]
+    assert plain["scalar"] == 3
+    assert plain["set"] == [7]
+    assert isinstance(plain["object"], str)
+    assert json.dumps(plain, allow_nan=False)
+
+
+def test_a_field_that_is_not_there_or_not_known_is_refused() -> None:
+    with pytest.raises(TypeError, match="colour"):
+        from_json(Message, {"role": "user", "colour": "red"})
+    with pytest.raises(TypeError, match="role"):
+        from_json(Message, {"content": "x"})
