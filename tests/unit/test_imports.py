@@ -1,0 +1,224 @@
+"""Imports point down, and `import polyturn` is quick. Read from the source, imports inside functions included.
+
+A package may import packages of lower ranks and neighbours of its own rank; no two modules need each other. What
+stands under `if TYPE_CHECKING:` never runs, so it can only serve annotations and is exempt.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import polyturn
+
+SRC = Path(polyturn.__file__).parent
+
+RANKS = [
+    {"core"},
+    {"config", "tokens", "algorithms", "batching", "tracking", "store"},
+    {"engines", "interactions", "tools", "rewards", "data", "buffer"},
+    {"rollout"},
+    {"training", "evaluation", "testing"},
+    {"cluster", "viewer", "compat"},
+    {"cli", "build"},
+]
+RANK_OF = {package: rank for rank, packages in enumerate(RANKS) for package in packages}
+MAY_IMPORT_RAY = {"cluster", "cli", "build"}
+MAY_IMPORT_TORCH_AT_THE_TOP = {"training", "algorithms", "engines", "batching", "cluster", "testing"}
+
+
+class Import(NamedTuple):
+    """One imported module, as `module` wrote it at `line`."""
+
+    module: str
+    line: int
+    target: str
+    at_top: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+    @property
+    def package(self) -> str:
+        """The part of polyturn that imports: "rollout", "build", or "" for polyturn/__init__.py."""
+        return _part(self.module)
+
+    @property
+    def imported_package(self) -> str | None:
+        """The part of polyturn that is imported; None when it is not ours."""
+        return _part(self.target) if _root(self.target) == "polyturn" else None
+
+
+def _root(dotted: str) -> str:
+    return dotted.split(".")[0]
+
+
+def _part(dotted: str) -> str:
+    return dotted.removeprefix("polyturn").removeprefix(".").partition(".")[0]
+
+
+def imports_of(source: str, module: str, *, is_package: bool = False) -> list[Import]:
+    """Return every import of a module that can run, also inside functions and with relative names."""
+    return list(_walk(ast.parse(source), module, is_package, at_top=True))
+
+
+def _walk(node: ast.AST, module: str, is_package: bool, *, at_top: bool) -> Iterator[Import]:
+    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        for child in node.orelse:
+            yield from _walk(child, module, is_package, at_top=at_top)
+        return
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield Import(module, node.lineno, alias.name, at_top)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            above = module.split(".") if is_package else module.split(".")[:-1]
+            base = ".".join([*above[: len(above) - node.level + 1], *([base] if base else [])])
+        # `from polyturn import tools` imports the package polyturn.tools
+        names = [f"{base}.{a.name}" for a in node.names] if base == "polyturn" else [base]
+        for name in names:
+            yield Import(module, node.lineno, name, at_top)
+    inner = at_top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, module, is_package, at_top=inner)
+
+
+def all_imports() -> list[Import]:
+    found = []
+    for path in sorted(SRC.rglob("*.py")):
+        parts = path.relative_to(SRC.parent).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        found += imports_of(path.read_text(), module, is_package=is_package)
+    return found
+
+
+IMPORTS = all_imports()
+
+
+def test_the_walk_sees_imports_in_functions_relative_ones_and_skips_type_checking() -> None:
+    source = """
+from typing import TYPE_CHECKING
+from . import sibling
+from ..engines.pool import Pool
+from polyturn import tools
+if TYPE_CHECKING:
+    import ray
+else:
+    import queue
+def f():
+    async def g():
+        import torch.nn
+"""
+    found = imports_of(source, "polyturn.rollout.group")
+    assert [(i.target, i.at_top) for i in found] == [
+        ("typing", True),
+        ("polyturn.rollout", True),
+        ("polyturn.engines.pool", True),
+        ("polyturn.tools", True),
+        ("queue", True),
+        ("torch.nn", False),
+    ]
+    assert imports_of("from .x import y", "polyturn.core", is_package=True)[0].target == "polyturn.core.x"
+
+
+def test_every_package_has_a_rank_and_none_is_missed() -> None:
+    packages = {
+        p.stem for p in SRC.iterdir() if p.name != "__init__.py" and (p.suffix == ".py" or (p / "__init__.py").exists())
+    }
+    assert packages <= set(RANK_OF), "give the new package a rank here"
+    assert "core" in packages
+    assert {i.package for i in IMPORTS} >= packages - {"core"}
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        str(i)
+        for i in IMPORTS
+        if i.imported_package
+        and i.imported_package != i.package
+        and RANK_OF[i.imported_package] > RANK_OF.get(i.package, len(RANKS))
+    ]
+    assert not wrong
+
+
+def test_no_two_modules_need_each_other() -> None:
+    graph: dict[str, set[str]] = {}
+    for i in IMPORTS:
+        if i.at_top and i.imported_package is not None:
+            graph.setdefault(i.module, set()).add(i.target)
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the cycle
+    assert order.index("polyturn.core.errors") < order.index("polyturn.core.builder") < order.index("polyturn.build")
+
+
+def test_core_needs_the_standard_library_and_numpy_only() -> None:
+    wrong = [
+        str(i)
+        for i in IMPORTS
+        if i.package == "core"
+        and i.imported_package != "core"
+        and _root(i.target) not in {*sys.stdlib_module_names, "numpy"}
+    ]
+    assert not wrong
+
+
+def test_rollout_reaches_engines_only_through_the_protocols() -> None:
+    assert not [str(i) for i in IMPORTS if i.package == "rollout" and i.imported_package == "engines"]
+
+
+def test_nothing_below_cluster_imports_ray() -> None:
+    assert not [str(i) for i in IMPORTS if _root(i.target) == "ray" and i.package not in MAY_IMPORT_RAY]
+
+
+def test_nothing_below_training_imports_torch_when_it_is_imported_but_the_tensor_code() -> None:
+    heavy = {"torch", "transformers"}
+    wrong = [
+        str(i) for i in IMPORTS if i.at_top and _root(i.target) in heavy and i.package not in MAY_IMPORT_TORCH_AT_THE_TOP
+    ]
+    assert not wrong
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_import_polyturn_brings_in_nothing_heavy() -> None:
+    heavy = ["torch", "transformers", "ray", "pydantic", "numpy"]
+    assert _python(f"import sys, polyturn; print([m for m in {heavy} if m in sys.modules])") == "[]"
+
+
+def test_import_polyturn_is_quick() -> None:
+    """Best of three whole interpreters, the start of Python itself taken off."""
+
+    def seconds(code: str) -> float:
+        start = time.perf_counter()
+        _python(code)
+        return time.perf_counter() - start
+
+    assert min(seconds("import polyturn") for _ in range(3)) - min(seconds("pass") for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize("module", ["polyturn.core.protocols", "polyturn.core.builder", "polyturn.core.serde"])
+def test_core_can_be_used_without_torch(module: str) -> None:
+    assert _python(f"import sys, {module}; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize("name", [n for n in polyturn.__all__ if n != "__version__"])
+def test_every_public_name_loads_and_knows_its_own_name(name: str) -> None:
+    assert getattr(polyturn, name).__name__ == name
+    assert name in dir(polyturn)
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'polyturn' has no attribute 'Nothing'"):
+        _ = polyturn.Nothing  # type: ignore[attr-defined]
