@@ -242,7 +242,7 @@ def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
             f"rollout.interactions is set and not one of the {summary.num_tasks} tasks of {name} names an interaction; "
             "add `interaction` to the rows (extra_info.interaction_kwargs in verl's format), or drop rollout.interactions"
         )
-    context.rewarder.check(tasks)
+    context.rewarder.check(tasks, tools=context.tools.tools)
     limit = parts.place.config.rollout.limits.max_prompt_tokens or parts.max_context - 1
     for task in tasks:
         length = len(context.encoder_for(task).start(task.prompt))

@@ -139,6 +139,8 @@ def gsm8k(
 
 def main() -> None:
     """Run the command line."""
+    # Idle threads of the math libraries must not spin while something else needs the core; read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     level = os.environ.get("POLYTURN_LOG_LEVEL", "INFO").upper()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("polyturn").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")

@@ -200,7 +200,7 @@ class TrainConfig(_Model):
     group_size: int = Field(8, ge=1)
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step, each on its share of the step's trajectories."""
-    max_tokens_per_batch: int = Field(16384, ge=16)
+    max_tokens_per_batch: int = Field(4096, ge=16)
     """Padded tokens in one forward and backward."""
     max_staleness: int = Field(0, ge=0)
     """How many policy versions a trajectory may be behind when it is trained on; 0 is synchronous training."""
@@ -223,7 +223,7 @@ class SftConfig(_Model):
     """Optimizer steps; 0 is no supervised training."""
     batch_size: int = Field(32, ge=1)
     """Conversations per step."""
-    max_tokens_per_batch: int = Field(16384, ge=16)
+    max_tokens_per_batch: int = Field(4096, ge=16)
     max_seconds: float | None = Field(None, gt=0)
     """Stop after this many seconds, whatever `steps` says."""
     optim: OptimConfig = OptimConfig(lr=1e-4)

@@ -34,8 +34,9 @@ from polyturn.engines.kv_cache import SlotCache
 from polyturn.engines.sampling import sample
 from polyturn.engines.shared_module import share_parameters
 
-MIN_ROWS_DETERMINISTIC = 8
-"""Smaller batches use other matrix kernels, whose rounding differs."""
+ROWS_PER_THREAD = 8
+"""Deterministic mode pads decoding so that each thread gets a multiple of this many rows: with fewer or ragged ones the
+matrix kernels, and with them the rounding, change with the size of the batch (measured on CPUs)."""
 MIN_SHARED_PREFIX = 8
 """Copying a shorter prefix costs more than computing it."""
 EXTENT_STEP = 32
@@ -168,8 +169,9 @@ class EmbeddedEngine:
             max_context: The longest prompt plus completion; None takes the model's own limit.
             prefill_chunk: The longest piece of one prompt in one forward pass.
             deterministic: Make a seeded request's bits independent of other requests: prompts are prefilled one at a
-                time, decoding is padded to 8 rows, nothing is copied between sessions. Give it as many slots as there are
-                live sessions: a session whose cache was dropped is computed in other pieces, and rounds differently.
+                time, decoding is padded to 8 rows a thread, nothing is copied between sessions. Set torch's number of
+                threads before, and give it as many slots as there are live sessions: a session whose cache was dropped
+                is computed in other pieces, and rounds differently.
             share_prefixes: Copy the keys and values of a prefix that another slot holds; off when deterministic.
             keep_kv_on_update: What `update_weights` does to the cache unless told otherwise. False drops all of it, and
                 running requests recompute theirs, so every logprob is exactly that of one version of the weights. True
@@ -199,8 +201,9 @@ class EmbeddedEngine:
         self._share_prefixes = share_prefixes and not deterministic
         self._keep_kv_on_update = keep_kv_on_update
         self._max_burst_s = max_burst_s
-        # In deterministic mode a step may compute rows up to the padding even with fewer slots.
-        self._cache = SlotCache(num_slots=max(num_slots, MIN_ROWS_DETERMINISTIC if deterministic else 1), max_context=limit)
+        self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads() if deterministic else 1
+        # A padded step computes rows beyond the last slot too.
+        self._cache = SlotCache(num_slots=_round_up(num_slots, self._row_multiple), max_context=limit)
         self._slots = _Slots.make(num_slots, limit)
         self._sessions: dict[str, int] = {}
         self._waiting: list[_Running] = []
@@ -508,10 +511,10 @@ class EmbeddedEngine:
         """Feed the last known token of every running slot and sample the next."""
         slots = self._slots
         extent_rows = int(rows[-1]) + 1
-        if len(rows) < MIN_DENSITY * extent_rows and extent_rows > MIN_ROWS_DETERMINISTIC:
+        if len(rows) < MIN_DENSITY * extent_rows and extent_rows > ROWS_PER_THREAD:
             rows = self._compact(rows)
             extent_rows = len(rows)
-        num_rows = max(extent_rows, MIN_ROWS_DETERMINISTIC) if self._deterministic else extent_rows
+        num_rows = _round_up(extent_rows, self._row_multiple)
         positions = np.zeros((num_rows, 1), np.int64)
         ids = np.zeros((num_rows, 1), np.int64)
         write_slots = np.full((num_rows, 1), self._cache.trash, np.int64)
@@ -520,8 +523,6 @@ class EmbeddedEngine:
         extent = self._extent(int(cached.max()) + 1)
         self._cache.aim(rows=None, write_slots=self._tensor(write_slots), positions=self._tensor(positions), extent=extent)
         logits = self._forward(self.module, ids, positions, extent).logits[:, -1]
-        if len(rows) < num_rows and not self._deterministic:
-            logits = logits[self._tensor(rows)]
         self._sample(rows, logits)
         self.stats.decode_steps += 1
 
@@ -591,7 +592,7 @@ class EmbeddedEngine:
         return np.arange(count)
 
     def _extent(self, length: int) -> int:
-        return min(-(-length // EXTENT_STEP) * EXTENT_STEP, self._max_context)
+        return min(_round_up(length, EXTENT_STEP), self._max_context)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -653,6 +654,10 @@ def _nothing(running: _Running) -> Completion:
         policy_versions=tuple(running.versions),
         info={"prefilled_tokens": 0},
     )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _common_prefix(a: Ids, b: Ids, length: int) -> int:

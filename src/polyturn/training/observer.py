@@ -21,7 +21,7 @@ from polyturn.evaluation.report import EvalReport
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.tracking.alarms import Alarms
 from polyturn.tracking.console import ConsoleTracker, Progress
-from polyturn.tracking.jsonl import JsonlTracker
+from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,10 @@ class RunObserver:
 
     def resume(self, step: int) -> None:
         """Go on after `step`: metrics of later steps, which are taken again, are dropped."""
-        self._metrics = JsonlTracker(self._folder / "metrics.jsonl", resumed_step=step)
+        path = self._folder / "metrics.jsonl"
+        self._metrics = JsonlTracker(path, resumed_step=step)
+        for earlier in read_metrics(path):
+            self._alarms.feed(earlier["step"], earlier)
 
     def on_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """A supervised step is done."""

@@ -1,0 +1,274 @@
+"""The quick start's tasks, tools and demonstrations, all from seeded generators: nothing is downloaded.
+
+Two families. `arithmetic` is a word problem in GSM8K's answer format; a wrong answer is sent back by the `gsm8k`
+interaction and the model may try again. `lookup` asks for a price that is drawn anew for every episode, so no policy can
+know it before it has called the tool.
+
+    What does the red lamp cost?  ->  lookup({"item": "red lamp"})  ->  "83"  ->  "#### 83"
+
+A training problem and a held-out problem never share their parameters (the three numbers, or the colour and the thing),
+and no demonstration ends on a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import polyturn
+from polyturn.core.trajectory import Trajectory
+from polyturn.data.conversations import Conversation
+from polyturn.rewards import gsm8k
+from polyturn.tools.base import BaseTool
+
+SYSTEM_PROMPT = "Answer as #### number. Tools:"
+FEEDBACK = "Your response is incorrect! You need to reflect on your answer and try again."
+
+COLOURS = (
+    "red", "blue", "green", "pink", "gold", "black", "white", "brown", "grey", "silver", "purple", "orange",
+    "tan", "teal", "lime", "plum",
+)  # fmt: skip
+THINGS = (
+    "lamp", "chair", "cup", "bag", "hat", "shoe", "coat", "desk", "clock", "ring", "vase", "bowl", "scarf", "tent",
+    "drum", "kite",
+)  # fmt: skip
+NAMES = ("Mia", "Tom", "Ana", "Leo", "Zoe", "Sam")
+GOODS = ("coins", "books", "pens", "cards", "shells", "eggs")
+LOOKUP_WORDINGS = (
+    "What does the {item} cost?",
+    "How much is the {item}?",
+    "Find the price of the {item}.",
+    "{name} buys the {item}. How much does {name} pay?",
+)
+ARITHMETIC_WORDINGS = {
+    "{a} + {b} + {c}": (
+        "{name} has {a} {goods}, buys {b} and finds {c}. How many {goods} does {name} have?",
+        "{name} sees {a} {goods}, then {b} and then {c} more. How many {goods} is that?",
+    ),
+    "{a} * {b} + {c}": (
+        "{name} has {a} boxes of {b} {goods} and finds {c} more. How many {goods} does {name} have?",
+        "{name} fills {a} bags with {b} {goods} each and keeps {c} apart. How many {goods} is that?",
+    ),
+    "{a} * {b} - {c}": (
+        "{name} has {a} boxes of {b} {goods} and loses {c}. How many {goods} are left?",
+        "{name} fills {a} bags with {b} {goods} each, then sells {c}. How many {goods} remain?",
+    ),
+}
+HELD_OUT_EVERY = 4
+"""One combination of parameters in so many is kept for evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem, before an episode starts."""
+
+    question: str
+    tool: str
+    argument: str
+    """What the right tool call says: an item (`red lamp`) or an expression (`4 * 7 + 3`)."""
+    answer: int | None
+    """The right answer; None where the episode draws it."""
+
+
+def problems(seed: int, *, is_held_out: bool) -> Iterator[Problem]:
+    """Yield distinct problems without end, the same ones for the same seed; half of them are lookups."""
+    rng = random.Random(f"problems-{seed}-{is_held_out}")
+    while True:
+        make = _lookup_problem if rng.random() < 0.5 else _arithmetic_problem
+        yield make(rng, is_held_out)
+
+
+def _is_held_out(*parameters: int) -> bool:
+    return sum((place + 1) * parameter for place, parameter in enumerate(parameters)) % HELD_OUT_EVERY == 0
+
+
+def _lookup_problem(rng: random.Random, is_held_out: bool) -> Problem:
+    while True:
+        colour, thing = rng.randrange(len(COLOURS)), rng.randrange(len(THINGS))
+        if _is_held_out(colour, thing) == is_held_out:
+            break
+    item = f"{COLOURS[colour]} {THINGS[thing]}"
+    return Problem(rng.choice(LOOKUP_WORDINGS).format(item=item, name=rng.choice(NAMES)), "lookup", item, None)
+
+
+def _arithmetic_problem(rng: random.Random, is_held_out: bool) -> Problem:
+    pattern = rng.choice(tuple(ARITHMETIC_WORDINGS))
+    while True:
+        a, b, c = (rng.randint(2, 9) for _ in range(3))
+        if _is_held_out(a, b, c) == is_held_out and len({a, b, c}) == 3:
+            break
+    wording = rng.choice(ARITHMETIC_WORDINGS[pattern])
+    question = wording.format(a=a, b=b, c=c, name=rng.choice(NAMES), goods=rng.choice(GOODS))
+    expression = pattern.format(a=a, b=b, c=c)
+    return Problem(question, "calculator", expression, calculate(expression))
+
+
+# Tasks
+
+
+def tasks(seed: int, num_tasks: int, is_held_out: bool = False) -> list[polyturn.Task]:
+    """Return `num_tasks` different tasks."""
+    found: dict[str, polyturn.Task] = {}
+    for problem in problems(seed, is_held_out=is_held_out):
+        if len(found) == num_tasks:
+            break
+        if problem.question not in found:
+            found[problem.question] = _task(problem, id=f"{'held-out' if is_held_out else 'train'}-{len(found)}")
+    return list(found.values())
+
+
+def _task(problem: Problem, *, id: str) -> polyturn.Task:
+    interaction = None
+    if problem.answer is not None:
+        kwargs = {"name": "gsm8k", "ground_truth": str(problem.answer)}
+        interaction = polyturn.InteractionRef(name="gsm8k", kwargs=kwargs)
+    return polyturn.Task(
+        id=id,
+        prompt=_prompt(problem),
+        data_source=f"quickstart/{'lookup' if problem.answer is None else 'arithmetic'}",
+        ground_truth=None if problem.answer is None else str(problem.answer),
+        interaction=interaction,
+        extra={"item": problem.argument},
+    )
+
+
+def _prompt(problem: Problem) -> tuple[polyturn.Message, ...]:
+    return (
+        polyturn.Message(role="system", content=SYSTEM_PROMPT),
+        polyturn.Message(role="user", content=problem.question),
+    )
+
+
+# Tools
+
+
+def price(episode_id: str, item: str) -> int:
+    """Return the price of an item in one episode: from 10 to 99, different in every episode."""
+    digest = hashlib.blake2b(f"{episode_id}/{item}".encode(), digest_size=4).digest()
+    return 10 + int.from_bytes(digest, "big") % 90
+
+
+class PriceLookup(BaseTool):
+    """A price list that is drawn anew for every episode."""
+
+    def get_openai_tool_schema(self) -> Any:
+        parameters = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
+        description = "Look up the price of an item."
+        return {"type": "function", "function": {"name": "lookup", "description": description, "parameters": parameters}}
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
+        colour, _, thing = parameters["item"].partition(" ")
+        if colour not in COLOURS or thing not in THINGS:
+            raise polyturn.ToolError(f"no item {parameters['item']!r}")
+        return str(price(instance_id, parameters["item"]))
+
+
+@polyturn.tool
+async def calculator(expression: str) -> str:
+    """Work out an expression.
+
+    Args:
+        expression: Numbers joined by +, - and *.
+    """
+    return str(calculate(expression))
+
+
+def calculate(expression: str) -> int:
+    """Return the value of numbers joined by +, - and *; raises ToolError for anything else."""
+    if not re.fullmatch(r"\d{1,4}( [-+*] \d{1,4}){0,8}", expression):
+        raise polyturn.ToolError("write numbers joined by +, - or *, with spaces between them")
+    total = 0
+    for sign, product in re.findall(r"(^|[-+] )(\d+(?: \* \d+)*)", expression):
+        value = 1
+        for factor in product.split(" * "):
+            value *= int(factor)
+        total += -value if sign.startswith("-") else value
+    return total
+
+
+# Rewards
+
+
+def lookup_score(trajectory: Trajectory) -> float:
+    """Return 1.0 if the last turn answers with this episode's price, in GSM8K's format."""
+    wanted = price(trajectory.id, str(trajectory.task.extra["item"]))
+    return gsm8k.compute_score(trajectory.turns[-1].message.text, str(wanted)) if trajectory.turns else 0.0
+
+
+# Demonstrations
+
+
+def demonstrations(
+    seed: int,
+    num_conversations: int,
+    tool_share: float = 0.25,
+    feedback_share: float = 0.4,
+    tool_share_after_feedback: float = 0.35,
+) -> list[Conversation]:
+    """Return demonstrations of someone who often knows the answer and writes it at once.
+
+    Whoever imitates them writes answers that it cannot know. A minority shows the way that works for everybody: call the
+    tool, copy its result.
+
+    Args:
+        seed: Of problems and choices.
+        num_conversations: How many.
+        tool_share: Share of first turns that call the tool.
+        feedback_share: Share of arithmetic demonstrations that begin with a wrong attempt and the feedback to it; the
+            attempt is context and is not learnt from.
+        tool_share_after_feedback: Share of turns after feedback that call the tool.
+    """
+    rng = random.Random(f"demonstrations-{seed}")
+    source = problems(seed + 1000, is_held_out=False)
+    return [
+        _demonstrate(next(source), rng, tool_share, feedback_share, tool_share_after_feedback)
+        for _ in range(num_conversations)
+    ]
+
+
+def _demonstrate(
+    problem: Problem, rng: random.Random, tool_share: float, feedback_share: float, tool_share_after_feedback: float
+) -> Conversation:
+    answer = rng.randint(10, 99) if problem.answer is None else problem.answer
+    messages = list(_prompt(problem))
+    weights: list[float] = []
+    share = tool_share
+    if problem.answer is not None and rng.random() < feedback_share:
+        wrong = answer + rng.choice([-10, -2, -1, 1, 2, 10])
+        messages += [_direct(problem, wrong), polyturn.Message(role="user", content=FEEDBACK)]
+        weights.append(0.0)
+        share = tool_share_after_feedback
+    if rng.random() < share:
+        key = "item" if problem.tool == "lookup" else "expression"
+        call = polyturn.ToolCall(id="call_0", name=problem.tool, arguments={key: problem.argument})
+        messages += [
+            polyturn.Message(role="assistant", tool_calls=(call,)),
+            polyturn.Message(role="tool", content=str(answer), tool_call_id="call_0", name=problem.tool),
+            polyturn.Message(role="assistant", content=f"#### {answer}"),
+        ]
+        weights += [1.0, 1.0]
+    else:
+        messages.append(_direct(problem, answer))
+        weights.append(1.0)
+    return Conversation(messages=tuple(messages), weights=tuple(weights))
+
+
+def _direct(problem: Problem, answer: int) -> polyturn.Message:
+    return polyturn.Message(role="assistant", content=f"#### {answer}")
+
+
+def corpus() -> list[str]:
+    """Return the texts that the tokenizer learns from."""
+    texts = [
+        SYSTEM_PROMPT,
+        FEEDBACK,
+        '{"name": "lookup", "arguments": {"item": "',
+        '{"name": "calculator", "arguments": {"expression": "',
+    ]
+    for c in demonstrations(0, 1500):
+        texts += [m.text for m in c.messages if m.text]
+    return texts * 2
