@@ -3,8 +3,9 @@
     def score(trajectory): ...                                                     the whole trajectory
     def score(data_source, solution_str, ground_truth, extra_info=None): ...       its last answer, told by the names
 
-Both may be async; a plain one runs in a thread. Both return a number, or a mapping with a "score" whose other keys are
-kept. A function that raises, is late or returns no finite number is a `RewardError`, never 0.0.
+Both may be async; a plain one runs in a thread, unless it is a shipped one that takes microseconds. Both return a number,
+or a mapping with a "score" whose other keys are kept. A function that raises, is late or returns no finite number is a
+`RewardError`, never 0.0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.trajectory import Trajectory
-from polyturn.rewards.registry import last_answer
+from polyturn.rewards.registry import QUICK, last_answer
 from polyturn.tools.bounded import Bounded
 from polyturn.tools.outcome import finite
 
@@ -40,6 +41,7 @@ class RewardFunction:
             raise ConfigError(f"reward {name!r} is {function!r:.100}; it must be a function")
         self.name = name
         self._function = function
+        self._is_quick = any(function is quick for quick in QUICK)
         self._bounded = Bounded(name=f"reward-{name}", timeout_s=timeout_s)
         self._accepted = _answer_parameters(function, name=name)
 
@@ -66,6 +68,8 @@ class RewardFunction:
             raise RewardError(f"{where}: {problem}") from problem
 
     async def _call(self, trajectory: Trajectory, tool_rewards: Mapping[str, float | None]) -> Any:
+        if self._is_quick:
+            return self._function(trajectory)
         if self._accepted is None:
             return await self._bounded.run(self._function, trajectory)
         given = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,13 @@ async def test_gsm8k_is_scored_on_the_last_assistant_message_alone() -> None:
 async def test_the_scorer_is_called_through_its_module() -> None:
     with patch("polyturn.rewards.gsm8k.compute_score", return_value=0.25):
         assert (await RewardRouter().score(trajectory(turn("x"), data_source=GSM8K, ground_truth="1"))).total == 0.25
+
+
+async def test_a_shipped_scorer_is_called_without_a_thread() -> None:
+    seen: list[str] = []
+    with patch("polyturn.rewards.gsm8k.compute_score", lambda *_, **__: seen.append(threading.current_thread().name) or 1.0):
+        await scored(RewardRouter(), trajectory(turn("#### 72"), data_source=GSM8K, ground_truth="72"))
+    assert seen == [threading.current_thread().name]
 
 
 async def test_an_exact_name_wins_over_a_glob_and_the_first_glob_over_later_ones() -> None:
