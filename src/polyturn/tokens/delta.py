@@ -32,6 +32,8 @@ _ANCHOR = "Zq7Anchor"
 """Starts the words that the base's last turn says, in its content and in its last call (some templates leave out the one or
 the other): what stands behind the last of them is the end of that turn, then the new messages. Letters and digits only, so
 that no template trims, escapes or otherwise changes it."""
+_MAX_PROMPTS = 64
+"""Prompts whose ids are kept, so that the members of a group encode theirs once."""
 _SLOT = re.compile(r"Zq7Slot(\d+)(content|name|id)Z")
 
 
@@ -63,6 +65,7 @@ class DeltaEncoder:
         self._controls: dict[tuple[object, ...], tuple[int, ...]] = {}
         """The template's own control tokens around the shapes that have no frame."""
         self._takes_system: bool | None = None
+        self._prompts: dict[tuple[object, ...], Ids] = {}
 
     def start(self, messages: Sequence[Message]) -> Ids:
         """Return the ids of a whole conversation and the generation prompt.
@@ -73,7 +76,14 @@ class DeltaEncoder:
         Raises:
             TemplateError: the template cannot render the messages.
         """
-        return self._whole(messages, add_generation_prompt=True)
+        key = _prompt_key(messages)
+        if key is None:
+            return self._whole(messages, add_generation_prompt=True)
+        if key not in self._prompts:
+            if len(self._prompts) >= _MAX_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[key] = self._whole(messages, add_generation_prompt=True)
+        return self._prompts[key]
 
     def full(self, messages: Sequence[Message]) -> Ids:
         """Return the ids of a whole conversation without generation prompt: what the sanity check compares with."""
@@ -270,6 +280,13 @@ def _shape(new: Sequence[Message]) -> tuple[object, ...] | None:
             return None
         shape.append((m.role, kind, m.name is None, m.tool_call_id is None))
     return tuple(shape)
+
+
+def _prompt_key(messages: Sequence[Message]) -> tuple[object, ...] | None:
+    """Return what the ids of a prompt depend on; None for one that holds a turn, which is not asked for twice."""
+    if any(m.role == "assistant" or m.tool_calls or m.reasoning or not isinstance(m.content, str) for m in messages):
+        return None
+    return tuple((m.role, m.content, m.name, m.tool_call_id) for m in messages)
 
 
 def _values(new: Sequence[Message]) -> dict[tuple[int, str], str]:

@@ -187,3 +187,20 @@ def test_a_turn_costs_no_render_once_its_shape_is_known(monkeypatch: pytest.Monk
     monkeypatch.setattr(codec, "render", refuse)
     for index, content in enumerate(["5", "a longer one\nwith lines", "<|im_end|>"]):
         assert content in codec.decode(encoder.extend([tool(content, index, name="other")], last_id=END))
+
+
+def test_members_of_a_group_encode_their_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = Codec(tiny_tokenizer())
+    encoder = DeltaEncoder(codec)
+    first = encoder.start([user("q")])
+    assert encoder.start([user("another")]).tolist() != first.tolist()
+    monkeypatch.setattr(codec, "render", lambda *_, **__: "rendered again")
+    assert encoder.start([user("q")]) is first
+    assert not first.flags.writeable
+
+
+def test_prompts_are_not_kept_without_end() -> None:
+    encoder = DeltaEncoder(CODEC)
+    for index in range(200):
+        encoder.start([user(f"question {index}")])
+    assert len(encoder._prompts) <= 64
