@@ -14,7 +14,7 @@ from statistics import median
 import torch
 import transformers
 from engine_common import ask_all, demo_model, in_turns, median_ratio, prompt
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from polyturn.engines.embedded import EmbeddedEngine
 
@@ -65,9 +65,10 @@ def measure(
 
 
 def run_continuous(model: torch.nn.Module, prompts: list[list[int]], counts: list[int]) -> None:
-    """Run the batch through a `ContinuousBatchingManager`."""
+    """Run the batch through a `ContinuousBatchingManager`, with the settings that were fastest of those tried."""
+    paging = ContinuousBatchingConfig(page_size=32, num_blocks=256, max_batch_tokens=128)
     config = GenerationConfig(do_sample=True, max_new_tokens=max(counts), eos_token_id=-1, pad_token_id=0)
-    manager = model.init_continuous_batching(generation_config=config)
+    manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=paging)
     manager.start()
     try:
         for index, (ids, count) in enumerate(zip(prompts, counts, strict=True)):

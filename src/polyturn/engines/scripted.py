@@ -132,8 +132,8 @@ class ScriptedEngine:
         sampling = request.sampling
         reason = FinishReason.STOP
         if sampling.stop_token_ids:
-            hits = np.flatnonzero(np.isin(ids, sampling.stop_token_ids))
-            if len(hits):
+            hits = [i for i, token in enumerate(ids.tolist()) if token in sampling.stop_token_ids]
+            if hits:
                 ids = ids[: hits[0] + 1]
             else:
                 reason = FinishReason.LENGTH
