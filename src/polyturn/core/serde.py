@@ -14,7 +14,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -25,23 +25,8 @@ _T = TypeVar("_T")
 
 def to_json(value: Any) -> Any:
     """Return `value` as plain JSON data (dict, list, str, int, float, bool, None)."""
-    if isinstance(value, Enum):
-        return value.value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, np.ndarray):
-        return [_number(v) for v in value.tolist()] if value.ndim == 1 else to_json(value.tolist())
-    if isinstance(value, np.generic):
-        return _number(value.item())
-    if isinstance(value, Mapping):
-        return {str(k): to_json(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_json(v) for v in value]
-    if isinstance(value, float):
-        return _number(value)
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    return repr(value)
+    kind: Any = type(value)
+    return value if kind in _PLAIN else _writer(kind)(value)
 
 
 def from_json(cls: type[_T], data: Any) -> _T:
@@ -52,6 +37,36 @@ def from_json(cls: type[_T], data: Any) -> _T:
     """
     result: _T = _decode(cls, data)
     return result
+
+
+_PLAIN = frozenset({str, int, bool, type(None)})
+
+
+@functools.cache
+def _writer(kind: type[Any]) -> Callable[[Any], Any]:
+    """Return how values of this type become JSON data; worked out once per type, because a step writes many values."""
+    if issubclass(kind, Enum):
+        return lambda value: value.value
+    if dataclasses.is_dataclass(kind):
+        names = tuple(f.name for f in dataclasses.fields(kind))
+        return lambda value: {name: to_json(getattr(value, name)) for name in names}
+    if issubclass(kind, np.ndarray):
+        return _write_array
+    if issubclass(kind, np.generic):
+        return lambda value: _number(value.item())
+    if issubclass(kind, Mapping):
+        return lambda value: {str(k): to_json(v) for k, v in value.items()}
+    if issubclass(kind, list | tuple | set | frozenset):
+        return lambda value: [to_json(v) for v in value]
+    if issubclass(kind, float):
+        return _number
+    return (lambda value: value) if issubclass(kind, bool | int | str) else repr
+
+
+def _write_array(array: np.ndarray[Any, Any]) -> Any:
+    if array.dtype.kind in "iub" or (array.dtype.kind == "f" and np.isfinite(array).all()):
+        return array.tolist()
+    return to_json(array.tolist())
 
 
 def _number(value: Any) -> Any:
