@@ -17,7 +17,6 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,12 +32,11 @@ from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.kv_cache import SlotCache
 from polyturn.engines.sampling import sample
 from polyturn.engines.shared_module import share_parameters
+from polyturn.engines.slots import MIN_SHARED_PREFIX, EngineStats, Running, Slots
 
 ROWS_PER_THREAD = 8
 """Deterministic mode pads decoding so that each thread gets a multiple of this many rows: with fewer or ragged ones the
 matrix kernels, and with them the rounding, change with the size of the batch (measured on CPUs)."""
-MIN_SHARED_PREFIX = 8
-"""Copying a shorter prefix costs more than computing it."""
 EXTENT_STEP = 32
 """Attention looks at contexts rounded up to a multiple of this."""
 MIN_DENSITY = 0.75
@@ -47,101 +45,6 @@ MAX_YIELDS = 8
 """Passes of the event loop that finished requests get to come back with their next turn, before the next step."""
 YIELD_S = 0.001
 """Those passes end after this many seconds."""
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """What the engine has done since it was made; subtract two copies for an interval."""
-
-    prefilled_tokens: int = 0
-    """Prompt tokens that went through the model."""
-    reused_tokens: int = 0
-    """Prompt tokens that the session's slot still held."""
-    shared_tokens: int = 0
-    """Prompt tokens whose keys and values were copied from another slot."""
-    decoded_tokens: int = 0
-    """Tokens sampled."""
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    forward_s: float = 0.0
-    """Seconds inside the model."""
-    sampling_s: float = 0.0
-    """Seconds inside sampling."""
-    busy_s: float = 0.0
-    """Seconds inside the engine's steps, everything included."""
-    evictions: int = 0
-    """Sessions whose cache was dropped to make room."""
-    completions: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A request in a slot."""
-
-    request: GenerateRequest
-    future: asyncio.Future[Completion]
-    uniform: random.Random
-    versions: list[tuple[int, int]]
-    slot: int = -1
-    prefilled: int = 0
-
-
-@dataclass(slots=True)
-class _Slots:
-    """What every slot holds, as arrays over slots, so that a decoding step does no Python work per row."""
-
-    ids: NDArray[np.int32]
-    """[N, max_context] the known ids."""
-    logprobs: NDArray[np.float32]
-    """[N, max_context] of the sampled ones."""
-    cached: NDArray[np.int64]
-    """[N] how many ids have keys and values in the cache."""
-    known: NDArray[np.int64]
-    """[N] how many ids there are."""
-    limit: NDArray[np.int64]
-    """[N] the number of ids at which the request ends."""
-    prompt: NDArray[np.int64]
-    """[N] how many of the ids are the prompt."""
-    stop: NDArray[np.int64]
-    """[N, K] the stop ids, -1 where there are fewer than K."""
-    temperature: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    last_used: NDArray[np.int64]
-    running: list[_Running | None] = field(default_factory=list)
-    session: list[str | None] = field(default_factory=list)
-    """The session that owns the slot; None when it is free (its content may still serve as a prefix)."""
-
-    @classmethod
-    def make(cls, n: int, max_context: int) -> _Slots:
-        return cls(
-            ids=np.zeros((n, max_context), np.int32),
-            logprobs=np.zeros((n, max_context), np.float32),
-            cached=np.zeros(n, np.int64),
-            known=np.zeros(n, np.int64),
-            limit=np.zeros(n, np.int64),
-            prompt=np.zeros(n, np.int64),
-            stop=np.full((n, 1), -1, np.int64),
-            temperature=np.ones(n, np.float32),
-            top_p=np.ones(n, np.float32),
-            top_k=np.zeros(n, np.int64),
-            last_used=np.zeros(n, np.int64),
-            running=[None] * n,
-            session=[None] * n,
-        )
-
-    def swap(self, first: list[int], second: list[int]) -> None:
-        """Exchange the slots first[i] and second[i]."""
-        to, origin = first + second, second + first
-        arrays = (self.cached, self.known, self.limit, self.prompt, self.stop)
-        for array in (*arrays, self.temperature, self.top_p, self.top_k, self.last_used):
-            array[to] = array[origin]
-        width = int(self.known[to].max(initial=0))
-        self.ids[to, :width] = self.ids[origin, :width]
-        self.logprobs[to, :width] = self.logprobs[origin, :width]
-        for a, b in zip(first, second, strict=True):
-            self.running[a], self.running[b] = self.running[b], self.running[a]
-            self.session[a], self.session[b] = self.session[b], self.session[a]
 
 
 class EmbeddedEngine:
@@ -204,12 +107,11 @@ class EmbeddedEngine:
         self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads() if deterministic else 1
         # A padded step computes rows beyond the last slot too.
         self._cache = SlotCache(num_slots=_round_up(num_slots, self._row_multiple), max_context=limit)
-        self._slots = _Slots.make(num_slots, limit)
+        self._slots = Slots.make(num_slots, limit)
         self._sessions: dict[str, int] = {}
-        self._waiting: list[_Running] = []
-        self._requests: dict[str, _Running] = {}
+        self._waiting: list[Running] = []
+        self._requests: dict[str, Running] = {}
         self._seeds = random.Random(seed)
-        self._clock = 0
         self._others_s = 0.0
         self._num_finished = 0
         self._pump_task: asyncio.Task[None] | None = None
@@ -234,7 +136,7 @@ class EmbeddedEngine:
         seed = request.sampling.seed
         uniform = random.Random(self._seeds.getrandbits(64) if seed is None else seed)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        running = _Running(request=request, future=future, uniform=uniform, versions=[(0, self.version)])
+        running = Running(request=request, future=future, uniform=uniform, versions=[(0, self.version)])
         self._requests[request.request_id] = running
         self._waiting.append(running)
         if self._pump_task is None or self._pump_task.done():
@@ -387,7 +289,7 @@ class EmbeddedEngine:
                 self._cache.copy(sources=sources, targets=targets, length=max(lengths))
             self._slots.cached[targets] = lengths
 
-    def _place(self, running: _Running, copies: list[tuple[int, int, int]]) -> bool:
+    def _place(self, running: Running, copies: list[tuple[int, int, int]]) -> bool:
         """Put the request into a slot; False when it has to wait for one, or for a prefix that is being computed."""
         slots, request = self._slots, running.request
         prompt, length = request.prompt_ids, len(request.prompt_ids)
@@ -399,12 +301,15 @@ class EmbeddedEngine:
             self.stats.reused_tokens += cached
         else:
             cached = 0
-            donor, shared, soon = self._donor(prompt) if self._share_prefixes else (-1, 0, 0)
+            donor, shared, soon = slots.donor(prompt) if self._share_prefixes else (-1, 0, 0)
             if soon - shared >= MIN_SHARED_PREFIX:
                 return False
-            slot = self._free_slot()
+            slot, evicted = slots.claim()
             if slot < 0:
                 return False
+            if evicted is not None:
+                self._sessions.pop(evicted, None)
+                self.stats.evictions += 1
             if shared < MIN_SHARED_PREFIX:
                 shared = 0
             elif donor == slot:
@@ -421,7 +326,7 @@ class EmbeddedEngine:
         self._fill(slot, running, cached)
         return True
 
-    def _fill(self, slot: int, running: _Running, cached: int) -> None:
+    def _fill(self, slot: int, running: Running, cached: int) -> None:
         slots, request, sampling = self._slots, running.request, running.request.sampling
         length = len(request.prompt_ids)
         slots.ids[slot, cached:length] = request.prompt_ids[cached:]
@@ -434,48 +339,7 @@ class EmbeddedEngine:
         slots.stop[slot] = -1
         slots.stop[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
         slots.running[slot] = running
-        self._touch(slot)
-
-    def _donor(self, prompt: Ids) -> tuple[int, int, int]:
-        """Return (slot, tokens of `prompt` it has in cache, tokens that some slot has or will have after its prefill)."""
-        slots, length = self._slots, len(prompt)
-        candidates = np.flatnonzero((slots.known >= MIN_SHARED_PREFIX) & (slots.ids[:, 0] == prompt[0]))
-        if not len(candidates) or length <= MIN_SHARED_PREFIX:
-            return -1, 0, 0
-        differs = slots.ids[candidates, : length - 1] != prompt[: length - 1]
-        common = np.where(differs.any(axis=1), differs.argmax(axis=1), length - 1)
-        now = np.minimum(common, slots.cached[candidates])
-        is_running = np.array([slots.running[c] is not None for c in candidates])
-        soon = np.where(is_running, np.minimum(common, slots.known[candidates] - 1), 0)
-        best = int(now.argmax())
-        return int(candidates[best]), int(now[best]), int(soon.max())
-
-    def _free_slot(self) -> int:
-        """Return a slot to overwrite: an empty one, else the longest unused free one, else the longest idle session's."""
-        slots = self._slots
-        best, best_key = -1, (3, 0)
-        for slot, running in enumerate(slots.running):
-            if running is not None:
-                continue
-            if slots.session[slot] is not None:
-                key = (2, int(slots.last_used[slot]))
-            else:
-                key = (1, int(slots.last_used[slot])) if slots.cached[slot] else (0, 0)
-            if key < best_key:
-                best, best_key = slot, key
-                if key[0] == 0:
-                    break
-        if best >= 0:
-            session = slots.session[best]
-            if session is not None:
-                self.stats.evictions += 1
-                self._sessions.pop(session, None)
-                slots.session[best] = None
-        return best
-
-    def _touch(self, slot: int) -> None:
-        self._clock += 1
-        self._slots.last_used[slot] = self._clock
+        self._slots.touch(slot)
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
@@ -599,7 +463,7 @@ class EmbeddedEngine:
 
     # -- the end of a request ----------------------------------------------------------------------------------------
 
-    def _finish(self, running: _Running, reason: FinishReason) -> None:
+    def _finish(self, running: Running, reason: FinishReason) -> None:
         slots, slot = self._slots, running.slot
         begin, end = int(slots.prompt[slot]), int(slots.known[slot])
         ids, logprobs = slots.ids[slot, begin:end].copy(), slots.logprobs[slot, begin:end].copy()
@@ -615,19 +479,19 @@ class EmbeddedEngine:
         self.stats.completions += 1
         self._deliver(running, completion)
 
-    def _release(self, running: _Running) -> None:
+    def _release(self, running: Running) -> None:
         """Take the request out of its slot; the slot keeps what it cached."""
         self._slots.running[running.slot] = None
-        self._touch(running.slot)
+        self._slots.touch(running.slot)
         running.slot = -1
 
-    def _deliver(self, running: _Running, completion: Completion) -> None:
+    def _deliver(self, running: Running, completion: Completion) -> None:
         del self._requests[running.request.request_id]
         self._num_finished += 1
         if not running.future.done():
             running.future.set_result(completion)
 
-    def _drop(self, running: _Running) -> None:
+    def _drop(self, running: Running) -> None:
         """Forget a request that nobody waits for any more."""
         del self._requests[running.request.request_id]
         if running.slot < 0:
@@ -645,7 +509,7 @@ class EmbeddedEngine:
         self._waiting.clear()
 
 
-def _nothing(running: _Running) -> Completion:
+def _nothing(running: Running) -> Completion:
     """Return the completion of a request that ended before its first token."""
     return Completion(
         token_ids=np.empty(0, np.int32),

@@ -1,0 +1,156 @@
+"""What the embedded engine's slots hold: arrays over slots, and which slot to take, copy from or give up.
+
+Separate from the engine's scheduling because it is plain bookkeeping on the CPU, free of torch: a decoding step reads and
+writes these arrays for all running slots at once, so no Python work is done per row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.arrays import Ids
+from polyturn.core.generation import Completion, GenerateRequest
+
+MIN_SHARED_PREFIX = 8
+"""Copying a shorter prefix costs more than computing it."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What the engine has done since it was made; subtract two copies for an interval."""
+
+    prefilled_tokens: int = 0
+    """Prompt tokens that went through the model."""
+    reused_tokens: int = 0
+    """Prompt tokens that the session's slot still held."""
+    shared_tokens: int = 0
+    """Prompt tokens whose keys and values were copied from another slot."""
+    decoded_tokens: int = 0
+    """Tokens sampled."""
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    forward_s: float = 0.0
+    """Seconds inside the model."""
+    sampling_s: float = 0.0
+    """Seconds inside sampling."""
+    busy_s: float = 0.0
+    """Seconds inside the engine's steps, everything included."""
+    evictions: int = 0
+    """Sessions whose cache was dropped to make room."""
+    completions: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request in a slot."""
+
+    request: GenerateRequest
+    future: asyncio.Future[Completion]
+    uniform: random.Random
+    versions: list[tuple[int, int]]
+    slot: int = -1
+    prefilled: int = 0
+
+
+@dataclass(slots=True)
+class Slots:
+    """What every slot holds, as arrays over slots, so that a decoding step does no Python work per row."""
+
+    ids: NDArray[np.int32]
+    """[N, max_context] the known ids."""
+    logprobs: NDArray[np.float32]
+    """[N, max_context] of the sampled ones."""
+    cached: NDArray[np.int64]
+    """[N] how many ids have keys and values in the cache."""
+    known: NDArray[np.int64]
+    """[N] how many ids there are."""
+    limit: NDArray[np.int64]
+    """[N] the number of ids at which the request ends."""
+    prompt: NDArray[np.int64]
+    """[N] how many of the ids are the prompt."""
+    stop: NDArray[np.int64]
+    """[N, K] the stop ids, -1 where there are fewer than K."""
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    last_used: NDArray[np.int64]
+    running: list[Running | None] = field(default_factory=list)
+    clock: int = 0
+    session: list[str | None] = field(default_factory=list)
+    """The session that owns the slot; None when it is free (its content may still serve as a prefix)."""
+
+    @classmethod
+    def make(cls, n: int, max_context: int) -> Slots:
+        """Return `n` empty slots."""
+        return cls(
+            ids=np.zeros((n, max_context), np.int32),
+            logprobs=np.zeros((n, max_context), np.float32),
+            cached=np.zeros(n, np.int64),
+            known=np.zeros(n, np.int64),
+            limit=np.zeros(n, np.int64),
+            prompt=np.zeros(n, np.int64),
+            stop=np.full((n, 1), -1, np.int64),
+            temperature=np.ones(n, np.float32),
+            top_p=np.ones(n, np.float32),
+            top_k=np.zeros(n, np.int64),
+            last_used=np.zeros(n, np.int64),
+            running=[None] * n,
+            session=[None] * n,
+        )
+
+    def swap(self, first: list[int], second: list[int]) -> None:
+        """Exchange the slots first[i] and second[i]."""
+        to, origin = first + second, second + first
+        arrays = (self.cached, self.known, self.limit, self.prompt, self.stop)
+        for array in (*arrays, self.temperature, self.top_p, self.top_k, self.last_used):
+            array[to] = array[origin]
+        width = int(self.known[to].max(initial=0))
+        self.ids[to, :width] = self.ids[origin, :width]
+        self.logprobs[to, :width] = self.logprobs[origin, :width]
+        for a, b in zip(first, second, strict=True):
+            self.running[a], self.running[b] = self.running[b], self.running[a]
+            self.session[a], self.session[b] = self.session[b], self.session[a]
+
+    def donor(self, prompt: Ids) -> tuple[int, int, int]:
+        """Return (slot, tokens of `prompt` it has in cache, tokens that some slot has or will have after its prefill)."""
+        length = len(prompt)
+        candidates = np.flatnonzero((self.known >= MIN_SHARED_PREFIX) & (self.ids[:, 0] == prompt[0]))
+        if not len(candidates) or length <= MIN_SHARED_PREFIX:
+            return -1, 0, 0
+        differs = self.ids[candidates, : length - 1] != prompt[: length - 1]
+        common = np.where(differs.any(axis=1), differs.argmax(axis=1), length - 1)
+        now = np.minimum(common, self.cached[candidates])
+        is_running = np.array([self.running[c] is not None for c in candidates])
+        soon = np.where(is_running, np.minimum(common, self.known[candidates] - 1), 0)
+        best = int(now.argmax())
+        return int(candidates[best]), int(now[best]), int(soon.max())
+
+    def claim(self) -> tuple[int, str | None]:
+        """Return a slot to overwrite, and the session that loses it: an empty slot, else the longest unused free one, else
+        the longest idle session's; (-1, None) while every slot runs."""
+        best, best_key = -1, (3, 0)
+        for slot, running in enumerate(self.running):
+            if running is not None:
+                continue
+            if self.session[slot] is not None:
+                key = (2, int(self.last_used[slot]))
+            else:
+                key = (1, int(self.last_used[slot])) if self.cached[slot] else (0, 0)
+            if key < best_key:
+                best, best_key = slot, key
+                if key[0] == 0:
+                    break
+        if best < 0:
+            return -1, None
+        evicted, self.session[best] = self.session[best], None
+        return best, evicted
+
+    def touch(self, slot: int) -> None:
+        """Note that the slot was used just now."""
+        self.clock += 1
+        self.last_used[slot] = self.clock
