@@ -39,10 +39,10 @@ THINGS = (
 NAMES = ("Mia", "Tom", "Ana", "Leo", "Zoe", "Sam")
 GOODS = ("coins", "books", "pens", "cards", "shells", "eggs")
 LOOKUP_WORDINGS = (
-    "What does the {item} cost?",
-    "How much is the {item}?",
-    "Find the price of the {item}.",
-    "{name} buys the {item}. How much does {name} pay?",
+    'What does the "{item}" cost?',
+    'How much is the "{item}"?',
+    'Find the price of the "{item}".',
+    '{name} buys the "{item}". How much does {name} pay?',
 )
 ARITHMETIC_WORDINGS = {
     "{a} + {b} + {c}": (
@@ -205,44 +205,46 @@ def lookup_score(trajectory: Trajectory) -> float:
 def demonstrations(
     seed: int,
     num_conversations: int,
-    tool_share: float = 0.25,
-    feedback_share: float = 0.4,
-    tool_share_after_feedback: float = 0.35,
+    lookup_share: float = 0.35,
+    lookup_tool_share: float = 0.35,
+    feedback_share: float = 0.5,
+    calculator_share: float = 0.45,
 ) -> list[Conversation]:
     """Return demonstrations of someone who often knows the answer and writes it at once.
 
     Whoever imitates them writes answers that it cannot know. A minority shows the way that works for everybody: call the
-    tool, copy its result.
+    tool, copy its result. The calculator appears only after feedback.
 
     Args:
         seed: Of problems and choices.
         num_conversations: How many.
-        tool_share: Share of first turns that call the tool.
+        lookup_share: Share of demonstrations that look up a price.
+        lookup_tool_share: Share of those that call the tool; the others know the price.
         feedback_share: Share of arithmetic demonstrations that begin with a wrong attempt and the feedback to it; the
             attempt is context and is not learnt from.
-        tool_share_after_feedback: Share of turns after feedback that call the tool.
+        calculator_share: Share of turns after feedback that call the calculator.
     """
     rng = random.Random(f"demonstrations-{seed}")
-    source = problems(seed + 1000, is_held_out=False)
-    return [
-        _demonstrate(next(source), rng, tool_share, feedback_share, tool_share_after_feedback)
-        for _ in range(num_conversations)
-    ]
+    found = []
+    for _ in range(num_conversations):
+        if rng.random() < lookup_share:
+            found.append(_demonstrate(_lookup_problem(rng, False), rng, False, lookup_tool_share))
+        else:
+            has_feedback = rng.random() < feedback_share
+            share = calculator_share if has_feedback else 0.0
+            found.append(_demonstrate(_arithmetic_problem(rng, False), rng, has_feedback, share))
+    return found
 
 
-def _demonstrate(
-    problem: Problem, rng: random.Random, tool_share: float, feedback_share: float, tool_share_after_feedback: float
-) -> Conversation:
+def _demonstrate(problem: Problem, rng: random.Random, has_feedback: bool, tool_share: float) -> Conversation:
     answer = rng.randint(10, 99) if problem.answer is None else problem.answer
     messages = list(_prompt(problem))
     weights: list[float] = []
-    share = tool_share
-    if problem.answer is not None and rng.random() < feedback_share:
+    if has_feedback:
         wrong = answer + rng.choice([-10, -2, -1, 1, 2, 10])
         messages += [_direct(problem, wrong), polyturn.Message(role="user", content=FEEDBACK)]
         weights.append(0.0)
-        share = tool_share_after_feedback
-    if rng.random() < share:
+    if rng.random() < tool_share:
         key = "item" if problem.tool == "lookup" else "expression"
         call = polyturn.ToolCall(id="call_0", name=problem.tool, arguments={key: problem.argument})
         messages += [
@@ -258,7 +260,7 @@ def _demonstrate(
 
 
 def _direct(problem: Problem, answer: int) -> polyturn.Message:
-    return polyturn.Message(role="assistant", content=f"#### {answer}")
+    return polyturn.Message(role="assistant", content=f"{problem.argument} = {answer}\n#### {answer}")
 
 
 def corpus() -> list[str]:
