@@ -433,8 +433,12 @@ async def run_episode(
 async def _close(episode: Episode) -> list[str]:
     """Close the episode even while it is being cancelled; the cancellation goes on once everything is released."""
     closing = asyncio.ensure_future(episode.close())
-    try:
-        return await asyncio.shield(closing)
-    except asyncio.CancelledError:
-        await closing
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not closing.done():
+        try:
+            await asyncio.wait({closing})
+        except asyncio.CancelledError as problem:
+            cancelled = problem
+    if cancelled is not None:
+        raise cancelled
+    return closing.result()

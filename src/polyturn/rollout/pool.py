@@ -7,7 +7,7 @@ cancels its episodes, and each of them still releases what it started.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from polyturn.core.aio import first_error
@@ -38,7 +38,7 @@ class RolloutPool:
         """Run one group.
 
         Raises:
-            RolloutError: too large a share of the trajectories so far failed.
+            RolloutError: too large a share of the latest trajectories failed.
         """
         group = await run_group(self.context, spec, slots=self._slots)
         self.failures.count(group)
@@ -55,31 +55,35 @@ class RolloutPool:
 
 
 class FailureBudget:
-    """Counts failed trajectories and ends the run by name when they are too large a share."""
+    """Counts failed trajectories and ends the run by name when they are too large a share.
+
+    Only the latest ones count, so that a run that was fine for a day still ends soon after its engine or its tools broke.
+    """
 
     MIN_COUNT = 16
     """A share of fewer trajectories than this says nothing yet."""
+    WINDOW = 1024
+    """How many of the latest trajectories count."""
 
     def __init__(self, *, max_share: float) -> None:
         self.max_share = max_share
-        self.num_failed = 0
-        self.num_total = 0
-        self.reasons: Counter[str] = Counter()
+        self._latest: deque[str | None] = deque(maxlen=self.WINDOW)
+        """Why each of them failed; None where it did not."""
 
     def count(self, group: TrajectoryGroup) -> None:
         """Count one group.
 
         Raises:
-            RolloutError: more than `max_share` of all trajectories failed; the message has the most common reasons.
+            RolloutError: more than `max_share` of the latest failed; the message has the most common reasons.
         """
         for trajectory in group.trajectories:
-            self.num_total += 1
-            if trajectory.is_failed:
-                self.num_failed += 1
-                self.reasons[trajectory.error or trajectory.stop_reason.value] += 1
-        if self.num_total >= self.MIN_COUNT and self.num_failed > self.max_share * self.num_total:
-            common = "; ".join(f"{count} times: {reason}" for reason, count in self.reasons.most_common(3))
+            reason = trajectory.error or trajectory.stop_reason.value
+            self._latest.append(reason if trajectory.is_failed else None)
+        reasons = Counter(reason for reason in self._latest if reason is not None)
+        num_failed, num_total = reasons.total(), len(self._latest)
+        if num_total >= self.MIN_COUNT and num_failed > self.max_share * num_total:
+            common = "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))
             raise RolloutError(
-                f"{self.num_failed} of {self.num_total} trajectories failed, more than rollout.max_failed_share = "
+                f"{num_failed} of the latest {num_total} trajectories failed, more than rollout.max_failed_share = "
                 f"{self.max_share:g} allows. Most common: {common}"
             )
