@@ -4,12 +4,12 @@
                             model/        weights, tokenizer, template in Hugging Face format
     checkpoints/best        a link-free copy of the name: a text file that says which step was best
 
-A checkpoint is written into a hidden folder and renamed, so that a kill at any moment leaves the last good one intact.
+A checkpoint is written into a hidden folder and renamed, so that a kill at any moment leaves the last good one intact; the
+one that it replaces is renamed first, and comes back if the kill fell between the two.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import shutil
@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from polyturn.core.errors import CheckpointError
 
 STATE = "state.pt"
 MODEL = "model"
 _BEST = "best"
+_FORMER, _GONE = ".former-", ".gone-"
 
 
 class Checkpoints:
@@ -47,6 +49,8 @@ class Checkpoints:
         """
         final = self.folder / f"step-{step:06d}"
         draft = self.folder / f".draft-{step:06d}"
+        former = self.folder / f"{_FORMER}{final.name}"
+        self._restore()
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -55,19 +59,27 @@ class Checkpoints:
                 torch.save(dict(state), file)
                 file.flush()
                 os.fsync(file.fileno())
-            shutil.rmtree(final, ignore_errors=True)
+            if final.exists():
+                final.rename(former)
             draft.rename(final)
-        except OSError as problem:
+        except (OSError, RuntimeError, SafetensorError) as problem:
             shutil.rmtree(draft, ignore_errors=True)
             last = self.latest()
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); "
                 f"the last good one is {last if last else 'none'}"
             ) from problem
+        _discard(former)
         if is_best:
-            self._write_best(final.name)
+            self.mark_best(step)
         self._prune()
         return final
+
+    def mark_best(self, step: int) -> None:
+        """Say that the checkpoint of `step` is the best one; it stays, however many follow."""
+        draft = self.folder / f".{_BEST}"
+        draft.write_text(f"step-{step:06d}\n")
+        draft.replace(self.folder / _BEST)
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint; None if there is none."""
@@ -100,16 +112,32 @@ class Checkpoints:
     def _all(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
-        return sorted(p for p in self.folder.glob("step-*") if (p / STATE).is_file())
+        self._restore()
+        found = [p for p in self.folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / STATE).is_file()]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
-    def _write_best(self, name: str) -> None:
-        draft = self.folder / f".{_BEST}"
-        draft.write_text(name + "\n")
-        draft.replace(self.folder / _BEST)
+    def _restore(self) -> None:
+        """Bring back a checkpoint that a kill left set aside, and clear what a kill left half deleted."""
+        for former in self.folder.glob(f"{_FORMER}step-*"):
+            final = self.folder / former.name.removeprefix(_FORMER)
+            if final.exists():
+                _discard(former)
+            else:
+                former.rename(final)
+        for rest in self.folder.glob(f"{_GONE}*"):
+            shutil.rmtree(rest, ignore_errors=True)
 
     def _prune(self) -> None:
         best = self.best()
         for old in self._all()[: -self._keep]:
             if old != best:
-                with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(old)
+                _discard(old)
+
+
+def _discard(folder: Path) -> None:
+    """Delete `folder` so that no half of it can be taken for a checkpoint."""
+    if folder.exists():
+        gone = folder.with_name(f"{_GONE}{folder.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)

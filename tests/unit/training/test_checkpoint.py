@@ -1,0 +1,113 @@
+"""A checkpoint is whole or not there, the newest ones and the best one stay, and a damaged one says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polyturn.core.errors import CheckpointError
+from polyturn.training.checkpoint import Checkpoints
+
+
+def export(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return sorted(p.name for p in checkpoints.folder.glob("*") if p.is_dir())
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    state = {"policy": {"w": torch.arange(3.0)}, "loop": {"step": 4, "best": float("-inf"), "reports": {}}}
+    path = checkpoints.save(4, state, export=export)
+    loaded = checkpoints.load(path)
+    assert loaded["loop"] == state["loop"] and torch.equal(loaded["policy"]["w"], torch.arange(3.0))
+    assert (path / "model" / "config.json").is_file()
+    assert checkpoints.latest() == path and checkpoints.best() is None
+
+
+def test_the_newest_and_the_best_stay_and_everything_else_goes(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in range(6):
+        checkpoints.save(step, {"step": step}, export=export, is_best=step == 1)
+    assert names(checkpoints) == ["step-000001", "step-000004", "step-000005"]
+    checkpoints.save(6, {}, export=export, is_best=True)
+    assert names(checkpoints) == ["step-000005", "step-000006"], "the former best is an ordinary checkpoint again"
+    best = checkpoints.best()
+    assert best is not None and best.name == "step-000006"
+
+
+def test_a_checkpoint_can_become_the_best_after_it_was_written(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(0, {}, export=export)
+    checkpoints.mark_best(0)
+    checkpoints.save(1, {}, export=export)
+    checkpoints.save(2, {}, export=export)
+    assert names(checkpoints) == ["step-000000", "step-000002"]
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (999_999, 1_000_000, 1_000_001):
+        checkpoints.save(step, {}, export=export)
+    latest = checkpoints.latest()
+    assert latest is not None and latest.name == "step-1000001"
+
+
+def fails(problem: Exception) -> Any:
+    def broken_export(folder: Path) -> None:
+        folder.mkdir()
+        raise problem
+
+    return broken_export
+
+
+@pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_save_that_fails_leaves_the_earlier_ones_and_says_which(tmp_path: Path, problem: Exception):
+    checkpoints = Checkpoints(tmp_path)
+    first = checkpoints.save(1, {"step": 1}, export=export)
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint of step 1 cannot be written .*the last good one is .*step-000001"
+    ):
+        checkpoints.save(1, {"step": 1}, export=fails(problem))
+    assert checkpoints.load(first) == {"step": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"], "no draft is left behind"
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The process dies between setting the former one aside and moving the new one to its place."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, {"try": 1}, export=export)
+    rename = Path.rename
+
+    def die(self: Path, target: Path) -> Path:
+        if self.name.startswith(".draft"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", die)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(3, {"try": 2}, export=export)
+    monkeypatch.undo()
+    again = Checkpoints(tmp_path)
+    latest = again.latest()
+    assert latest is not None and again.load(latest) == {"try": 1}
+    again.save(3, {"try": 3}, export=export)
+    assert again.load(latest) == {"try": 3} and [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_a_missing_and_a_damaged_checkpoint_say_so(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.latest() is None
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*; a checkpoint is a folder with state\.pt"):
+        checkpoints.load(tmp_path / "step-000001")
+    path = checkpoints.save(1, {"step": 1}, export=export)
+    state = path / "state.pt"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="is damaged .*; resume from an earlier one"):
+        checkpoints.load(path)
