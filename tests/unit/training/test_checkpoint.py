@@ -109,5 +109,5 @@ def test_a_missing_and_a_damaged_checkpoint_say_so(tmp_path: Path):
     path = checkpoints.save(1, {"step": 1}, export=export)
     state = path / "state.pt"
     state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="is damaged .*; resume from an earlier one"):
+    with pytest.raises(CheckpointError, match=r"is damaged .*; resume from an earlier one"):
         checkpoints.load(path)
