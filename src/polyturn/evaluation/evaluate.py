@@ -45,6 +45,7 @@ async def evaluate(
     which: EvalSet,
     *,
     max_concurrent: int = 256,
+    max_failed_share: float = 0.1,
     limit: int | None = None,
     seed: int = 0,
     on_group: Callable[[TrajectoryGroup], None] | None = None,
@@ -55,13 +56,17 @@ async def evaluate(
         context: What the episodes share.
         which: The tasks and how they are decoded.
         max_concurrent: Live episodes at any moment.
+        max_failed_share: The evaluation ends with an error when a larger share of its trajectories failed.
         limit: Use only the first `limit` tasks.
         seed: Seeds the sampling of every task.
         on_group: Called as each task is done, for progress.
+
+    Raises:
+        RolloutError: too large a share of the trajectories failed.
     """
     if which.max_turns is not None:
         context = dataclasses.replace(context, limits=dataclasses.replace(context.limits, max_turns=which.max_turns))
-    pool = RolloutPool(context, max_concurrent=max_concurrent, on_group=on_group)
+    pool = RolloutPool(context, max_concurrent=max_concurrent, max_failed_share=max_failed_share, on_group=on_group)
     specs = [
         GroupSpec(id=f"eval-{which.name}-{index}", task=task, seed=seed, sampling=which.sampling)
         for index, task in enumerate(which.tasks[:limit])

@@ -33,8 +33,8 @@ from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
-from polyturn.evaluation.evaluate import EvalSet, evaluate
-from polyturn.evaluation.report import EvalReport
+from polyturn.evaluation.evaluate import EvalResult, EvalSet, evaluate
+from polyturn.evaluation.report import EvalReport, report
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
@@ -134,27 +134,37 @@ class Trainer:
         try:
             if self.state.step == 0:
                 self._save()
-                self.state.reports["before"] = await self._evaluate(self._eval_sets)
+                results = await self._evaluate(self._eval_sets)
+                self.state.reports["before"] = _reports(results)
+                if self._is_best(results):
+                    self.checkpoints.mark_best(self.state.step)
             if self.state.step < self.settings.steps:
                 with first_error():
                     async with asyncio.TaskGroup() as tasks:
                         await self._train(tasks)
-            self.state.reports["after"] = await self._evaluate(self._eval_sets)
-        finally:
-            self._save()
+            results = await self._evaluate(self._eval_sets)
+            self.state.reports["after"] = _reports(results)
+        except BaseException:
+            try:
+                self._save()
+            except CheckpointError as problem:
+                logger.error("%s", problem)  # what ended the run is the error to raise
+            raise
+        self._save(is_best=self._is_best(results))
         return self.state
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint of this run.
 
         Raises:
-            CheckpointError: it is missing, damaged, or of another model.
+            CheckpointError: it is missing, damaged, of another model, or of another order of tasks.
         """
         saved = self.checkpoints.load(path)
         if saved["fingerprint"] != self._fingerprint:
             raise CheckpointError(
                 f"the checkpoint {path} was made with another tokenizer or chat template; resume with the one that made it"
             )
+        self._sampler().load_state_dict(saved["sampler"])
         self._policy.load_state_dict(saved["policy"])
         self.state = LoopState(**saved["loop"])
         logger.info("resumed from %s at step %d", path, self.state.step)
@@ -171,10 +181,12 @@ class Trainer:
                 groups = await buffer.take()
                 metrics = self._step(groups)
                 state.step += 1
-                await self._engine.update_weights(state.step)
-                metrics["time/step_s"], metrics["time/generate_s"] = clock.read()
-                metrics["time/other_share"] = _other_share(metrics)
-                self._observer.on_step(state.step, metrics, groups)
+                try:
+                    await self._engine.update_weights(state.step)
+                finally:  # the step was taken, so it is recorded, also when the run is cancelled here
+                    metrics["time/step_s"], metrics["time/generate_s"] = clock.read()
+                    metrics["time/other_share"] = _other_share(metrics)
+                    self._observer.on_step(state.step, metrics, groups)
                 if await self._is_done():
                     break
                 await buffer.advance(state.step)
@@ -186,18 +198,15 @@ class Trainer:
     async def _produce(self, buffer: GroupBuffer, tasks: asyncio.TaskGroup) -> None:
         """Start a group whenever the buffer has a slot, in the order of the sampler."""
         settings = self.settings
-        sampler = TaskSampler(len(self._tasks), seed=settings.seed, shuffle=settings.shuffle)
-        consumed = self.state.step * settings.groups_per_step
-        sampler.load_state_dict(
-            {**sampler.state_dict(), "epoch": consumed // sampler.size, "position": consumed % sampler.size}
-        )
+        sampler = self._sampler()
+        num_left = (settings.steps - self.state.step) * settings.groups_per_step
 
         async def run(ticket: int, spec: GroupSpec) -> None:
             group = await self._pool.run_one(spec)
             self._observer.on_group(group, phase="rollout", total=settings.groups_per_step)
             await buffer.put(ticket, group)
 
-        while buffer.version < settings.steps:
+        for _ in range(num_left):
             ticket = await buffer.admit()
             visit = sampler.next()
             spec = GroupSpec(
@@ -209,6 +218,13 @@ class Trainer:
             task = tasks.create_task(run(ticket, spec), name=spec.id)
             self._running.add(task)
             task.add_done_callback(self._running.discard)
+
+    def _sampler(self) -> TaskSampler:
+        """Return the order of tasks, at the first one that no step so far was trained on."""
+        sampler = TaskSampler(len(self._tasks), seed=self.settings.seed, shuffle=self.settings.shuffle)
+        epoch, position = divmod(self.state.step * self.settings.groups_per_step, sampler.size)
+        sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": position})
+        return sampler
 
     def _step(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Take one optimizer step (or `minibatches` of them) on the groups of a step."""
@@ -227,7 +243,7 @@ class Trainer:
                     parts += [self._policy.forward_backward(share), self._policy.optim_step()]
             parts.append({"time/train_s": Sum(busy.seconds)})
         else:
-            logger.warning("step %d: no group has anything to learn from; the weights stay as they are", self.state.step)
+            logger.warning("step %d: no group has anything to learn from; the weights stay as they are", self.state.step + 1)
         return {"time/train_s": 0.0, **reduce(merge(parts))}
 
     def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
@@ -247,29 +263,45 @@ class Trainer:
     async def _is_done(self) -> bool:
         """Validate and save where it is time to; return whether training ends early."""
         settings, state = self.settings, self.state
-        is_last = state.step >= settings.steps
-        is_best = False
-        if settings.eval_every and state.step % settings.eval_every == 0 and not is_last:
-            sets = [s for s in self._eval_sets if s.is_periodic]
-            reports = await self._evaluate(sets, limit=settings.eval_limit_during)
-            if sets:
-                success = reports[sets[0].name]["success"]
-                is_best = success > state.best
-                state.evals_since_best = 0 if is_best else state.evals_since_best + 1
-                if is_best:
-                    state.best, state.best_step = success, state.step
-                    self._save(is_best=True)
-                if settings.stop_at is not None and success >= settings.stop_at:
-                    logger.info("step %d: success %.3f reached evaluation.stop_at; training ends", state.step, success)
-                    return True
-                if settings.patience is not None and state.evals_since_best >= settings.patience:
-                    logger.info("step %d: no better result in %d validations; training ends", state.step, settings.patience)
-                    return True
-        if settings.checkpoint_every and state.step % settings.checkpoint_every == 0 and not is_best:
-            self._save()
-        return is_last
+        if state.step >= settings.steps:
+            return True
+        sets = [s for s in self._eval_sets if s.is_periodic]
+        is_best = is_enough = False
+        if sets and settings.eval_every and state.step % settings.eval_every == 0:
+            results = await self._evaluate(sets, limit=settings.eval_limit_during)
+            is_best = self._is_best(results)
+            state.evals_since_best = 0 if is_best else state.evals_since_best + 1
+            success = self._success(results)
+            if settings.stop_at is not None and success >= settings.stop_at:
+                logger.info("step %d: success %.3f reached evaluation.stop_at; training ends", state.step, success)
+                is_enough = True
+            elif settings.patience is not None and state.evals_since_best >= settings.patience:
+                logger.info("step %d: no better result in %d validations; training ends", state.step, settings.patience)
+                is_enough = True
+        if is_best or (settings.checkpoint_every and state.step % settings.checkpoint_every == 0):
+            self._save(is_best=is_best)
+        return is_enough
 
-    async def _evaluate(self, sets: Sequence[EvalSet], *, limit: int | None = None) -> dict[str, dict[str, float]]:
+    def _is_best(self, results: Mapping[str, EvalResult]) -> bool:
+        """Return whether the weights as they are now did better than all before, and remember it if they did."""
+        success, state = self._success(results), self.state
+        if not success > state.best:  # also false for NaN: there is nothing to choose by
+            return False
+        state.best, state.best_step = success, state.step
+        return True
+
+    def _success(self, results: Mapping[str, EvalResult]) -> float:
+        """Return the number that chooses the best checkpoint: success of the first set that runs during training.
+
+        It is taken over the tasks that every validation uses, so that all are compared on the same ones.
+        """
+        chooser = next((s for s in self._eval_sets if s.is_periodic), None)
+        if chooser is None:
+            return math.nan
+        groups = results[chooser.name].groups[: self.settings.eval_limit_during]
+        return report([t for g in groups for t in g.trajectories], success_at=chooser.success_at).success
+
+    async def _evaluate(self, sets: Sequence[EvalSet], *, limit: int | None = None) -> dict[str, EvalResult]:
         out = {}
         for which in sets:
             total = len(which.tasks[:limit])
@@ -278,16 +310,22 @@ class Trainer:
                 self._pool.context,
                 which,
                 max_concurrent=self._pool.max_concurrent,
+                max_failed_share=self._pool.failures.max_share,
                 limit=limit,
                 seed=derive_seed(self.settings.seed, "eval"),
                 on_group=tell,
             )
             self._observer.on_eval(self.state.step, which.name, result.report, result.groups)
-            out[which.name] = asdict(result.report)
+            out[which.name] = result
         return out
 
     def _save(self, *, is_best: bool = False) -> None:
-        state = {"policy": self._policy.state_dict(), "loop": asdict(self.state), "fingerprint": self._fingerprint}
+        state = {
+            "policy": self._policy.state_dict(),
+            "loop": asdict(self.state),
+            "sampler": self._sampler().state_dict(),
+            "fingerprint": self._fingerprint,
+        }
         self.checkpoints.save(self.state.step, state, export=self._export, is_best=is_best)
 
     @contextmanager
@@ -311,6 +349,10 @@ class _StepClock:
 
     def read(self) -> tuple[float, float]:
         return time.perf_counter() - self._wall, self._engine_busy_s() - self._engine
+
+
+def _reports(results: Mapping[str, EvalResult]) -> dict[str, dict[str, float]]:
+    return {name: asdict(result.report) for name, result in results.items()}
 
 
 def _other_share(metrics: Mapping[str, float]) -> float:

@@ -1,0 +1,404 @@
+"""The training loop, with a scripted engine and a policy that only takes notes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.algorithms.advantages import grpo
+from polyturn.core.errors import CheckpointError, RolloutError, TrainingError
+from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.core.messages import Message
+from polyturn.core.metrics import Mean, Metrics
+from polyturn.core.sample import TrainSample
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.evaluation.evaluate import EvalSet
+from polyturn.evaluation.report import EvalReport
+from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.training.checkpoint import Checkpoints
+from polyturn.training.loop import LoopSettings, Trainer
+
+Event = tuple[Any, ...]
+
+
+class NotingPolicy:
+    """A policy whose only parameter is the number of steps it has taken."""
+
+    def __init__(self, events: list[Event], fail_at: int | None = None) -> None:
+        self.steps = 0
+        self.batches: list[list[TrainSample]] = []
+        self._events = events
+        self._fail_at = fail_at
+
+    def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[np.ndarray]:
+        self._events.append(("score", reference))
+        return [np.zeros(len(s), np.float32) for s in samples]
+
+    def forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
+        if self.steps == self._fail_at:
+            raise TrainingError("the loss is not finite at optimizer step 1")
+        self._events.append(("train", sorted({s.id.group for s in samples})))
+        self.batches.append(list(samples))
+        return {"loss/total": Mean(0.5)}
+
+    def optim_step(self) -> Metrics:
+        self.steps += 1
+        self._events.append(("optim_step", self.steps))
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class NotingObserver:
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.groups: dict[int, list[TrajectoryGroup]] = {}
+
+    def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
+        self._events.append(("group", group.id, phase, total))
+
+    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
+        self._events.append(("step", step))
+        self.metrics[step] = dict(metrics)
+        self.groups[step] = list(groups)
+
+    def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
+        self._events.append(("eval", step, name, report.num_trajectories))
+
+
+def is_right_by_seed(request: GenerateRequest, version: int) -> bool:
+    return (request.sampling.seed or 0) % 2 == 0
+
+
+class Rig:
+    """A trainer with everything around it scripted, and what happened as a list of events."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_right: Callable[[GenerateRequest, int], Any] = is_right_by_seed,
+        num_tasks: int = 5,
+        fail_at: int | None = None,
+        keep: int = 2,
+        latency_s: float = 0.0,
+        eval_sets: Sequence[str] = (),
+        scheduler: MultiTurnScheduler | None = None,
+        max_failed_share: float = 0.1,
+        **settings: Any,
+    ) -> None:
+        self.events: list[Event] = []
+        self.policy = NotingPolicy(self.events, fail_at)
+        self.observer = NotingObserver(self.events)
+        self.checkpoints = Checkpoints(folder, keep=keep)
+        self.version = -1
+
+        def says(request: GenerateRequest) -> Any:
+            self.events.append(("generate", request.session_id, self.version))
+            answer = is_right(request, self.version)
+            return answer if isinstance(answer, Exception) else "#### 4" if answer else "#### 5"
+
+        context = scripted_context(says, latency_s=latency_s, scheduler=scheduler)
+        update = context.engine.update_weights
+
+        async def update_weights(version: int, **kwargs: Any) -> None:
+            await update(version, **kwargs)
+            self.version = version
+            self.events.append(("weights", version))
+
+        context.engine.update_weights = update_weights  # type: ignore[method-assign]
+        self.context = context
+        values = {"steps": 3, "groups_per_step": 2, "group_size": 4, "drop_zero_variance": False, **settings}
+        self.trainer = Trainer(
+            LoopSettings(**values),
+            policy=self.policy,  # type: ignore[arg-type]
+            engine=context.engine,
+            pool=RolloutPool(context, max_failed_share=max_failed_share),
+            tasks=[task(f"What is 2+2 ({i})?", id=f"t{i}") for i in range(num_tasks)],
+            estimator=partial(grpo),
+            eval_sets=[
+                EvalSet(name=name, tasks=[task(id=f"e{i}") for i in range(4)], sampling=SamplingParams(temperature=0))
+                for name in eval_sets
+            ],
+            checkpoints=self.checkpoints,
+            export=lambda path: path.mkdir(),
+            observer=self.observer,
+            engine_busy_s=lambda: 0.0,
+            fingerprint="f",
+        )
+
+    def run(self) -> Rig:
+        asyncio.run(self.trainer.run())
+        return self
+
+    def of(self, *kinds: str) -> list[Event]:
+        return [e for e in self.events if e[0] in kinds]
+
+    def tasks_of_steps(self) -> list[tuple[str, str]]:
+        return [(g.id, g.task.id) for step in sorted(self.observer.groups) for g in self.observer.groups[step]]
+
+
+def test_with_staleness_0_every_step_is_generate_train_publish(tmp_path: Path):
+    rig = Rig(tmp_path).run()
+    assert [e[0] for e in rig.of("train", "optim_step", "weights", "step")] == [
+        "weights", *["train", "optim_step", "weights", "step"] * 3,
+    ]  # fmt: skip
+    for step, batch in enumerate(rig.policy.batches):
+        versions = {int(v) for s in batch for v in s.versions if v >= 0}
+        assert versions == {step}, "everything is trained under the weights that sampled it"
+        assert {s.id.group for s in batch} == {f"g{2 * step}", f"g{2 * step + 1}"}
+        assert all(s.old_logprobs is None for s in batch), "the policy is still the one that sampled: nothing to score"
+    assert rig.of("score") == []
+    assert [rig.observer.metrics[s]["buffer/staleness"] for s in (1, 2, 3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_with_staleness_groups_run_ahead_never_by_more_than_the_bound_and_never_past_the_end(
+    tmp_path: Path, max_staleness: int
+):
+    rig = Rig(tmp_path, steps=5, max_staleness=max_staleness, latency_s=0.002).run()
+    staleness = [rig.observer.metrics[s]["buffer/staleness"] for s in range(1, 6)]
+    assert max(staleness) == max_staleness
+    for step, batch in enumerate(rig.policy.batches):
+        assert all(0 <= step - int(v) <= max_staleness for s in batch for v in s.versions if v >= 0)
+        assert all(s.old_logprobs is not None for s in batch)
+    asked = {e[1].split("/")[0] for e in rig.of("generate")}
+    assert asked == {f"g{i}" for i in range(10)}, "no group is started that no step would train on"
+
+
+def test_validation_runs_before_new_slots_are_freed(tmp_path: Path):
+    rig = Rig(tmp_path, eval_sets=("greedy",), eval_every=1, steps=3).run()
+    assert [e[1] for e in rig.of("eval")] == [0, 1, 2, 3], "before training, during, and once after"
+    for step in (1, 2):
+        at = rig.events.index(("eval", step, "greedy", 4))
+        begun = rig.events.index(("step", step))
+        asked = [e[1] for e in rig.events[begun:at] if e[0] == "generate"]
+        assert asked and all(session.startswith("eval-") for session in asked)
+
+
+def test_validation_during_training_may_use_fewer_tasks(tmp_path: Path):
+    rig = Rig(tmp_path, eval_sets=("greedy",), eval_every=1, steps=2, eval_limit_during=2).run()
+    assert [(e[1], e[3]) for e in rig.of("eval")] == [(0, 4), (1, 2), (2, 4)]
+
+
+def right_in_evaluations_of(good: Mapping[int, int]) -> Callable[[GenerateRequest, int], bool]:
+    """Return a script in which `good[version]` of the four evaluation tasks are answered rightly."""
+
+    def is_right(request: GenerateRequest, version: int) -> bool:
+        if not request.session_id.startswith("eval-"):
+            return is_right_by_seed(request, version)
+        return int(request.session_id.split("-")[-1].split("/")[0]) < good.get(version, 0)
+
+    return is_right
+
+
+def test_training_ends_once_a_validation_is_good_enough(tmp_path: Path):
+    rig = Rig(
+        tmp_path, is_right=right_in_evaluations_of({2: 3, 3: 4}), eval_sets=("greedy",), eval_every=1, steps=9, stop_at=0.75
+    ).run()
+    assert rig.trainer.state.step == 2
+    assert [e[1] for e in rig.of("eval")] == [0, 1, 2, 2], "what came out is evaluated in full"
+
+
+def test_training_ends_when_validations_stop_getting_better(tmp_path: Path):
+    good = {0: 0, 1: 2, 2: 1, 3: 2, 4: 4}
+    rig = Rig(
+        tmp_path, is_right=right_in_evaluations_of(good), eval_sets=("greedy",), eval_every=1, steps=9, patience=2
+    ).run()
+    assert rig.trainer.state.step == 3 and rig.trainer.state.best_step == 1
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path):
+    good = {0: 0, 1: 1, 2: 3, 3: 1, 4: 2, 5: 2}
+    rig = Rig(
+        tmp_path,
+        is_right=right_in_evaluations_of(good),
+        eval_sets=("greedy",),
+        eval_every=1,
+        checkpoint_every=1,
+        steps=5,
+        keep=1,
+    ).run()
+    best = rig.checkpoints.best()
+    assert best is not None and rig.checkpoints.load(best)["policy"]["steps"] == 2
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000005"]
+
+
+@pytest.mark.parametrize(("good", "best"), [({0: 3, 1: 1, 2: 1}, 0), ({0: 0, 1: 1, 2: 2}, 2)])
+def test_the_weights_before_training_and_the_last_ones_may_be_the_best(tmp_path: Path, good: dict[int, int], best: int):
+    rig = Rig(tmp_path, is_right=right_in_evaluations_of(good), eval_sets=("greedy",), eval_every=1, steps=2, keep=1).run()
+    found = rig.checkpoints.best()
+    assert found is not None and rig.checkpoints.load(found)["loop"]["step"] == best == rig.trainer.state.best_step
+
+
+def test_a_step_with_nothing_to_learn_from_takes_no_optimizer_step_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def is_right(request: GenerateRequest, version: int) -> bool:
+        return version == 1 and request.session_id.endswith("/1")
+
+    rig = Rig(tmp_path, is_right=is_right, drop_zero_variance=True).run()
+    assert rig.policy.steps == 1 and rig.trainer.state.step == 3
+    assert [rig.observer.metrics[s]["buffer/groups_zero_variance"] for s in (1, 2, 3)] == [2, 0, 2]
+    assert "step 1: no group has anything to learn from" in caplog.text and "step 3: no group" in caplog.text
+
+
+def test_too_many_failures_end_the_run_with_the_reasons_and_leave_a_checkpoint(tmp_path: Path):
+    rig = Rig(tmp_path, is_right=lambda request, version: OSError("the model is on fire") if version else True, steps=20)
+    with pytest.raises(RolloutError, match=r"times: EngineError: .*the model is on fire"):
+        rig.run()
+    latest = rig.checkpoints.latest()
+    assert latest is not None and rig.checkpoints.load(latest)["loop"]["step"] == rig.trainer.state.step >= 1
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_a_checkpoint(tmp_path: Path):
+    rig = Rig(tmp_path, fail_at=1)
+    with pytest.raises(TrainingError, match="the loss is not finite at optimizer step 1"):
+        rig.run()
+    latest = rig.checkpoints.latest()
+    assert latest is not None and rig.checkpoints.load(latest)["policy"]["steps"] == 1
+
+
+def test_an_error_while_the_last_checkpoint_is_written_does_not_hide_what_ended_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    rig = Rig(tmp_path, fail_at=1)
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    rig.trainer._export = full
+    rig.trainer.state.step, rig.policy.steps = 1, 1  # no first save
+    with pytest.raises(TrainingError):
+        rig.run()
+    assert "cannot be written" in caplog.text
+
+
+class Rewrites(MultiTurnScheduler):
+    """Makes three segments of every trajectory."""
+
+    def step(self, episode: Any, turn: Any) -> Any:
+        if turn.index == 2:
+            return None
+        episode.rewrite([*episode.task.prompt, Message(role="user", content=f"note {turn.index}")])
+        return "go on"
+
+
+def test_minibatches_keep_the_segments_of_a_trajectory_together(tmp_path: Path):
+    rig = Rig(tmp_path, scheduler=Rewrites(), minibatches=3, steps=1).run()
+    keys = [[(s.id.group, s.id.trajectory) for s in batch] for batch in rig.policy.batches]
+    assert len(keys) == 3 and rig.policy.steps == 3
+    assert all(keys_of.count(key) == 3 for keys_of in keys for key in keys_of), "three segments each"
+    assert sum(len(set(keys_of)) for keys_of in keys) == len({k for keys_of in keys for k in keys_of}) == 8
+    assert all(s.old_logprobs is not None for batch in rig.policy.batches for s in batch)
+
+
+def test_the_reference_is_asked_for_only_where_the_loss_needs_it(tmp_path: Path):
+    rig = Rig(tmp_path, needs_reference=True, steps=1).run()
+    assert rig.of("score") == [("score", True)]
+    assert all(s.ref_logprobs is not None for s in rig.policy.batches[0])
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_after_a_resume_tasks_come_in_exactly_the_order_of_a_run_that_was_never_stopped(tmp_path: Path, max_staleness: int):
+    """Five tasks and two a step, so that the order crosses epochs."""
+    whole = Rig(tmp_path / "whole", steps=6, max_staleness=max_staleness).run()
+    first = Rig(tmp_path / "parts", steps=4, max_staleness=max_staleness).run()
+    second = Rig(tmp_path / "parts", steps=6, max_staleness=max_staleness)
+    latest = second.checkpoints.latest()
+    assert latest is not None
+    second.trainer.resume(latest)
+    second.run()
+    assert first.tasks_of_steps() + second.tasks_of_steps() == whole.tasks_of_steps()
+    assert second.policy.steps == 6
+    if max_staleness == 0:
+        same = [
+            a.same_as(b)
+            for step in (5, 6)
+            for a, b in zip(
+                (t.segments[0] for g in whole.observer.groups[step] for t in g.trajectories),
+                (t.segments[0] for g in second.observer.groups[step] for t in g.trajectories),
+                strict=True,
+            )
+        ]
+        assert all(same), "the same tasks, seeds and versions give the same tokens"
+
+
+def test_a_resume_refuses_another_tokenizer_and_another_dataset(tmp_path: Path):
+    latest = Rig(tmp_path, steps=1).run().checkpoints.latest()
+    assert latest is not None
+    other = Rig(tmp_path, steps=2)
+    other.trainer._fingerprint = "g"
+    with pytest.raises(CheckpointError, match="made with another tokenizer or chat template"):
+        other.trainer.resume(latest)
+    with pytest.raises(CheckpointError, match="task order has size 5 and this run has 6"):
+        Rig(tmp_path, steps=2, num_tasks=6).trainer.resume(latest)
+
+
+@pytest.mark.parametrize("at_event", [1, 9, 20, 31, 50])
+def test_a_run_that_is_cancelled_anywhere_leaves_a_checkpoint_and_every_step_is_recorded_once(tmp_path: Path, at_event: int):
+    rig = Rig(tmp_path, eval_sets=("greedy",), eval_every=2, steps=4, latency_s=0.001)
+
+    async def cancelled() -> None:
+        running = asyncio.ensure_future(rig.trainer.run())
+        while len(rig.events) < at_event:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    steps = [e[1] for e in rig.of("step")]
+    again = Rig(tmp_path, eval_sets=("greedy",), eval_every=2, steps=4, latency_s=0.001)
+    latest = again.checkpoints.latest()
+    assert latest is not None
+    again.trainer.resume(latest)
+    assert again.trainer.state.step == rig.policy.steps == len(steps)
+    again.run()
+    assert steps + [e[1] for e in again.of("step")] == [1, 2, 3, 4]
+    assert again.policy.steps == 4
+    assert rig.tasks_of_steps() + again.tasks_of_steps() == Rig(tmp_path / "whole", steps=4).run().tasks_of_steps()
+
+
+def test_a_cancellation_while_new_weights_are_published_still_records_the_step(tmp_path: Path):
+    rig = Rig(tmp_path, steps=3)
+    publish = rig.context.engine.update_weights
+
+    async def slow(version: int, **kwargs: Any) -> None:
+        await publish(version, **kwargs)
+        if version == 2:
+            asyncio.current_task().cancel()  # type: ignore[union-attr]
+            await asyncio.sleep(0)
+
+    rig.context.engine.update_weights = slow  # type: ignore[method-assign]
+    with pytest.raises(asyncio.CancelledError):
+        rig.run()
+    assert [e[1] for e in rig.of("step")] == [1, 2]
+    latest = rig.checkpoints.latest()
+    assert latest is not None and rig.checkpoints.load(latest)["loop"]["step"] == 2
+
+
+def test_the_report_before_training_survives_a_resume(tmp_path: Path):
+    first = Rig(tmp_path, eval_sets=("greedy",), steps=1, is_right=right_in_evaluations_of({0: 1})).run()
+    assert first.trainer.state.reports["before"]["greedy"]["success"] == 0.25
+    second = Rig(tmp_path, eval_sets=("greedy",), steps=2, is_right=right_in_evaluations_of({2: 2}))
+    latest = second.checkpoints.latest()
+    assert latest is not None
+    second.trainer.resume(latest)
+    second.run()
+    reports = second.trainer.state.reports
+    assert (reports["before"]["greedy"]["success"], reports["after"]["greedy"]["success"]) == (0.25, 0.5)
+    assert [e[1] for e in second.of("eval")] == [2]
