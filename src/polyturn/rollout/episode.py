@@ -388,6 +388,19 @@ async def run_episode(
         sampling: Overrides the context's sampling.
     """
     episode = Episode(context, task, id=id, seed=seed, sampling=sampling)
+    try:
+        trajectory = await _run_and_score(context, episode)
+    except BaseException as problem:
+        is_cancelled = isinstance(problem, asyncio.CancelledError)
+        episode.lifecycle.move(RequestState.ABORTED if is_cancelled else RequestState.FAILED)
+        raise
+    ends = {StopReason.ERROR: RequestState.FAILED, StopReason.ABORTED: RequestState.ABORTED}
+    episode.lifecycle.move(ends.get(trajectory.stop_reason, RequestState.COMPLETED))
+    return trajectory
+
+
+async def _run_and_score(context: RolloutContext, episode: Episode) -> Trajectory:
+    """Let the scheduler drive the episode, release everything, and score what came of it."""
     scheduler = context.scheduler_for_episode()
     tool_rewards: dict[str, float | None] = {}
     extra: dict[str, float] = {}
@@ -409,9 +422,6 @@ async def run_episode(
         raise
     except PolyturnError as problem:
         stop, error = StopReason.ERROR, one_line(problem)
-    except asyncio.CancelledError:
-        episode.lifecycle.move(RequestState.ABORTED)
-        raise
     finally:
         problems = await _close(episode)
     if problems:
@@ -425,8 +435,6 @@ async def run_episode(
             raise
         except PolyturnError as problem:
             trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=one_line(problem))
-    ends = {StopReason.ERROR: RequestState.FAILED, StopReason.ABORTED: RequestState.ABORTED}
-    episode.lifecycle.move(ends.get(trajectory.stop_reason, RequestState.COMPLETED))
     return trajectory
 
 
