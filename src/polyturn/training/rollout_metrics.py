@@ -54,8 +54,8 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
 
 
 def _tool_metrics(result: ToolResult) -> Metrics:
-    """Return what one call shows. A name that the model made up is counted as `unknown`, so that names stay few."""
-    name = f"tool/{'unknown' if result.error == 'unknown_tool' else result.name}"
+    """Return what one call shows. A name that the model made up or left out counts as `unknown`, so that names stay few."""
+    name = f"tool/{'unknown' if result.error == 'unknown_tool' else result.name or 'unknown'}"
     own = {f"{name}/{k}": Mean(float(v)) for k, v in result.metrics.items() if isinstance(v, int | float)}
     return {
         **own,
