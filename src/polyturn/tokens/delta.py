@@ -14,6 +14,7 @@ around it, which keeps the ids equal to those of a full render (invariant I5). C
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +97,7 @@ class DeltaEncoder:
         Raises:
             TemplateError: the template does not open a turn of the history the way it asks for one.
         """
-        before = self.codec.render([_USER], tools=self.tools, add_generation_prompt=True)
+        before = self._opening
         whole = self.codec.render([_USER, message], tools=self.tools)
         if not whole.startswith(before):
             raise TemplateError(
@@ -104,10 +105,14 @@ class DeltaEncoder:
                 "message can be turned into what a model would say; train on recorded trajectories instead"
             )
         ids: Ids = self.codec.encode(whole[len(before) :])
-        ends = np.flatnonzero(np.isin(ids, self.codec.stop_token_ids))
-        if not len(ends):
-            return ids_array([*ids, self.codec.stop_token_ids[0]])
-        return ids[: ends[-1] + 1]
+        stops = self.codec.stop_token_ids
+        ends = [index for index, token in enumerate(ids.tolist()) if token in stops]
+        return ids[: ends[-1] + 1] if ends else ids_array([*ids, stops[0]])
+
+    @functools.cached_property
+    def _opening(self) -> str:
+        """What a template writes before a turn of the shortest conversation."""
+        return self.codec.render([_USER], tools=self.tools, add_generation_prompt=True)
 
     def extend(self, new: Sequence[Message], *, last_id: int | None) -> Ids:
         """Return the ids that follow a completion: the rest of its turn, the new messages, the generation prompt.
