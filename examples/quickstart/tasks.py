@@ -4,7 +4,7 @@ Two families. `arithmetic` is a word problem in GSM8K's answer format; a wrong a
 interaction and the model may try again. `lookup` asks for a price that is drawn anew for every episode, so no policy can
 know it before it has called the tool.
 
-    What does the red lamp cost?  ->  lookup({"item": "red lamp"})  ->  "83"  ->  "#### 83"
+    What is the price of "red lamp"?  ->  lookup({"item": "red lamp"})  ->  "red lamp = 83"  ->  "#### 83"
 
 A training problem and a held-out problem never share their parameters (the three numbers, or the colour and the thing),
 and no demonstration ends on a wrong answer.
@@ -39,10 +39,10 @@ THINGS = (
 NAMES = ("Mia", "Tom", "Ana", "Leo", "Zoe", "Sam")
 GOODS = ("coins", "books", "pens", "cards", "shells", "eggs")
 LOOKUP_WORDINGS = (
-    'What does the "{item}" cost?',
-    'How much is the "{item}"?',
-    'Find the price of the "{item}".',
-    '{name} buys the "{item}". How much does {name} pay?',
+    'What is the price of "{item}"?',
+    'How much is "{item}"?',
+    'Tell me the price of "{item}"?',
+    '{name} asks for the price of "{item}"?',
 )
 ARITHMETIC_WORDINGS = {
     "{a} + {b} + {c}": (
@@ -164,7 +164,7 @@ class PriceLookup(BaseTool):
         colour, _, thing = parameters["item"].partition(" ")
         if colour not in COLOURS or thing not in THINGS:
             raise polyturn.ToolError(f"no item {parameters['item']!r}")
-        return str(price(instance_id, parameters["item"]))
+        return f"{parameters['item']} = {price(instance_id, parameters['item'])}"
 
 
 @polyturn.tool
@@ -174,7 +174,7 @@ async def calculator(expression: str) -> str:
     Args:
         expression: Numbers joined by +, - and *.
     """
-    return str(calculate(expression))
+    return f"{expression} = {calculate(expression)}"
 
 
 def calculate(expression: str) -> int:
@@ -205,7 +205,7 @@ def lookup_score(trajectory: Trajectory) -> float:
 def demonstrations(
     seed: int,
     num_conversations: int,
-    lookup_share: float = 0.35,
+    lookup_share: float = 0.5,
     lookup_tool_share: float = 0.35,
     feedback_share: float = 0.5,
     calculator_share: float = 0.45,
@@ -249,7 +249,7 @@ def _demonstrate(problem: Problem, rng: random.Random, has_feedback: bool, tool_
         call = polyturn.ToolCall(id="call_0", name=problem.tool, arguments={key: problem.argument})
         messages += [
             polyturn.Message(role="assistant", tool_calls=(call,)),
-            polyturn.Message(role="tool", content=str(answer), tool_call_id="call_0", name=problem.tool),
+            polyturn.Message(role="tool", content=f"{problem.argument} = {answer}", tool_call_id="call_0", name=problem.tool),
             polyturn.Message(role="assistant", content=f"#### {answer}"),
         ]
         weights += [1.0, 1.0]

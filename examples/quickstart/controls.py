@@ -1,0 +1,25 @@
+"""A control of the quick start: GRPO that is given the right rewards in the wrong order.
+
+    polyturn train examples/quickstart/config.yaml algorithm.advantage=controls.py:shuffled_grpo name=shuffled
+
+Everything else is the same: episodes, group sizes, the spread of advantages, the number of updates. If the demo's gain came
+from anything but who earned which reward, this would show it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from polyturn.algorithms.advantages import Rewards, grpo
+from polyturn.core.arrays import Floats
+from polyturn.core.sample import TrainSample
+from polyturn.rollout.context import derive_seed
+
+
+def shuffled_grpo(rewards_G: Rewards, samples_G: Sequence[Sequence[TrainSample]]) -> list[list[Floats]]:
+    """Return GRPO's advantages for the group's rewards in a random order, seeded by the group."""
+    group = next((s.id.group for samples in samples_G for s in samples), "")
+    rng = np.random.default_rng(derive_seed("shuffle", group))
+    return grpo(rng.permutation(rewards_G), samples_G)
