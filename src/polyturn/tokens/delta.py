@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import TemplateError
 from polyturn.core.messages import Message, ToolCall
