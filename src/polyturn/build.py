@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.config.models import LimitsConfig, OptimConfig, RunConfig, SamplingConfig, TaskSourceConfig
-from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.errors import ConfigError, DataError, TemplateError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.registry import import_attr
 from polyturn.core.sample import TrainSample
@@ -36,6 +36,7 @@ from polyturn.tokens.train import train_tokenizer
 from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.registry import initialize_tools_from_config
+from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -229,6 +230,37 @@ def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence
     return tasks if source.limit is None else tasks[: source.limit]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunTasks:
+    """What a run trains on and is judged by."""
+
+    train: Sequence[Task]
+    eval_sets: Sequence[EvalSet]
+
+
+def build_run_tasks(place: Place) -> RunTasks:
+    """Open the tasks of a training run.
+
+    Raises:
+        ConfigError, DataError: there are none, or they cannot be read.
+    """
+    source = place.config.data.train
+    if source is None:
+        raise ConfigError("data.train is not set; name the tasks to train on, as files or as a generator")
+    return RunTasks(train=build_tasks(source, base=place.base, split="train"), eval_sets=build_eval_sets(place))
+
+
+def check_training(parts: Parts, tasks: RunTasks) -> None:
+    """Refuse a training run whose tasks cannot run, before any time is spent on training.
+
+    Raises:
+        DataError, ConfigError, TemplateError: the first problem found.
+    """
+    check_run(parts, tasks.train, name="data.train")
+    if tasks.eval_sets:
+        check_run(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
+
+
 def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
     """Refuse tasks that cannot run: unknown tools or interactions, no reward, a prompt that is too long.
 
@@ -236,22 +268,32 @@ def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
         DataError, ConfigError, TemplateError: the first problem found.
     """
     context = parts.context
-    summary = check_tasks(tasks, tools=context.tools.tools, interactions=context.interactions, name=name)
+    longest = parts.place.config.rollout.limits.max_prompt_tokens
+
+    def check(task: Task) -> None:
+        context.rewarder.check([task], tools=context.tools.tools)
+        encoder = context.encoder_for(task)
+        limit = parts.max_context - 1 if longest is None else min(longest, parts.max_context - 1)
+        try:
+            text = context.codec.render(task.prompt, tools=encoder.tools, add_generation_prompt=True)
+        except TemplateError as problem:
+            raise TemplateError(f"{name}, task {task.id!r}: {problem}") from problem
+        # A token is at least a byte, so only a text with more bytes than the limit has tokens needs to be encoded.
+        if len(text.encode()) > limit and (length := len(context.codec.encode(text))) > limit:
+            which = "rollout.limits.max_prompt_tokens" if limit == longest else "the model's context"
+            raise DataError(
+                f"{name}, task {task.id!r}: its prompt has {length} tokens and {which} allows {limit}; "
+                "raise the limit, or leave the task out"
+            )
+        bar.advance()
+
+    with Progress(f"check {name}", len(tasks)) as bar:
+        summary = check_tasks(tasks, tools=context.tools.tools, interactions=context.interactions, name=name, also=check)
     if context.interactions and set(summary.interactions) == {None}:
         raise ConfigError(
             f"rollout.interactions is set and not one of the {summary.num_tasks} tasks of {name} names an interaction; "
             "add `interaction` to the rows (extra_info.interaction_kwargs in verl's format), or drop rollout.interactions"
         )
-    context.rewarder.check(tasks, tools=context.tools.tools)
-    limit = parts.place.config.rollout.limits.max_prompt_tokens or parts.max_context - 1
-    for task in tasks:
-        length = len(context.encoder_for(task).start(task.prompt))
-        if length > limit:
-            which = "rollout.limits.max_prompt_tokens" if limit != parts.max_context - 1 else "the model's context"
-            raise DataError(
-                f"{name}, task {task.id!r}: its prompt has {length} tokens and {which} allows {limit}; "
-                "raise the limit, or leave the task out"
-            )
 
 
 def build_eval_sets(place: Place) -> list[EvalSet]:
@@ -307,19 +349,13 @@ def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per
     )
 
 
-def build_trainer(parts: Parts, *, folder: Path, observer: TrainObserver) -> Trainer:
-    """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now.
-
-    Raises:
-        ConfigError, DataError: the tasks cannot run.
-    """
+def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
+    """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
     from polyturn.training import hf
     from polyturn.training.checkpoint import Checkpoints
     from polyturn.training.loop import LoopSettings, Trainer
 
     place, config = parts.place, parts.place.config
-    if config.data.train is None:
-        raise ConfigError("data.train is not set; name the tasks to train on, as files or as a generator")
     train, evaluation, algorithm = config.train, config.evaluation, config.algorithm
     policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
     return Trainer(
@@ -347,9 +383,9 @@ def build_trainer(parts: Parts, *, folder: Path, observer: TrainObserver) -> Tra
             max_concurrent=config.rollout.max_concurrent,
             max_failed_share=config.rollout.max_failed_share,
         ),
-        tasks=build_tasks(config.data.train, base=place.base, split="train"),
+        tasks=tasks.train,
         estimator=build_estimator(place),
-        eval_sets=build_eval_sets(place),
+        eval_sets=tasks.eval_sets,
         checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints),
         export=functools.partial(hf.save_model, parts.model, tokenizer=parts.tokenizer),
         observer=observer,
@@ -387,10 +423,18 @@ def warm_start_samples(parts: Parts) -> list[TrainSample]:
     else:
         conversations = read_conversations(place.base / sft.conversations)
     context = parts.context
-    return [
-        encode_conversation(c, context.encoder_for(Task(id="", prompt=(), tools=c.tools)), id=str(i))
-        for i, c in enumerate(conversations)
-    ]
+    samples = []
+    with Progress("encode conversations", len(conversations)) as bar:
+        for i, c in enumerate(conversations):
+            sample = encode_conversation(c, context.encoder_for(Task(id="", prompt=(), tools=c.tools)), id=str(i))
+            if len(sample) > parts.max_context:
+                raise DataError(
+                    f"warm_start.conversations: conversation {i} has {len(sample)} tokens and the context holds "
+                    f"{parts.max_context}; raise rollout.limits.max_context, or leave it out"
+                )
+            samples.append(sample)
+            bar.advance()
+    return samples
 
 
 def _limits(limits: LimitsConfig, max_context: int) -> Limits:

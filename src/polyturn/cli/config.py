@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 
+from polyturn.cli.console import Output
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
@@ -22,4 +22,4 @@ def run(path: Path | None, overrides: Sequence[str]) -> None:
     table = Table("key", "type", "default", "meaning", box=None, pad_edge=False)
     for row in schema_table(RunConfig):
         table.add_row(row.key, row.type, row.default, row.doc)
-    Console().print(table)
+    Output().table(table)

@@ -6,32 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import yaml
-from rich.console import Console
-from rich.markup import escape
 
 from polyturn import build
-from polyturn.core.errors import ConfigError
+from polyturn.cli.console import Output
 from polyturn.training import hf
 
 
-def show(parts: build.Parts, resolved: Mapping[str, Any], console: Console) -> None:
+def show(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any], out: Output) -> None:
     """Print the resolved config, the first task as the engine will see it, and estimates of memory and cost."""
-    config = parts.place.config
-    if config.data.train is None:
-        raise ConfigError("data.train is not set; name the tasks to train on, as files or as a generator")
-    tasks = build.build_tasks(config.data.train, base=parts.place.base, split="train")
-    build.check_run(parts, tasks, name="data.train")
-    evals = build.build_eval_sets(parts.place)
-    if evals:
-        build.check_run(parts, evals[0].tasks, name="evaluation.data")
-    console.print(yaml.safe_dump(dict(resolved), sort_keys=False), markup=False)
-    ids = parts.context.encoder_for(tasks[0]).start(tasks[0].prompt)
-    console.print(f"[bold]first task[/] {escape(tasks[0].id)}: {len(ids)} prompt tokens")
-    console.print(parts.context.codec.decode(ids), markup=False)
-    console.print(" ".join(map(str, ids.tolist())), style="dim")
-    console.print(f"[bold]template[/] {parts.template.strategy}: {escape(parts.template.reason)}")
+    task = tasks.train[0]
+    ids = parts.context.encoder_for(task).start(task.prompt)
+    out.text(yaml.safe_dump(dict(resolved), sort_keys=False, allow_unicode=True))
+    out.text(f"first task     {task.id}: {len(ids)} prompt tokens")
+    out.text(parts.context.codec.decode(ids))
+    out.text(" ".join(map(str, ids.tolist())), style="dim")
+    out.text(f"\ntemplate       {parts.template.strategy}: {parts.template.reason}")
+    sets = ", ".join(f"{s.name} ({len(s.tasks)} tasks)" for s in tasks.eval_sets) or "none"
+    out.text(f"tasks          {len(tasks.train)} to train on; evaluation sets: {sets}\n")
     for name, value in estimates(parts, num_prompt_tokens=len(ids)).items():
-        console.print(f"{name:<34}{value}")
+        out.text(f"{name:<34}{value}")
 
 
 def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:

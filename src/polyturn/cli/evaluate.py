@@ -8,10 +8,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from polyturn import build
+from polyturn.cli.console import Output, stderr_console
 from polyturn.cli.runs import model_folder, new_run_folder, open_place
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
@@ -31,7 +31,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     build.check_run(parts, sets[0].tasks, name="evaluation.data")
     folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-eval")
     write_resolved(resolved, folder / "config.yaml")
-    with RunObserver(folder, total_steps=0) as observer:
+    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
         reports = asyncio.run(_all(parts, sets, observer))
     (folder / "report.json").write_text(
         json.dumps({name: dataclasses.asdict(r) for name, r in reports.items()}, indent=2) + "\n"
@@ -39,10 +39,10 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     table = Table("", *reports)
     for field in dataclasses.fields(EvalReport):
         table.add_row(field.name.replace("_", " "), *(f"{getattr(r, field.name):.3f}" for r in reports.values()))
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(f"report         {folder / 'report.json'}")
-    console.print(f"look at them   polyturn show {folder}")
+    out = Output()
+    out.table(table)
+    out.fact("report", folder / "report.json")
+    out.fact("look at them", f"polyturn show {folder}")
 
 
 async def _all(parts: build.Parts, sets: Sequence[EvalSet], observer: RunObserver) -> dict[str, EvalReport]:
@@ -53,6 +53,7 @@ async def _all(parts: build.Parts, sets: Sequence[EvalSet], observer: RunObserve
             parts.context,
             which,
             max_concurrent=config.rollout.max_concurrent,
+            max_failed_share=config.rollout.max_failed_share,
             seed=derive_seed(config.seed, "eval"),
             on_group=lambda group, which=which: observer.on_group(  # type: ignore[misc]
                 group, phase=f"eval/{which.name}", total=len(which.tasks)

@@ -5,9 +5,9 @@ An error of the library is one sentence on stderr and exit code 2; anything else
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -131,21 +131,23 @@ def gsm8k(
     ] = "interaction",
 ) -> None:
     """Write GSM8K as multi-turn tasks."""
+    from polyturn.cli.console import quiet_transformers
     from polyturn.data.prepare import prepare_gsm8k
 
+    quiet_transformers()
     for path in prepare_gsm8k(source, variant=variant, out=out):
         print(path)
 
 
-def main() -> None:
-    """Run the command line."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; `arguments` replace those of the process."""
+    from polyturn.cli.console import log_to_console
+
     # Idle threads of the math libraries must not spin while something else needs the core; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    level = os.environ.get("POLYTURN_LOG_LEVEL", "INFO").upper()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("polyturn").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+    log_to_console(os.environ.get("POLYTURN_LOG_LEVEL", "INFO").upper())
     try:
-        app()
+        app(args=None if arguments is None else list(arguments))
     except PolyturnError as problem:
         print(f"polyturn: {problem}", file=sys.stderr)
         sys.exit(2)

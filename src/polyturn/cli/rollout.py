@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from polyturn import build
+from polyturn.cli.console import Output, stderr_console
 from polyturn.cli.runs import model_folder, new_run_folder, open_place
 from polyturn.cli.show import trajectory_table
 from polyturn.config.load import write_resolved
@@ -16,7 +15,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
-from polyturn.store.parquet_store import ParquetStore
+from polyturn.training.observer import RunObserver
 
 
 def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_tasks: int) -> None:
@@ -31,11 +30,12 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_ta
     folder = new_run_folder(Path(config.out) / f"{config.name}-rollout")
     write_resolved(resolved, folder / "config.yaml")
 
-    async def run_all() -> list[TrajectoryGroup]:
+    async def run_all(observer: RunObserver) -> list[TrajectoryGroup]:
         pool = RolloutPool(
             parts.context,
             max_concurrent=config.rollout.max_concurrent,
             max_failed_share=config.rollout.max_failed_share,
+            on_group=lambda group: observer.on_rollout(group, total=len(tasks)),
         )
         specs = [
             GroupSpec(id=f"g{i}", task=task, size=config.train.group_size, seed=config.seed) for i, task in enumerate(tasks)
@@ -44,11 +44,8 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_ta
         await parts.engine.close()
         return groups
 
-    groups = asyncio.run(run_all())
-    store = ParquetStore(folder)
-    for group in groups:
-        store.add(group, step=0, split="rollout")
-    store.close()
-    console = Console(highlight=False)
-    console.print(trajectory_table([t for g in groups for t in g.trajectories]))
-    console.print(f"look at one   polyturn show {folder} g0/0")
+    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
+        groups = asyncio.run(run_all(observer))
+    out = Output()
+    out.table(trajectory_table([t for g in groups for t in g.trajectories]))
+    out.fact("look at one", f"polyturn show {folder} g0/0")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.build import Place
+from polyturn.cli.console import quiet_transformers
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import CheckpointError
@@ -14,6 +15,7 @@ from polyturn.core.errors import CheckpointError
 
 def open_place(path: Path, overrides: Sequence[str]) -> tuple[Place, dict[str, Any]]:
     """Read a config; return it with the folder its paths start from, and as resolved data that is safe to write."""
+    quiet_transformers()
     loaded = load_config(RunConfig, path, overrides)
     return Place(config=loaded.config, base=path.parent.resolve()), loaded.resolved
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from polyturn import build
+from polyturn.cli.console import Output, stderr_console
 from polyturn.cli.runs import model_folder, new_run_folder, open_place
 from polyturn.cli.train import warm_start
 from polyturn.config.load import write_resolved
@@ -24,9 +23,10 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     parts = build.build_parts(place, checkpoint=model_folder(checkpoint))
     folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-sft")
     write_resolved(resolved, folder / "config.yaml")
-    console = Console(highlight=False)
-    with RunObserver(folder, total_steps=0) as observer:
+    out = Output()
+    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
         steps = warm_start(parts, observer)
     saved = hf.save_model(parts.model, folder / "model", tokenizer=parts.tokenizer)
-    console.print(f"steps   {steps}")
-    console.print(f"model   {saved}")
+    out.fact("steps", steps)
+    out.fact("metrics", folder / "sft_metrics.jsonl")
+    out.fact("model", saved)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from polyturn.cli.console import Output
 from polyturn.core.errors import DataError
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.store.parquet_store import open_store
@@ -18,10 +19,10 @@ COLOURS = {"system": "dim", "user": "cyan", "tool": "yellow", "assistant": "gree
 
 def run(folder: Path, *, trajectory: str | None, split: str | None, limit: int) -> None:
     """List the newest `limit` trajectories of a run, or show the one with an id."""
-    console = Console(highlight=False)
+    out = Output()
     stored = open_store(folder)
     if trajectory is not None:
-        show_one(console, stored.trajectory(trajectory, split=split))
+        show_one(out.console, stored.trajectory(trajectory, split=split))
         return
     rows = [r for r in stored.table().to_pylist() if split is None or r["split"] == split]
     if not rows:
@@ -33,8 +34,8 @@ def run(folder: Path, *, trajectory: str | None, split: str | None, limit: int) 
             row["id"], str(row["step"]), row["split"], reward, str(row["num_turns"]), str(row["num_sampled_tokens"]),
             row["stop_reason"], row["task_id"],
         )  # fmt: skip
-    console.print(table)
-    console.print(f"{len(rows)} trajectories; one of them: polyturn show {folder} {rows[-1]['id']}")
+    out.table(table)
+    out.text(f"{len(rows)} trajectories; one of them: polyturn show {folder} {rows[-1]['id']}")
 
 
 def trajectory_table(trajectories: Sequence[Trajectory]) -> Table:

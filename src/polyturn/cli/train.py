@@ -5,27 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shlex
 import signal
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
 
-from rich.console import Console
 from rich.table import Table
 
 from polyturn import build
+from polyturn.cli.console import Output, stderr_console
 from polyturn.cli.runs import new_run_folder, open_place
 from polyturn.config.load import write_resolved
-from polyturn.core.errors import CheckpointError
+from polyturn.core.errors import CheckpointError, PolyturnError
 from polyturn.evaluation.report import EvalReport
 from polyturn.tracking.plot import plot_learning_curve
+from polyturn.training.checkpoint import Checkpoints
+from polyturn.training.loop import LoopState, Trainer
 from polyturn.training.observer import RunObserver
 from polyturn.training.sft import SftSettings, run_sft
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 ROWS = {
     "success": "success",
@@ -39,47 +40,51 @@ ROWS = {
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
     """Train the run that `path` describes."""
     began = time.monotonic()
-    console = Console(highlight=False)
+    out = Output()
     place, resolved = open_place(path, overrides)
     config = place.config
     folder = Path(config.out) / config.name
-    if resume and not (folder / "checkpoints").is_dir():
+    latest = Checkpoints(folder / "checkpoints").latest() if resume else None
+    if resume and latest is None:
         raise CheckpointError(
-            f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without --resume"
+            f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without --resume, or name another "
+            "run with name=…"
         )
+    tasks = build.build_run_tasks(place)
     parts = build.build_parts(place)
+    build.check_training(parts, tasks)
     if dry_run:
         from polyturn.cli.dry_run import show
 
-        show(parts, resolved, console)
+        show(parts, tasks, resolved, out)
         return
     if not resume:
         folder = new_run_folder(folder)
     write_resolved(resolved, folder / "config.yaml")
-    console.print(f"run folder  {folder}")
-    with RunObserver(folder, total_steps=config.train.steps) as observer:
-        if not resume:
+    out.fact("run folder", folder)
+    with RunObserver(folder, total_steps=config.train.steps, console=stderr_console()) as observer:
+        if latest is None:
             warm_start(parts, observer)
-        trainer = build.build_trainer(parts, folder=folder, observer=observer)
-        if resume:
-            latest = trainer.checkpoints.latest()
-            if latest is None:
-                raise CheckpointError(f"there is no whole checkpoint under {folder / 'checkpoints'}")
+        trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)
+        if latest is not None:
             trainer.resume(latest)
             observer.resume(trainer.state.step)
-        try:
-            state = asyncio.run(_until_done(trainer.run()))
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            console.print(f"\ninterrupted at step {trainer.state.step}; go on with: polyturn train {path} --resume")
-            raise KeyboardInterrupt from None
+        renamed = [] if folder.name == config.name else [f"name={folder.name}"]
+        again = shlex.join(["polyturn", "train", str(path), *overrides, *renamed, "--resume"])
+        state = asyncio.run(_until_done(trainer, parts, again=again))
     if state.reports.get("before") and state.reports.get("after"):
-        console.print(report_table(state.reports["before"], state.reports["after"]))
-    curve = plot_learning_curve(folder / "metrics.jsonl", folder / "curve.png", title=config.name)
-    console.print(f"steps          {state.step} in {time.monotonic() - began:.0f} s")
-    console.print(f"curve          {curve}")
-    console.print(f"checkpoint     {trainer.checkpoints.latest()}")
-    console.print(f"trajectories   {folder / 'trajectories'}")
-    console.print(f"look at them   polyturn show {folder}")
+        out.table(report_table(state.reports["before"], state.reports["after"]))
+    try:
+        curve: object = plot_learning_curve(folder / "metrics.jsonl", folder / "curve.png", title=config.name)
+    except PolyturnError as problem:
+        curve = f"none: {problem}"
+    out.fact("steps", f"{state.step} in {time.monotonic() - began:.0f} s")
+    out.fact("curve", curve)
+    out.fact("checkpoint", trainer.checkpoints.latest())
+    if state.best > 0 and (best := trainer.checkpoints.best()) not in (None, trainer.checkpoints.latest()):
+        out.fact("best", f"{best} (success {state.best:.3f})")
+    out.fact("trajectories", folder / "trajectories")
+    out.fact("look at them", f"polyturn show {folder}")
 
 
 def warm_start(parts: build.Parts, observer: RunObserver) -> int:
@@ -92,7 +97,9 @@ def warm_start(parts: build.Parts, observer: RunObserver) -> int:
     settings = SftSettings(
         steps=sft.steps, batch_size=sft.batch_size, seed=parts.place.config.seed, max_seconds=sft.max_seconds
     )
-    return run_sft(policy, samples, settings, on_step=lambda step, m: observer.on_sft(step, sft.steps, m))
+    steps = run_sft(policy, samples, settings, on_step=lambda step, m: observer.on_sft(step, sft.steps, m))
+    observer.end_sft()
+    return steps
 
 
 def report_table(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> Table:
@@ -115,10 +122,31 @@ def _cell(key: str, value: float) -> str:
     return f"{value:.2f}" if key == "mean_turns" else f"{100 * value:.1f} %"
 
 
-async def _until_done(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; SIGINT and SIGTERM cancel it, so that it leaves a checkpoint behind."""
-    task = asyncio.ensure_future(work)
+async def _until_done(trainer: Trainer, parts: build.Parts, *, again: str) -> LoopState:
+    """Run `trainer`; SIGINT and SIGTERM cancel it, so that it leaves a checkpoint, and end with 128 + their number.
+
+    A second signal of the same kind ends the process at once; the checkpoint before is whole.
+    """
+    task = asyncio.ensure_future(trainer.run())
     loop = asyncio.get_running_loop()
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        loop.remove_signal_handler(number)
+        logger.warning("interrupted; a checkpoint is being written")
+        task.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    return await task
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        logger.warning("interrupted at step %d; go on with: %s", trainer.state.step, again)
+        raise SystemExit(128 + received[0]) from None
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        await parts.engine.close()

@@ -132,6 +132,7 @@ class RolloutConfig(_Model):
     max_concurrent: int = Field(256, ge=1)
     """Live episodes at any moment."""
     max_failed_share: float = Field(0.1, ge=0, le=1)
+    """The run ends with the reasons when more than this share of the latest 1,024 trajectories failed."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable", "off"] = "strict"
     sanity_every: int = Field(16, ge=0)
     """Every how many episodes the incremental token ids are compared with a full render; 0 never, 1 always."""
@@ -233,7 +234,7 @@ class EvalSetConfig(_Model):
     """One way to evaluate."""
 
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    max_turns: int | None = None
+    max_turns: int | None = Field(None, ge=1)
     """Overrides rollout.limits.max_turns."""
     every: bool = True
     """Whether it also runs every `evaluation.every` steps; else only before and after training."""
@@ -244,7 +245,7 @@ class EvalConfig(_Model):
 
     data: TaskSourceConfig | None = None
     sets: dict[str, EvalSetConfig] = {"greedy": EvalSetConfig()}
-    """Name of each set to how it decodes; the first one chooses the best checkpoint."""
+    """Name of each set to how it decodes; the first that runs every `every` steps chooses the best checkpoint."""
     every: int = Field(0, ge=0)
     """Steps between validations; 0 validates only before and after."""
     limit_during: int | None = Field(None, ge=1)
@@ -254,7 +255,7 @@ class EvalConfig(_Model):
     stop_at: float | None = None
     """End training early once the first set's success reaches this."""
     patience: int | None = Field(None, ge=1)
-    """End training after so many validations without a better result."""
+    """End training after so many validations without a better result. The one before training counts as a result."""
 
 
 class RunConfig(_Model):

@@ -188,7 +188,12 @@ def generate_tasks(path: str, *, base: Path | None = None, **kwargs: Any) -> Seq
 
 
 def check_tasks(
-    tasks: Sequence[Task], *, tools: Collection[str], interactions: Collection[str], name: str = "tasks"
+    tasks: Sequence[Task],
+    *,
+    tools: Collection[str],
+    interactions: Collection[str],
+    name: str = "tasks",
+    also: Callable[[Task], None] | None = None,
 ) -> DatasetSummary:
     """Read every task once, so that a bad row stops the run before it starts, and say what is in them.
 
@@ -199,6 +204,7 @@ def check_tasks(
         tools: The names of the configured tools.
         interactions: The names of the configured interactions.
         name: What to call these tasks in messages, for instance the file.
+        also: Called with every task that passed, for further checks in the same pass.
 
     Raises:
         DataError: a row that cannot be read, a name that is not configured, or an id that two tasks share.
@@ -223,6 +229,8 @@ def check_tasks(
             partner = None
         partners[None if partner is None else partner.name] += 1
         sources[task.data_source] += 1
+        if also is not None:
+            also(task)
     return DatasetSummary(num_tasks=len(tasks), data_sources=sources, interactions=partners, tools=asked)
 
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from rich.console import Console
 
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.report import EvalReport
@@ -29,11 +32,20 @@ logger = logging.getLogger(__name__)
 class RunObserver:
     """Writes into the folder of a run."""
 
-    def __init__(self, folder: Path, *, total_steps: int) -> None:
+    def __init__(self, folder: Path, *, total_steps: int, console: Console | None = None) -> None:
+        """Open the records of the run.
+
+        Args:
+            folder: The run's folder.
+            total_steps: How many steps it is going to take, for the time left.
+            console: Where progress bars are drawn; the one that log lines go to.
+        """
         self._folder = folder
+        self._bars = console
         self._console = ConsoleTracker(total_steps)
         self._metrics: JsonlTracker | None = None
         self._sft_metrics: JsonlTracker | None = None
+        self._sft_last = "no step"
         self._store = ParquetStore(folder)
         self._alarms = Alarms()
         self._progress: Progress | None = None
@@ -60,14 +72,22 @@ class RunObserver:
         if self._sft_metrics is None:
             self._sft_metrics = JsonlTracker(self._folder / "sft_metrics.jsonl")
         self._sft_metrics.log(step, metrics)
+        self._sft_last = f"{step} of {total} steps, loss {metrics.get('loss/total', math.nan):.4f}"
         self._advance("warm start", total)
-        if step == total:
-            self._end_phase()
-            logger.info("warm start: %d steps, loss %.4f", step, metrics.get("loss/total", float("nan")))
+
+    def end_sft(self) -> None:
+        """Supervised training is done."""
+        self._end_phase()
+        logger.info("warm start: %s", self._sft_last)
 
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
         """A group is done: the progress within a step, and within an evaluation."""
         self._advance(phase, total)
+
+    def on_rollout(self, group: TrajectoryGroup, *, total: int) -> None:
+        """A group that belongs to no training is done: it is written, whatever happens to the others."""
+        self._advance("rollout", total)
+        self._store.add(group, step=0, split="rollout")
 
     def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
         """A training step is done: its metrics and its trajectories are written."""
@@ -104,7 +124,7 @@ class RunObserver:
     def _advance(self, phase: str, total: int) -> None:
         if self._progress is None or self._progress.title != phase:
             self._end_phase()
-            self._progress = Progress(phase, total)
+            self._progress = Progress(phase, total, console=self._bars)
             self._progress.__enter__()
         self._progress.advance()
 

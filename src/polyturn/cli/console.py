@@ -1,0 +1,73 @@
+"""Where the commands write: results to stdout, log lines and progress bars to one console on stderr.
+
+Separate because lines and bars must share a console: rich then prints a line above the bar instead of through it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_WIDTH = 160
+"""Columns of a table that does not go to a terminal, where nobody knows how wide the reader's screen is."""
+
+
+@functools.cache
+def stderr_console() -> Console:
+    """Return the console of log lines and progress bars, the same one for everybody."""
+    return Console(stderr=True, highlight=False)
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints log records as plain lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        try:
+            stderr_console().print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+        except Exception:
+            self.handleError(record)
+
+
+def log_to_console(level: str) -> None:
+    """Send the library's records of at least `level`, and warnings of everything else, to the console."""
+    root = logging.getLogger()
+    if not any(isinstance(handler, ConsoleHandler) for handler in root.handlers):
+        root.addHandler(ConsoleHandler())
+    logging.getLogger("polyturn").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+
+
+def quiet_transformers() -> None:
+    """Switch off what transformers prints while it loads and builds models; downloads keep their bars."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    enable_progress_bars()
+
+
+class Output:
+    """Results on stdout."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = PLAIN_WIDTH
+
+    def table(self, table: Table) -> None:
+        """Print a table."""
+        self.console.print(table)
+
+    def text(self, text: str, *, style: str | None = None) -> None:
+        """Print text as it is, on as many lines as it has."""
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
+
+    def fact(self, name: str, value: object) -> None:
+        """Print one name with its value, for instance where something was left."""
+        path = str(value) + "/" if isinstance(value, Path) and value.is_dir() else str(value)
+        self.text(f"{name:<15}{path}")

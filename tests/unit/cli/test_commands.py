@@ -1,0 +1,241 @@
+"""Every command once, on a tiny run: what a person sees, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from polyturn.cli import console as console_module
+from polyturn.cli import train as train_command
+from polyturn.cli.runs import model_folder, new_run_folder
+from polyturn.core.errors import CheckpointError
+from polyturn.store.parquet_store import open_store
+from polyturn.testing.runs import Called, call, write_tiny_run
+from polyturn.tracking.console import Progress
+
+GSM8K = {"question": "Tom has 2 pens and buys 3. How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Called]:
+    """Return the config of a run that was trained once, and what the command printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = write_tiny_run(folder)
+    settings = ["warm_start.steps=2", "evaluation.every=1", "train.keep_checkpoints=1"]
+    secret = "rollout.interactions.0.config.key=${oc.env:POLYTURN_TEST_SECRET}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POLYTURN_TEST_SECRET", "s3cr3t-do-not-write")
+        called = call("train", config, *settings, secret)
+    assert called.code == 0, called.err
+    return config, called
+
+
+def run_of(config: Path, name: str = "tiny") -> Path:
+    return config.parent / "runs" / name
+
+
+def is_quiet(called: Called) -> bool:
+    """Return whether nothing but our own lines is on stderr: no bars and warnings of other libraries."""
+    foreign = ("Loading weights", "it/s]", "FutureWarning", "UserWarning", "`torch_dtype`", "generation flags", "Traceback")
+    return not any(words in called.err for words in foreign)
+
+
+def test_train_shows_a_table_and_where_everything_is(trained: tuple[Path, Called]):
+    config, called = trained
+    run = run_of(config)
+    assert "before and after" in called.out and "success" in called.out and "mean turns" in called.out
+    facts = dict(
+        line.split(None, 1) for line in called.out.splitlines() if line.startswith(("curve", "checkpoint", "trajectories"))
+    )
+    assert (Path(facts["curve"]), Path(facts["checkpoint"])) == (run / "curve.png", run / "checkpoints" / "step-000003")
+    assert Path(facts["trajectories"]) == run / "trajectories" and (run / "curve.png").stat().st_size > 1000
+    assert f"polyturn show {run}" in called.out
+    assert is_quiet(called)
+
+
+def test_train_logs_a_line_a_step_and_a_line_an_evaluation(trained: tuple[Path, Called]):
+    _, called = trained
+    begins = [" ".join(line.split()[:2]) for line in called.err.splitlines()]
+    assert [b for b in begins if b.startswith("step")] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert begins.count("eval greedy") == 4
+    assert begins.count("warm start:") == 1 and "warm start: 2 of 2 steps, loss" in called.err
+
+
+def test_what_comes_from_the_environment_is_never_written(trained: tuple[Path, Called]):
+    config, _ = trained
+    run = run_of(config)
+    assert "${oc.env:POLYTURN_TEST_SECRET}" in (run / "config.yaml").read_text()
+    for path in run.rglob("*"):
+        if path.is_file():
+            assert b"s3cr3t-do-not-write" not in path.read_bytes(), path
+
+
+def test_the_written_config_loads_again_to_the_same_config(trained: tuple[Path, Called]):
+    config, _ = trained
+    written = yaml.safe_load((run_of(config) / "config.yaml").read_text())
+    assert written["train"]["steps"] == 3 and written["warm_start"]["steps"] == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POLYTURN_TEST_SECRET", "another")
+        again = call("config", run_of(config) / "config.yaml")
+    assert again.code == 0 and yaml.safe_load(again.out) == written
+
+
+def test_dry_run_shows_the_first_task_with_its_tokens_and_the_cost_and_writes_nothing(tmp_path: Path):
+    config = write_tiny_run(tmp_path)
+    called = call("train", config, "--dry-run")
+    assert called.code == 0, called.err
+    for words in (
+        "group_size: 3",
+        "first task     mouse-0",
+        "How loud is mouse 0?",
+        "parameters",
+        "KV cache",
+        "episodes",
+        "TFLOP",
+    ):
+        assert words in called.out
+    assert "6 to train on; evaluation sets: greedy (2 tasks)" in called.out
+    assert not (tmp_path / "runs").exists() and is_quiet(called)
+
+
+def test_rollout_runs_tasks_and_records_them(trained: tuple[Path, Called]):
+    config, _ = trained
+    called = call("rollout", config, "-n", 2, "--checkpoint", run_of(config))
+    assert called.code == 0, called.err
+    assert [line.split()[0] for line in called.out.splitlines() if line.startswith("g")] == [
+        f"g{g}/{m}" for g in (0, 1) for m in (0, 1, 2)
+    ]
+    assert len(open_store(run_of(config, "tiny-rollout"))) == 6
+    assert is_quiet(called)
+
+
+def test_eval_judges_a_checkpoint(trained: tuple[Path, Called]):
+    config, _ = trained
+    called = call("eval", config, "--checkpoint", run_of(config) / "checkpoints" / "step-000003")
+    assert called.code == 0, called.err
+    report = json.loads((run_of(config, "tiny-eval") / "report.json").read_text())
+    assert report["greedy"]["num_trajectories"] == 2
+    assert "mean reward" in called.out and "report.json" in called.out and is_quiet(called)
+    during = [r for r in open_store(run_of(config)).table().to_pylist() if r["split"] == "eval/greedy" and r["step"] == 3]
+    after = open_store(run_of(config, "tiny-eval")).table().to_pylist()
+    assert [r["reward"] for r in after] == [r["reward"] for r in during], "the checkpoint is the model that was trained"
+
+
+def test_sft_trains_on_conversations_and_leaves_a_model(tmp_path: Path):
+    config = write_tiny_run(tmp_path)
+    called = call("sft", config, "warm_start.steps=2")
+    assert called.code == 0, called.err
+    assert (run_of(config, "tiny-sft") / "model" / "config.json").is_file()
+    assert len((run_of(config, "tiny-sft") / "sft_metrics.jsonl").read_text().splitlines()) == 2
+    nothing = call("sft", config)
+    assert nothing.code == 2 and "warm_start.steps is 0" in nothing.err
+
+
+def test_sft_on_the_best_trajectories_of_a_run(trained: tuple[Path, Called]):
+    config, _ = trained
+    settings = ["warm_start.steps=1", f"warm_start.conversations={run_of(config)}", "name=rejection"]
+    called = call("sft", config, *settings, "warm_start.min_reward=0.1")
+    assert called.code == 0, called.err
+    too_good = call("sft", config, *settings, "warm_start.min_reward=99")
+    assert too_good.code == 2 and "has a reward of at least 99; the best has" in too_good.err
+
+
+def test_show_lists_trajectories_and_shows_one_as_a_conversation(trained: tuple[Path, Called]):
+    config, _ = trained
+    listed = call("show", run_of(config), "--split", "train", "-n", 4)
+    assert listed.code == 0 and len([x for x in listed.out.splitlines() if x.startswith("g")]) == 4
+    assert "18 trajectories; one of them: polyturn show" in listed.out
+    one = call("show", run_of(config), "g0/0")
+    assert "How loud is mouse" in one.out and "turn 0" in one.out and "reward" in one.out
+    unknown = call("show", run_of(config), "g0/9")
+    assert unknown.code == 2 and "no trajectory 'g0/9'" in unknown.err
+    nowhere = call("show", config.parent / "nothing")
+    assert nowhere.code == 2 and "holds no recorded trajectories" in nowhere.err
+
+
+def test_check_says_what_a_template_does(trained: tuple[Path, Called]):
+    config, _ = trained
+    called = call("check", run_of(config) / "checkpoints" / "step-000003" / "model")
+    assert called.code == 0, called.err
+    assert "renders tools" in called.out and "<|im_end|>" in called.out and is_quiet(called)
+    missing = call("check", run_of(config) / "checkpoints" / "step-000003" / "model", "--template", "none.jinja")
+    assert missing.code == 2 and "none.jinja" in missing.err
+
+
+def test_config_lists_every_key_or_fills_one_file_in(tmp_path: Path):
+    keys = call("config")
+    assert keys.code == 0 and "rollout.limits.max_turns" in keys.out
+    filled = call("config", write_tiny_run(tmp_path), "train.steps=7")
+    assert yaml.safe_load(filled.out)["train"]["steps"] == 7
+
+
+@pytest.mark.parametrize("variant", ["tool", "interaction"])
+def test_data_gsm8k_writes_the_documented_files(tmp_path: Path, variant: str):
+    source = tmp_path / "source"
+    source.mkdir()
+    for split in ("train", "test"):
+        (source / f"{split}.jsonl").write_text(json.dumps(GSM8K) + "\n")
+    called = call("data", "gsm8k", "--from", source, "--variant", variant, "--out", tmp_path / "out")
+    assert called.code == 0, called.err
+    assert [Path(line).name for line in called.out.splitlines()] == ["train.parquet", "test.parquet"]
+    assert all(Path(line).is_file() for line in called.out.splitlines())
+
+
+def test_ctrl_c_outside_training_ends_quietly_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_command, "run_sft", interrupted)
+    called = call("train", write_tiny_run(tmp_path), "warm_start.steps=5")
+    assert called.code == 130 and "Traceback" not in called.err
+
+
+def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path):
+    names = [new_run_folder(tmp_path / "runs" / "a").name for _ in range(3)]
+    assert names == ["a", "a-2", "a-3"]
+
+
+def test_a_checkpoint_may_be_named_by_its_run_its_folder_or_its_model(trained: tuple[Path, Called], tmp_path: Path):
+    config, _ = trained
+    model = run_of(config) / "checkpoints" / "step-000003" / "model"
+    assert {model_folder(p) for p in (run_of(config), model.parent, model)} == {model}
+    assert model_folder(None) is None
+    with pytest.raises(CheckpointError, match="there is no model in"):
+        model_folder(tmp_path)
+
+
+def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.MonkeyPatch):
+    """Rich prints a line above a bar of the same console; two consoles would write through one another."""
+    from rich.console import Console
+
+    console = Console(force_terminal=True, width=60)
+    monkeypatch.setattr(console_module, "stderr_console", lambda: console)
+    handler = console_module.ConsoleHandler()
+    with console.capture() as captured, Progress("rollout", 3, console=console, delay_s=0.0) as bar:
+        deadline = time.monotonic() + 5
+        while bar._bar is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        bar.advance()
+        handler.emit(logging.LogRecord("polyturn", logging.INFO, "", 0, "step 1/3 [not markup]", None, None))
+    text = captured.get()
+    assert "rollout" in text and "step 1/3 [not markup]\n" in text.replace("\x1b[0m", "")
+
+
+def test_help_is_quick_and_loads_no_torch():
+    code = "import sys\nfrom polyturn.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+    code += "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    before = os.times().children_user
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds = os.times().children_user - before
+    assert ended.stdout.splitlines()[-1] == "[]"
+    assert all(command in ended.stdout for command in ("train", "sft", "eval", "rollout", "show", "check", "config", "data"))
+    assert seconds < 1.0
