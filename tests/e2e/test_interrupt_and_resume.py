@@ -1,0 +1,164 @@
+"""A run that is interrupted goes on as if it had not been: Ctrl-C, SIGTERM, kill -9, in a process of its own.
+
+Every test compares with one run that was never stopped: the same steps, the same trajectories, the same weights to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polyturn.store.parquet_store import open_store
+from polyturn.testing.runs import call, write_tiny_run
+from polyturn.training.checkpoint import Checkpoints
+
+STEPS = 24
+SETTINGS = [
+    f"train.steps={STEPS}",
+    "train.checkpoint_every=3",
+    "train.keep_checkpoints=3",
+    "engine.deterministic=true",
+    "evaluation.every=7",
+    "rollout.sanity_every=1",
+    "warm_start.steps=2",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    called = call("train", write_tiny_run(folder), *SETTINGS)
+    assert called.code == 0, called.err
+    return folder / "runs" / "tiny"
+
+
+def start(config: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train", str(config), *SETTINGS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+    )
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"the run ended too early: {process.communicate()}"
+        if (run / "metrics.jsonl").is_file() and any(line["step"] >= step for line in lines(run)):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached in time")
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    found = []
+    for text in (run / "metrics.jsonl").read_text().splitlines():
+        try:
+            found.append(json.loads(text))
+        except ValueError:  # half a line: the process is writing it, or was killed there
+            continue
+    return found
+
+
+def training_lines(run: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(run) if "rollout/turns" in line]
+
+
+def timeless(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers that do not depend on the clock or on what the KV cache still held."""
+    varying = ("time/", "tokens/prefilled")
+    return {k: v for k, v in line.items() if not k.startswith(varying) and not k.endswith("time_s")}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    checkpoints = Checkpoints(run / "checkpoints")
+    latest = checkpoints.latest()
+    assert latest is not None
+    return checkpoints.load(latest)["policy"]["model"]
+
+
+def check_is_like(run: Path, whole: Path) -> None:
+    assert [line["step"] for line in training_lines(run)] == list(range(1, STEPS + 1)), "every step once"
+    for mine, theirs in zip(map(timeless, training_lines(run)), map(timeless, training_lines(whole)), strict=True):
+        different = {k: (mine.get(k), theirs.get(k)) for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)}
+        assert not different, f"step {mine['step']}"
+    of_run, of_whole = ({(r["split"], r["step"], r["id"]) for r in open_store(f).table().to_pylist()} for f in (run, whole))
+    assert of_run == of_whole, "every trajectory is recorded"
+    left, expected = weights(run), weights(whole)
+    assert all(torch.equal(left[name], expected[name]) for name in expected), "the weights are the same to the bit"
+
+
+def resume(config: Path) -> None:
+    called = call("train", config, *SETTINGS, "--resume")
+    assert called.code == 0, called.err
+    assert "before and after" in called.out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_a_checkpoint_and_resume_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, whole: Path, number: int, code: int
+):
+    config = write_tiny_run(tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    process = start(config)
+    wait_for_step(run, 4, process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "interrupted at step" in err and "Traceback" not in err
+    assert f"polyturn train {config} " in err and err.rstrip().endswith("--resume"), "the sentence says how to go on"
+    latest = Checkpoints(run / "checkpoints").latest()
+    assert latest is not None
+    done = len(training_lines(run))
+    assert 4 <= done < STEPS and latest.name == f"step-{done:06d}"
+    resume(config)
+    check_is_like(run, whole)
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path, whole: Path):
+    config = write_tiny_run(tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    process = start(config)
+    wait_for_step(run, 5, process)
+    process.kill()
+    process.communicate(timeout=60)
+    latest = Checkpoints(run / "checkpoints").latest()
+    assert latest is not None and int(latest.name.removeprefix("step-")) >= 3
+    resume(config)
+    check_is_like(run, whole)
+
+
+def test_the_model_that_is_left_loads_with_transformers_alone(whole: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    latest = Checkpoints(whole / "checkpoints").latest()
+    assert latest is not None and latest.name == f"step-{STEPS:06d}"
+    model = AutoModelForCausalLM.from_pretrained(latest / "model")
+    tokenizer = AutoTokenizer.from_pretrained(latest / "model")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>assistant\n")
+    trained = weights(whole)
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    assert model(**tokenizer(text, return_tensors="pt")).logits.shape[-1] == len(tokenizer)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path: Path, whole: Path):
+    short = [*SETTINGS, "train.steps=3", "evaluation.every=0"]
+    for seed in (0, 1):
+        called = call("train", write_tiny_run(tmp_path / str(seed)), *short, f"seed={seed}")
+        assert called.code == 0, called.err
+    first, other = ([timeless(x) for x in training_lines(tmp_path / str(seed) / "runs" / "tiny")] for seed in (0, 1))
+    assert first == [timeless(x) for x in training_lines(whole)[:3]]
+    assert first != other
