@@ -77,7 +77,8 @@ class FailureBudget:
             RolloutError: more than `max_share` of the latest failed; the message has the most common reasons.
         """
         for trajectory in group.trajectories:
-            reason = trajectory.error or trajectory.stop_reason.value
+            # Without the trajectory's own id, so that one cause of many failures reads as one.
+            reason = (trajectory.error or trajectory.stop_reason.value).replace(trajectory.id, "…")
             self._latest.append(reason if trajectory.is_failed else None)
         reasons = Counter(reason for reason in self._latest if reason is not None)
         num_failed, num_total = reasons.total(), len(self._latest)
