@@ -1,0 +1,68 @@
+"""What each number of an evaluation counts, on episodes whose outcome is known."""
+
+from __future__ import annotations
+
+import math
+
+import polyturn
+from polyturn.core.trajectory import Trajectory
+from polyturn.evaluation.report import is_success, report
+from polyturn.interactions.gsm8k import Gsm8kInteraction
+from polyturn.rollout.episode import run_episode
+from polyturn.rollout.limits import Limits
+from polyturn.testing.episodes import scripted_context, task
+
+
+@polyturn.tool
+def add(a: int, b: int) -> str:
+    """Add.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return str(a + b)
+
+
+def call(name: str) -> str:
+    return '<tool_call>\n{"name": "' + name + '", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+async def play(*says: str | Exception, max_turns: int = 4, interaction: bool = True) -> Trajectory:
+    context = scripted_context(
+        says, tools=[add], interactions={"gsm8k": Gsm8kInteraction({})}, limits=Limits(max_turns=max_turns)
+    )
+    return await run_episode(context, task(interaction="gsm8k" if interaction else None), id="e")
+
+
+async def test_success_and_repair():
+    at_once, repaired = await play("#### 4"), await play("#### 5", "#### 4")
+    never = await play("#### 5", "#### 6", "#### 7", max_turns=3)
+    found = report([at_once, repaired, never])
+    assert (found.num_trajectories, found.success, found.first_turn_success) == (3, 2 / 3, 1 / 3)
+    assert found.mean_turns == 2.0
+    assert (found.num_repairable, found.repaired) == (2, 0.5)
+    assert found.truncated == 1 / 3 and found.failed == 0 and found.mean_reward == 2 / 3
+
+
+async def test_tool_calls_are_valid_when_they_ran_without_an_error():
+    found = report([await play(call("add"), call("sub"), "#### 4", interaction=False)])
+    assert found.valid_tool_calls == 0.5
+    assert found.success == 1 and found.first_turn_success == 0, "a success that took a tool call took more than a turn"
+
+
+async def test_a_failed_trajectory_is_no_success_and_no_reward():
+    found = report([await play("#### 4"), await play(OSError("gone"))])
+    assert (found.success, found.failed, found.mean_reward) == (0.5, 0.5, 1.0)
+
+
+async def test_what_there_is_no_share_of_is_nan():
+    found = report([await play("#### 4", interaction=False)])
+    assert math.isnan(found.valid_tool_calls) and math.isnan(found.repaired) and found.num_repairable == 0
+    assert found.to_metrics("eval/x")["eval/x/success"] == 1.0
+
+
+async def test_the_threshold_is_the_callers():
+    one = await play("#### 5", max_turns=1)
+    assert not is_success(one) and is_success(one, at=0.0)
+    assert report([one], success_at=0.0).success == 1

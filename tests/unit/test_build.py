@@ -1,0 +1,161 @@
+"""From a config to live objects: what ends up where, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polyturn import build
+from polyturn.algorithms.advantages import grpo
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.messages import Message
+from polyturn.core.task import Task
+from polyturn.rollout.limits import ContextPolicy
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.testing.runs import write_tiny_run
+from polyturn.training.observer import RunObserver
+
+
+def place(folder: Path, *overrides: str) -> build.Place:
+    loaded = load_config(RunConfig, write_tiny_run(folder), overrides)
+    return build.Place(config=loaded.config, base=folder)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> build.Parts:
+    return build.build_parts(
+        place(
+            tmp_path_factory.mktemp("parts"),
+            "rollout.limits.context_policy=drop_oldest",
+            "rollout.limits.timeout_s=7",
+            "rollout.sampling.temperature=0.7",
+            "rollout.sanity_every=3",
+            "rollout.tools.max_parallel_calls=2",
+        )
+    )
+
+
+def test_the_rollout_gets_what_the_config_says(parts: build.Parts):
+    context = parts.context
+    assert (context.limits.max_turns, context.limits.max_context, context.limits.timeout_s) == (2, 448, 7.0)
+    assert context.limits.context_policy is ContextPolicy.DROP_OLDEST
+    assert (context.sampling.temperature, context.sampling.max_tokens) == (0.7, 6)
+    assert set(context.tools.tools) == {"shout"} and context.tools.max_parallel_calls == 2
+    assert set(context.interactions) == {"coach"}
+    assert type(context.scheduler) is MultiTurnScheduler and context.sanity_every == 3
+    assert parts.template.renders_tools
+
+
+def test_the_engine_samples_from_the_trainers_own_tensors(parts: build.Parts, tmp_path: Path):
+    tasks = build.build_run_tasks(parts.place)
+    trainer = build.build_trainer(parts, tasks, folder=tmp_path, observer=RunObserver(tmp_path, total_steps=1))
+    mine = dict(parts.model.named_parameters())
+    assert trainer._policy.model is parts.model  # type: ignore[attr-defined]
+    served = dict(parts.engine.module.named_parameters())
+    assert {name: value.data_ptr() for name, value in served.items()} == {n: v.data_ptr() for n, v in mine.items()}
+    assert trainer.settings.temperature == 0.7 and trainer.settings.steps == 3
+
+
+def test_the_same_seed_gives_the_same_model_and_another_does_not(tmp_path: Path, parts: build.Parts):
+    def first(seed: int) -> torch.Tensor:
+        where = place(tmp_path, f"seed={seed}")
+        return next(build.build_model(where, parts.tokenizer).parameters())
+
+    assert torch.equal(first(0), first(0)) and not torch.equal(first(0), first(1))
+
+
+def test_the_tokenizer_that_is_saved_carries_the_template_of_the_run(tmp_path: Path):
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    codec = build.build_codec(place(tmp_path, "model.chat_template=own.jinja"))
+    codec.tokenizer.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "chat_template.jinja").read_text() == (tmp_path / "own.jinja").read_text()
+
+
+def test_a_scheduler_is_a_class_of_ones_own(tmp_path: Path):
+    where = place(tmp_path, "rollout.scheduler=plugins.py:Quiet")
+    with (tmp_path / "plugins.py").open("a") as file:
+        file.write(
+            "\n\nfrom polyturn.rollout.scheduler import MultiTurnScheduler\n\n\nclass Quiet(MultiTurnScheduler):\n    pass\n"
+        )
+    assert type(build.build_scheduler(where)).__name__ == "Quiet"
+    with pytest.raises(ConfigError, match="which makes no MultiTurnScheduler; inherit that class"):
+        build.build_scheduler(
+            build.Place(config=place(tmp_path, "rollout.scheduler=plugins.py:corpus").config, base=tmp_path)
+        )
+
+
+def test_estimators_get_their_options(tmp_path: Path):
+    bound = build.build_estimator(place(tmp_path, "algorithm.norm_by_std=false"))
+    assert isinstance(bound, functools.partial) and bound.func is grpo and bound.keywords == {"norm_by_std": False}
+
+
+def test_evaluation_sets_keep_their_order_sampling_and_limits(tmp_path: Path):
+    sets = (
+        "evaluation.sets={a: {sampling: {temperature: 0}}, "
+        "b: {sampling: {temperature: 1, top_p: 0.9}, max_turns: 1, every: false}}"
+    )
+    a, b = build.build_eval_sets(place(tmp_path, sets))
+    assert (a.name, a.sampling.temperature, a.max_turns, a.is_periodic) == ("a", 0, None, True)
+    assert (b.name, b.sampling.top_p, b.max_turns, b.is_periodic) == ("b", 0.9, 1, False)
+    assert len(a.tasks) == 2
+    assert build.build_eval_sets(place(tmp_path, "evaluation.data=null")) == []
+
+
+def test_a_generator_may_make_the_tasks(tmp_path: Path):
+    where = place(tmp_path, "data.train={files: null, generator: 'plugins.py:made', kwargs: {num: 3}}")
+    with (tmp_path / "plugins.py").open("a") as file:
+        file.write(
+            "\n\ndef made(num):\n    return [polyturn.Task(id=str(i), prompt=(polyturn.Message(role='user', content='?'),)) "
+            "for i in range(num)]\n"
+        )
+    assert [t.id for t in build.build_run_tasks(where).train] == ["0", "1", "2"]
+
+
+def user(text: str, **fields: Any) -> Task:
+    return Task(**{"id": "t0", "prompt": (Message(role="user", content=text),), "data_source": "tiny", **fields})
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        (user("?", tools=("shoot",)), r"data.train, task 't0' .*'shoot'.* Did you mean 'shout'"),
+        (user("?", data_source="other"), "no reward for the data_source 'other'"),
+        (user("a b " * 300), r"task 't0': its prompt has \d+ tokens and the model's context allows 447"),
+        (user("?", data_source=None, tools=()), "task 't0' has nothing that scores it"),
+    ],
+)
+def test_tasks_that_cannot_run_are_refused(parts: build.Parts, task: Task, says: str):
+    with pytest.raises((DataError, ConfigError), match=says):
+        build.check_run(parts, [task], name="data.train")
+
+
+def test_a_prompt_that_just_fits_is_fine_and_one_token_more_is_not(parts: build.Parts):
+    """Length is counted in tokens of the rendered prompt, exactly, where bytes alone cannot tell."""
+
+    def num_tokens(task: Task) -> int:
+        return len(parts.context.encoder_for(task).start(task.prompt))
+
+    fitting = next(t for n in range(600) if num_tokens(t := user("9" * n)) == parts.max_context - 1)
+    coach = {"interaction": build.build_run_tasks(parts.place).train[0].interaction}
+    build.check_run(parts, [user(fitting.prompt[0].text, **coach)], name="x")
+    with pytest.raises(DataError, match="raise the limit, or leave the task out"):
+        build.check_run(parts, [user(fitting.prompt[0].text + "9", **coach)], name="x")
+
+
+def test_checking_thousands_of_tasks_takes_about_a_second(tmp_path: Path, parts: build.Parts):
+    rows = [{"prompt": f"How loud is mouse {i}?", "data_source": "tiny", "interaction": "coach"} for i in range(4000)]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    where = place(tmp_path, "data.train.files=many.jsonl")
+    tasks = build.build_run_tasks(where)
+    began = time.process_time()
+    build.check_run(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
+    build.check_run(parts, list(tasks.train), name="data.train")
+    assert time.process_time() - began < 4.0

@@ -1,0 +1,93 @@
+"""What a run leaves behind while it goes on: metrics, trajectories, alarms, and lines for a person."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.evaluation.report import report
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.store.parquet_store import open_store
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.tracking.jsonl import read_metrics
+from polyturn.training.observer import RunObserver
+
+
+async def groups(first: int = 0, num: int = 2) -> list[TrajectoryGroup]:
+    specs = [GroupSpec(id=f"g{first + i}", task=task(), size=2) for i in range(num)]
+    return await RolloutPool(scripted_context(["#### 4"])).run(specs)
+
+
+async def test_a_step_is_on_disk_when_it_was_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    with RunObserver(tmp_path, total_steps=3) as observer:
+        for group in (found := await groups()):
+            observer.on_group(group, phase="rollout", total=2)
+        observer.on_step(1, {"reward/mean": 0.5, "loss/total": float("nan")}, found)
+        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "loss/total": None}]
+        assert [t.id for t in open_store(tmp_path).trajectories()] == ["g0/0", "g0/1", "g1/0", "g1/1"]
+    assert [line for line in caplog.messages if line.startswith("step 1/3")]
+
+
+async def test_an_evaluation_is_recorded_under_its_own_split_and_in_the_line_of_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    found = await groups()
+    with RunObserver(tmp_path, total_steps=1) as observer:
+        observer.on_eval(0, "greedy", report([t for g in found for t in g.trajectories]), found)
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line["step"], line["eval/greedy/success"]) == (0, 1.0)
+    assert {t.id for t in open_store(tmp_path).trajectories(split="eval/greedy")} == {"g0/0", "g0/1", "g1/0", "g1/1"}
+    assert any("eval greedy" in message and "success 1.000" in message for message in caplog.messages)
+
+
+async def test_after_a_resume_later_metrics_go_and_the_same_step_is_written_once(tmp_path: Path):
+    with RunObserver(tmp_path, total_steps=4) as observer:
+        for step in (1, 2, 3):
+            observer.on_step(step, {"reward/mean": float(step)}, await groups(2 * step))
+    with RunObserver(tmp_path, total_steps=4) as observer:
+        observer.resume(2)
+        observer.on_step(3, {"reward/mean": 30.0}, await groups(6))
+    assert [(x["step"], x["reward/mean"]) for x in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len(open_store(tmp_path)) == 12, "a step that was taken again counts once"
+
+
+async def test_an_alarm_is_logged_and_written_down(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with RunObserver(tmp_path, total_steps=40) as observer:
+        for step in range(1, 41):
+            observer.on_step(step, {"policy/entropy": 1.0 if step < 20 else 0.001}, [])
+    alarms = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
+    assert alarms and alarms[0]["step"] >= 20 and "entropy" in alarms[0]["message"]
+    assert alarms[0]["message"] in caplog.text
+
+
+def test_supervised_steps_go_to_a_file_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    with RunObserver(tmp_path, total_steps=0) as observer:
+        for step in (1, 2):
+            observer.on_sft(step, 5, {"loss/total": 1.0 / step})
+        observer.end_sft()
+    assert [x["loss/total"] for x in read_metrics(tmp_path / "sft_metrics.jsonl")] == [1.0, 0.5]
+    assert "warm start: 2 of 5 steps, loss 0.5000" in caplog.messages
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+async def test_what_was_recorded_is_kept_when_the_run_ends_with_an_error(tmp_path: Path):
+    found = await groups()
+
+    def fail() -> None:
+        with RunObserver(tmp_path, total_steps=0) as observer:
+            for group in found:
+                observer.on_rollout(group, total=4)
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fail()
+    assert len(open_store(tmp_path)) == 4

@@ -1,0 +1,136 @@
+"""Supervised training: which tokens of a conversation are learnt from, and in which order samples come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.core.errors import DataError
+from polyturn.core.messages import Message, ToolCall
+from polyturn.core.metrics import Mean, Metrics
+from polyturn.core.sample import TrainSample
+from polyturn.data.conversations import Conversation
+from polyturn.rollout.episode import run_episode
+from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.training.sft import SftSettings, encode_conversation, run_sft, trajectory_samples
+
+CODEC = tiny_codec()
+
+
+def say(role: Any, content: str, **fields: Any) -> Message:
+    return Message(role=role, content=content, **fields)
+
+
+TWO_TURNS = (say("system", "s"), say("user", "2+2?"), say("assistant", "5"), say("user", "no"), say("assistant", "4"))
+
+
+def encode(messages: Sequence[Message], **fields: Any) -> TrainSample:
+    return encode_conversation(Conversation(messages=tuple(messages), **fields), DeltaEncoder(CODEC), id="c")
+
+
+def learnt(sample: TrainSample) -> list[str]:
+    """Return the text of each run of weighted tokens."""
+    runs, weighted = [], sample.loss_weights > 0
+    for index in range(len(sample)):
+        if weighted[index] and (index == 0 or not weighted[index - 1]):
+            runs.append([])
+        if weighted[index]:
+            runs[-1].append(int(sample.token_ids[index]))
+    return [CODEC.decode(ids) for ids in runs]
+
+
+def test_what_the_assistant_says_is_learnt_end_token_included_and_nothing_else():
+    assert learnt(encode(TWO_TURNS)) == ["5<|im_end|>", "4<|im_end|>"]
+
+
+def test_the_tokens_are_those_of_the_whole_conversation_rendered_at_once():
+    sample = encode(TWO_TURNS)
+    whole = CODEC.encode(CODEC.render(TWO_TURNS))
+    assert np.array_equal(sample.token_ids, whole[: len(sample)]), (
+        "up to the newline after the last turn, which nothing follows"
+    )
+    assert len(whole) - len(sample) <= 1
+
+
+def test_tool_calls_are_learnt_as_the_model_has_to_write_them():
+    call = ToolCall(id="c0", name="calc", arguments={"a": 1})
+    messages = [
+        say("user", "?"),
+        say("assistant", "", tool_calls=(call,)),
+        say("tool", "2", tool_call_id="c0"),
+        say("assistant", "2"),
+    ]
+    first, second = learnt(encode(messages))
+    assert first.startswith("<tool_call>") and '"name": "calc"' in first and first.endswith("</tool_call><|im_end|>")
+    assert second == "2<|im_end|>"
+
+
+def test_weights_choose_the_turns_that_are_learnt():
+    sample = encode(TWO_TURNS, weights=(0.0, 0.5))
+    assert learnt(sample) == ["4<|im_end|>"] and set(sample.loss_weights) == {0.0, 0.5}
+    assert sorted(set(sample.turn_ids.tolist())) == [-1, 0, 1]
+
+
+def test_what_follows_the_last_turn_is_left_out_and_two_turns_in_a_row_are_refused():
+    assert learnt(encode([*TWO_TURNS, say("user", "thanks")])) == ["5<|im_end|>", "4<|im_end|>"]
+    with pytest.raises(DataError, match="conversation c: two assistant messages in a row; something must answer"):
+        encode([say("user", "?"), say("assistant", "a"), say("assistant", "b")])
+
+
+async def test_a_runs_trajectories_are_learnt_token_for_token_if_they_are_good_enough():
+    good, bad = [await run_episode(scripted_context([text]), task(), id=text) for text in ("#### 4", "#### 5")]
+    (sample,) = trajectory_samples([good, bad], min_reward=1.0)
+    assert np.array_equal(sample.token_ids, good.segments[0].token_ids)
+    assert np.array_equal(sample.loss_weights, good.segments[0].loss_weights)
+    with pytest.raises(DataError, match="none of 1 trajectories has a reward of at least 1; the best has 0"):
+        trajectory_samples([bad], min_reward=1.0)
+
+
+class Notes:
+    """Stands where the policy is and takes notes."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.steps = 0
+
+    def sft_forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
+        self.batches.append([s.id.trajectory for s in samples])
+        return {"loss/total": Mean(1.0)}
+
+    def optim_step(self) -> Metrics:
+        self.steps += 1
+        return {}
+
+
+def samples(num: int) -> list[TrainSample]:
+    one = encode(TWO_TURNS)
+    return [one.replace(id=one.id._replace(trajectory=str(i))) for i in range(num)]
+
+
+def train(num: int, **settings: Any) -> tuple[Notes, list[int]]:
+    notes, steps = Notes(), []
+    taken = run_sft(notes, samples(num), SftSettings(**settings), on_step=lambda step, m: steps.append(step))  # type: ignore[arg-type]
+    assert taken == notes.steps == len(steps)
+    return notes, steps
+
+
+def test_every_epoch_visits_every_sample_once_in_an_order_that_the_seed_decides():
+    notes, steps = train(5, steps=4, batch_size=5)
+    assert steps == [1, 2, 3, 4] and all(sorted(batch) == list("01234") for batch in notes.batches)
+    assert notes.batches[0] != notes.batches[1]
+    assert train(5, steps=4, batch_size=5)[0].batches == notes.batches
+    assert train(5, steps=4, batch_size=5, seed=1)[0].batches != notes.batches
+
+
+def test_batches_run_across_epochs():
+    notes, _ = train(3, steps=3, batch_size=2)
+    visited = [i for batch in notes.batches for i in batch]
+    assert [len(b) for b in notes.batches] == [2, 2, 2] and sorted(visited[:3]) == sorted(visited[3:]) == list("012")
+
+
+def test_time_may_end_it_early():
+    assert train(3, steps=50, batch_size=2, max_seconds=1e-9)[1] == []
