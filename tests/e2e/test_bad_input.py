@@ -6,6 +6,7 @@ Each case changes one thing of a run that works, and says which words the senten
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 import pytest
 
 from polyturn.cli import train as train_command
+from polyturn.cli.main import main
 from polyturn.store.parquet_store import open_store
-from polyturn.testing.runs import call, write_tiny_run
+from polyturn.testing.runs import call_command, write_tiny_run
 from polyturn.training.checkpoint import Checkpoints
+
+call = functools.partial(call_command, main)
 
 
 def row(folder: Path, **changes: Any) -> None:

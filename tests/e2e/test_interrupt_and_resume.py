@@ -5,6 +5,7 @@ Every test compares with one run that was never stopped: the same steps, the sam
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -17,9 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+from polyturn.cli.main import main
 from polyturn.store.parquet_store import open_store
-from polyturn.testing.runs import call, write_tiny_run
+from polyturn.testing.runs import call_command, write_tiny_run
 from polyturn.training.checkpoint import Checkpoints
+
+call = functools.partial(call_command, main)
 
 STEPS = 24
 SETTINGS = [

@@ -1,7 +1,7 @@
 """A whole run on disk that takes seconds: a config, a model of a few thousand numbers, tasks, a tool and an interaction.
 
     config = write_tiny_run(tmp_path)                      tmp_path/config.yaml, tasks.jsonl, plugins.py
-    called = call("train", config, "train.steps=2")        what the command printed, and its exit code
+    called = call_command(main, "train", config)           what the command printed, and its exit code
 
 For tests of the commands and of what a run leaves behind. The reward differs between the members of a group even with
 random weights, so every step has something to learn from.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,10 +103,13 @@ class Called(NamedTuple):
     err: str
 
 
-def call(*arguments: object) -> Called:
-    """Call a command of polyturn in this process, for instance call("train", config, "train.steps=2")."""
-    from polyturn.cli.main import main
+def call_command(main: Callable[[Sequence[str]], None], *arguments: object) -> Called:
+    """Call a command of polyturn in this process.
 
+    Args:
+        main: `polyturn.cli.main.main`.
+        arguments: What follows `polyturn` on the command line, for instance "train", config, "train.steps=2".
+    """
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

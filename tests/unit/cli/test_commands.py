@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -16,11 +17,14 @@ import yaml
 
 from polyturn.cli import console as console_module
 from polyturn.cli import train as train_command
+from polyturn.cli.main import main
 from polyturn.cli.runs import model_folder, new_run_folder
 from polyturn.core.errors import CheckpointError
 from polyturn.store.parquet_store import open_store
-from polyturn.testing.runs import Called, call, write_tiny_run
+from polyturn.testing.runs import Called, call_command, write_tiny_run
 from polyturn.tracking.console import Progress
+
+call = functools.partial(call_command, main)
 
 GSM8K = {"question": "Tom has 2 pens and buys 3. How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
 
