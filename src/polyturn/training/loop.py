@@ -228,14 +228,14 @@ class Trainer:
 
     def _step(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Take one optimizer step (or `minibatches` of them) on the groups of a step."""
-        settings = self.settings
+        settings, began = self.settings, time.perf_counter()
         parts: list[Metrics] = [rollout_metrics(groups, version=self.state.step)]
         kept = filter_groups(groups, zero_variance=settings.drop_zero_variance)
         samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature)]
         samples = assign_advantages(kept.groups, samples, estimator=self._estimator)
         filtered = filter_samples(samples, kept.groups)
         samples = filtered.samples
-        parts += [kept.metrics, filtered.metrics]
+        parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(time.perf_counter() - began)}]
         if samples:
             with self._busy() as busy:
                 samples = self._with_scores(samples)

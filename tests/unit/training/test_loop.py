@@ -244,6 +244,14 @@ def test_the_weights_before_training_and_the_last_ones_may_be_the_best(tmp_path:
     assert found is not None and rig.checkpoints.load(found)["loop"]["step"] == best == rig.trainer.state.best_step
 
 
+def test_the_time_of_a_step_is_accounted_for(tmp_path: Path):
+    for metrics in Rig(tmp_path).run().observer.metrics.values():
+        parts = [metrics[f"time/{name}"] for name in ("generate_s", "train_s", "prepare_s")]
+        assert 0 < metrics["time/prepare_s"] < sum(parts) < metrics["time/step_s"]
+        outside = metrics["time/step_s"] - metrics["time/generate_s"] - metrics["time/train_s"]
+        assert metrics["time/other_share"] == pytest.approx(outside / metrics["time/step_s"])
+
+
 def test_a_step_with_nothing_to_learn_from_takes_no_optimizer_step_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
