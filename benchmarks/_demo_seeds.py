@@ -55,8 +55,9 @@ def one_seed(out: Path, seed: int, *, with_controls: bool) -> dict[str, Any]:
     if with_controls:
         warm = run / "checkpoints" / "step-000000"
         more = [f"warm_start.max_seconds={found['grpo_s']:.0f}", "warm_start.steps=100000", f"name=sft-{seed}"]
-        rate = ["warm_start.optim.lr=1e-3", "warm_start.optim.schedule=constant", "warm_start.kwargs.num_conversations=40000"]
-        polyturn("sft", CONFIG, "--checkpoint", str(warm), *common, *more, *rate, f"warm_start.kwargs.seed={seed + 100}")
+        more += ["warm_start.optim.lr=1e-3", "warm_start.optim.schedule=constant"]
+        more += ["warm_start.kwargs.num_conversations=40000", f"warm_start.kwargs.seed={seed + 100}"]
+        polyturn("sft", CONFIG, "--checkpoint", str(warm), *common, *more)
         polyturn("eval", CONFIG, "--checkpoint", str(out / f"sft-{seed}-sft" / "model"), *common, f"name=sft-{seed}")
         found["more_sft"] = json.loads((out / f"sft-{seed}-eval" / "report.json").read_text())
         polyturn("train", CONFIG, f"name=shuffled-{seed}", *common, "algorithm.advantage=controls.py:shuffled_grpo")

@@ -1,9 +1,9 @@
 """Multi-turn GRPO in one file: a guessing game, learnt from scratch in about two minutes on a laptop.
 
-The user thinks of a digit; the model guesses, hears "higher" or "lower", and may guess three times. At first it only
-knows how to say a random digit (a short supervised start taught it the format); with reinforcement it learns to listen.
+The user thinks of a number from 1 to 5; the model guesses, hears "higher" or "lower", and may guess three times. At first it
+guesses much at random (a short supervised start taught it the format); with reinforcement it learns to listen.
 
-    user: Guess my digit.   assistant: 5   user: lower   assistant: 2   user: higher   assistant: 4   -> reward 1
+    user: Guess.   assistant: 2   user: higher   assistant: 4   user: lower   assistant: 3   -> reward 1
 
 Everything that happens is on this page: task -> episode -> trajectory -> training sample -> loss -> new weights -> again.
 Run it:  python examples/one_file_grpo.py
@@ -30,31 +30,44 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import RolloutPool
-from polyturn.testing.tiny import tiny_model
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.parsers import PlainParser
 from polyturn.tokens.train import train_tokenizer
 from polyturn.tools.executor import ToolBox
+from polyturn.training.hf import build_model
 from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
 from polyturn.training.sft import SftSettings, encode_conversation, run_sft
 
 MAX_TURNS = 3
-PROMPT = (polyturn.Message(role="user", content="Guess my digit."),)
+ARCHITECTURE = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.06,
+}
+NUMBERS = range(1, 6)
+PROMPT = (polyturn.Message(role="user", content="Guess."),)
 
 
 # 1. The environment: one object serves every episode, each with a state of its own under its id.
 
 
-class DigitGame(polyturn.BaseInteraction):
-    """Thinks of a digit; answers a guess with "higher" or "lower"."""
+class GuessingGame(polyturn.BaseInteraction):
+    """Thinks of a number; answers a guess with "higher" or "lower"."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.secrets: dict[str, int] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Remember the digit that the task's row names."""
+        """Remember the number that the task's row names."""
         assert instance_id is not None
         self.secrets[instance_id] = int(kwargs["secret"])
         return instance_id
@@ -66,9 +79,9 @@ class DigitGame(polyturn.BaseInteraction):
         said, secret = messages[-1]["content"].strip(), self.secrets[instance_id]
         if said == str(secret):
             return True, "right", 1.0, {}
-        if said in set("0123456789"):
+        if said in map(str, NUMBERS):
             return False, "higher" if secret > int(said) else "lower", 0.0, {}
-        return True, "That is no digit.", 0.0, {}
+        return True, "That is none of the numbers.", 0.0, {}
 
     async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:
         """Forget the episode."""
@@ -78,21 +91,22 @@ class DigitGame(polyturn.BaseInteraction):
 def task(secret: int) -> polyturn.Task:
     """Return the task of guessing `secret`; without a data_source, the interaction's last score is the reward."""
     ref = polyturn.InteractionRef(name="game", kwargs={"name": "game", "secret": secret})
-    return polyturn.Task(id=f"digit-{secret}", prompt=PROMPT, interaction=ref)
+    return polyturn.Task(id=f"number-{secret}", prompt=PROMPT, interaction=ref)
 
 
-# 2. A supervised start: the format of the game, played by someone who does not listen.
+# 2. A supervised start: the format of the game, played by someone who listens every other time.
 
 
 def demonstration(rng: random.Random) -> Conversation:
-    """Return a game of random guesses; it shows how to speak, not how to win."""
-    secret, messages = rng.randrange(10), list(PROMPT)
+    """Return a game; it shows how to speak, and only half of the time how to listen."""
+    secret, messages, possible = rng.choice(NUMBERS), list(PROMPT), list(NUMBERS)
     for turn in range(MAX_TURNS):
-        guess = rng.randrange(10)
+        guess = rng.choice(possible if rng.random() < 0.5 else NUMBERS)
         messages.append(polyturn.Message(role="assistant", content=str(guess)))
         if guess == secret or turn == MAX_TURNS - 1:
             break
         messages.append(polyturn.Message(role="user", content="higher" if secret > guess else "lower"))
+        possible = [n for n in possible if (n > guess) == (secret > guess) and n != guess]
     return Conversation(messages=tuple(messages))
 
 
@@ -104,9 +118,9 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
     torch.manual_seed(seed)
     rng = random.Random(seed)
 
-    # A tokenizer and a model, made here. `LocalPolicy.load(...)` is not needed: any transformers model will do.
-    codec = Codec(train_tokenizer(["Guess my digit.", "higher", "lower", "right"], vocab_size=300))
-    model = tiny_model(codec.tokenizer, hidden=64, layers=2, heads=2, max_positions=128, seed=seed)
+    # A tokenizer and a model, made here; any causal language model of transformers would do.
+    codec = Codec(train_tokenizer(["Guess.", "higher", "lower", "right"], vocab_size=300))
+    model = build_model({**ARCHITECTURE, "vocab_size": codec.vocab_size}, seed=seed)
 
     # The engine samples from the very same parameters that the policy trains: a weight sync copies nothing.
     engine = EmbeddedEngine(model, num_slots=groups_per_step * group_size, max_context=128)
@@ -115,7 +129,7 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
         codec=codec,
         parser=PlainParser(),
         tools=ToolBox([]),
-        interactions={"game": DigitGame({"name": "game"})},
+        interactions={"game": GuessingGame({"name": "game"})},
         rewarder=RewardRouter(),
         scheduler=polyturn.MultiTurnScheduler(),
         limits=Limits(max_turns=MAX_TURNS, max_tokens_per_turn=4),
@@ -123,17 +137,17 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
     pool = RolloutPool(context)
 
     # Supervised start, through the same tokens and the same loss weights.
-    encoder = context.encoder_for(task(0))
-    conversations = [encode_conversation(demonstration(rng), encoder, id=str(i)) for i in range(32 * sft_steps)]
+    encoder = context.encoder_for(task(1))
+    games = [encode_conversation(demonstration(rng), encoder, id=str(i)) for i in range(32 * sft_steps)]
     sft = LocalPolicy(model, optim=OptimSettings(lr=3e-3, warmup_steps=5))
-    run_sft(sft, conversations, SftSettings(steps=sft_steps, batch_size=32, seed=seed))
+    run_sft(sft, games, SftSettings(steps=sft_steps, batch_size=32, seed=seed))
 
-    policy = LocalPolicy(model, optim=OptimSettings(lr=1e-3, warmup_steps=5))
+    policy = LocalPolicy(model, optim=OptimSettings(lr=5e-4, warmup_steps=5))
     history: list[float] = []
     for step in range(steps):
         # Rollout: groups of episodes of one task, all at once.
         specs = [
-            GroupSpec(id=f"g{step}-{i}", task=task(rng.randrange(10)), size=group_size, seed=seed)
+            GroupSpec(id=f"g{step}-{i}", task=task(rng.choice(NUMBERS)), size=group_size, seed=seed)
             for i in range(groups_per_step)
         ]
         groups = await pool.run(specs)
@@ -150,17 +164,17 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
             policy.forward_backward(samples)
             policy.optim_step()
         await engine.update_weights(step + 1)
-        if step % 10 == 0 or step == steps - 1:
-            print(f"step {step:3d}   games won {history[-1]:.2f}")
+        if (step + 1) % 10 == 0:
+            print(f"step {step + 1:3d}   games won in the last ten steps: {sum(history[-10:]) / 10:.2f}")
     await engine.close()
     return history
 
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description="Multi-turn GRPO on a guessing game.")
-    options.add_argument("--sft-steps", type=int, default=60)
+    options.add_argument("--sft-steps", type=int, default=120)
     options.add_argument("--steps", type=int, default=150)
-    options.add_argument("--groups-per-step", type=int, default=16)
-    options.add_argument("--group-size", type=int, default=16)
+    options.add_argument("--groups-per-step", type=int, default=32)
+    options.add_argument("--group-size", type=int, default=8)
     options.add_argument("--seed", type=int, default=0)
     asyncio.run(main(**vars(options.parse_args())))

@@ -249,7 +249,9 @@ def _demonstrate(problem: Problem, rng: random.Random, has_feedback: bool, tool_
         call = polyturn.ToolCall(id="call_0", name=problem.tool, arguments={key: problem.argument})
         messages += [
             polyturn.Message(role="assistant", tool_calls=(call,)),
-            polyturn.Message(role="tool", content=f"{problem.argument} = {answer}", tool_call_id="call_0", name=problem.tool),
+            polyturn.Message(
+                role="tool", content=f"{problem.argument} = {answer}", tool_call_id="call_0", name=problem.tool
+            ),
             polyturn.Message(role="assistant", content=f"#### {answer}"),
         ]
         weights += [1.0, 1.0]

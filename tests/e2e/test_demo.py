@@ -1,0 +1,49 @@
+"""The quick start, one seed, exactly as `make demo` runs it: from random weights to an agent that uses its turns.
+
+Its thresholds are those that docs/demo.md states for all seeds; the controls run in `make verify`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.demo
+@pytest.mark.timeout(1500)
+def test_the_quick_start_learns_to_use_its_turns(tmp_path: Path):
+    command = [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train"]
+    command += [str(ROOT / "examples/quickstart/config.yaml"), f"out={tmp_path}"]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1400, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for shown in ("before", "after", "repaired", "curve.png", "checkpoints/step-", "polyturn show"):
+        assert shown in done.stdout
+
+    run = tmp_path / "quickstart"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    before = {k: v for line in lines if line["step"] == 0 for k, v in line.items()}
+    last = max(line["step"] for line in lines)
+    after = {k: v for line in lines if line["step"] == last for k, v in line.items()}
+    assert before["eval/greedy/num_trajectories"] >= 500
+    assert before["eval/greedy/success"] <= 0.35
+    assert after["eval/greedy/success"] >= 0.80
+    assert after["eval/one turn/success"] < after["eval/greedy/success"] / 2, "it cannot be solved in one turn"
+    assert after["eval/greedy/repaired"] > before["eval/greedy/repaired"]
+    assert after["eval/greedy/failed"] == 0.0
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = sorted((run / "checkpoints").glob("step-*"))[-1] / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert 500_000 <= model.num_parameters() <= 2_000_000
+    assert "<tool_call>" in tokenizer.chat_template
+    assert (run / "curve.png").stat().st_size > 10_000
