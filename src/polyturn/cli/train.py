@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from polyturn import build
@@ -103,23 +105,25 @@ def warm_start(parts: build.Parts, observer: RunObserver) -> int:
 
 
 def report_table(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return the before/after table, two columns for each evaluation set."""
+    """Return the before/after table, a column for each evaluation set; three of them fit a narrow terminal."""
     assert set(ROWS) <= {f.name for f in fields(EvalReport)}
-    table = Table(title="before and after", title_justify="left")
-    table.add_column("")
+    table = Table(title="before and after", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("before → after", no_wrap=True)
     for name in after:
-        table.add_column(f"{name}\nbefore", justify="right")
-        table.add_column(f"{name}\nafter", justify="right")
+        table.add_column(escape(name), justify="right", no_wrap=True)
     for key, label in ROWS.items():
-        cells = [_cell(key, side.get(name, {}).get(key, math.nan)) for name in after for side in (before, after)]
-        table.add_row(label, *cells)
+        table.add_row(label, *(_cell(key, before.get(name, {}), after[name]) for name in after))
     return table
 
 
-def _cell(key: str, value: float) -> str:
-    if math.isnan(value):
-        return "-"
-    return f"{value:.2f}" if key == "mean_turns" else f"{100 * value:.1f} %"
+def _cell(key: str, before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    def show(value: float) -> str:
+        if math.isnan(value):
+            return "-"
+        return f"{value:.2f}" if key == "mean_turns" else f"{100 * value:.1f}"
+
+    unit = "" if key == "mean_turns" else " %"
+    return f"{show(before.get(key, math.nan))} → {show(after[key])}{unit}"
 
 
 async def _until_done(trainer: Trainer, parts: build.Parts, *, again: str) -> LoopState:

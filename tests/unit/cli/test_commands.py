@@ -66,6 +66,20 @@ def test_train_shows_a_table_and_where_everything_is(trained: tuple[Path, Called
     assert is_quiet(called)
 
 
+def test_the_table_of_three_evaluation_sets_fits_eighty_columns():
+    from rich.console import Console
+
+    one = dict.fromkeys(train_command.ROWS, 0.123)
+    sets = {"greedy": one, "temperature 1": {**one, "repaired": float("nan")}, "one turn": {**one, "success": 1.0}}
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(train_command.report_table(sets, sets))
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    assert "…" not in captured.get() and max(map(len, lines)) <= 80
+    assert "temperature 1" in captured.get() and "100.0 → 100.0 %" in captured.get() and "- → - %" in captured.get()
+    assert [line for line in lines if line.startswith("repaired after feedback")]
+
+
 def test_train_logs_a_line_a_step_and_a_line_an_evaluation(trained: tuple[Path, Called]):
     _, called = trained
     begins = [" ".join(line.split()[:2]) for line in called.err.splitlines()]
