@@ -4,8 +4,6 @@ Separate from aggregation: a loss here says what one token contributes, `aggrega
 the trainer's loss is the sum of both multiplied. So no loss needs to know a batch, and gradients of micro-batches add up.
 """
 
-# ruff: noqa: N815 (tensor fields carry their axes)
-
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -11,8 +11,6 @@ after every real token, and no target is read off at a padded position. Only pos
 (axis S), so the vocabulary projection and everything after it costs nothing for prompts and observations.
 """
 
-# ruff: noqa: N815 (tensor fields carry their axes)
-
 from __future__ import annotations
 
 import itertools

@@ -175,6 +175,9 @@ class AlgorithmConfig(_Model):
     """Weight of the KL term against the weights at the start of the run; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """The denominator of the ratio where a step takes several updates or is stale: computed by the trainer before the step,
+    or the engine's own, which saves a forward pass and is right where engine and trainer agree (the embedded one does)."""
     drop_zero_variance: bool = True
     """Leave groups out of the loss whose members all have the same reward."""
 

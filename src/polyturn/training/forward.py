@@ -6,8 +6,6 @@ read off: hidden states are gathered first. Whether a model's logits really are 
 hidden state (some scale or cap them) is not guessed from its class: it is tried once, on a few tokens.
 """
 
-# ruff: noqa: N815 (tensor fields carry their axes)
-
 from __future__ import annotations
 
 from typing import NamedTuple

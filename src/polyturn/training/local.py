@@ -7,8 +7,6 @@ One call of `forward_backward` takes everything that one optimizer step trains o
 that batch, and the gradients of its micro-batches add up to exactly its gradient (I7).
 """
 
-# ruff: noqa: N815 (tensor fields carry their axes)
-
 from __future__ import annotations
 
 import copy

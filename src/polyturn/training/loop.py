@@ -26,7 +26,8 @@ from polyturn.batching.filters import filter_groups, filter_samples
 from polyturn.batching.samples import to_samples
 from polyturn.buffer.group_buffer import GroupBuffer
 from polyturn.core.aio import first_error
-from polyturn.core.errors import CheckpointError
+from polyturn.core.arrays import Floats
+from polyturn.core.errors import CheckpointError, TrainingError
 from polyturn.core.metrics import Metrics, Sum, merge, reduce
 from polyturn.core.protocols import Engine, Policy
 from polyturn.core.sample import TrainSample
@@ -71,6 +72,8 @@ class LoopSettings:
     temperature: float = 1.0
     drop_zero_variance: bool = True
     needs_reference: bool = False
+    uses_engine_logprobs: bool = False
+    """Take the engine's logprobs as the old ones instead of computing them."""
     eval_every: int = 0
     eval_limit_during: int | None = None
     stop_at: float | None = None
@@ -253,12 +256,20 @@ class Trainer:
         its own log-probabilities, detached, as the old ones.
         """
         if self.settings.minibatches > 1 or self.settings.max_staleness > 0:
-            scores = self._policy.score(samples)
+            scores = self._engine_logprobs(samples) if self.settings.uses_engine_logprobs else self._policy.score(samples)
             samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         if self.settings.needs_reference:
             scores = self._policy.score(samples, reference=True)
             samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         return samples
+
+    def _engine_logprobs(self, samples: Sequence[TrainSample]) -> list[Floats]:
+        missing = next((s.id for s in samples if s.rollout_logprobs is None), None)
+        if missing is not None:
+            raise TrainingError(
+                f"algorithm.old_logprobs is 'engine' and sample {missing} came without logprobs; set it to 'trainer'"
+            )
+        return [s.rollout_logprobs for s in samples if s.rollout_logprobs is not None]
 
     async def _is_done(self) -> bool:
         """Validate and save where it is time to; return whether training ends early."""

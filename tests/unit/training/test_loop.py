@@ -410,3 +410,10 @@ def test_the_report_before_training_survives_a_resume(tmp_path: Path):
     reports = second.trainer.state.reports
     assert (reports["before"]["greedy"]["success"], reports["after"]["greedy"]["success"]) == (0.25, 0.5)
     assert [e[1] for e in second.of("eval")] == [2]
+
+
+def test_the_engines_logprobs_can_be_the_old_ones_and_save_a_forward_pass(tmp_path: Path):
+    rig = Rig(tmp_path, minibatches=2, steps=1, uses_engine_logprobs=True).run()
+    trained = [s for batch in rig.policy.batches for s in batch]
+    assert trained
+    assert all(np.array_equal(s.old_logprobs, s.rollout_logprobs) for s in trained)
