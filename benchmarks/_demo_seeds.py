@@ -60,7 +60,14 @@ def one_seed(out: Path, seed: int, *, with_controls: bool) -> dict[str, Any]:
         polyturn("sft", CONFIG, "--checkpoint", str(warm), *common, *more)
         polyturn("eval", CONFIG, "--checkpoint", str(out / f"sft-{seed}-sft" / "model"), *common, f"name=sft-{seed}")
         found["more_sft"] = json.loads((out / f"sft-{seed}-eval" / "report.json").read_text())
-        polyturn("train", CONFIG, f"name=shuffled-{seed}", *common, "algorithm.advantage=controls.py:shuffled_grpo")
+        model = [
+            f"model.path={warm.resolve() / 'model'}",
+            "model.init=null",
+            "model.train_tokenizer=null",
+            "warm_start.steps=0",
+        ]
+        shuffled = "algorithm.advantage=controls.py:shuffled_grpo"
+        polyturn("train", CONFIG, f"name=shuffled-{seed}", *common, *model, shuffled)
         found["shuffled"] = reports(out / f"shuffled-{seed}")["after"]
     return found
 

@@ -35,6 +35,9 @@ class LayoutSettings:
     """Rows times the longest row, padding included. A single longer row makes a micro-batch of its own."""
     max_targets_per_batch: int | None = None
     """Bounds the memory of the logits, [targets, vocabulary]; None means no bound."""
+    max_padding_per_batch: int | None = None
+    """A micro-batch ends before its padding would pass so many tokens; None takes a sixteenth of `max_tokens_per_batch`.
+    One forward pass more costs about as much as this, computing padding costs more."""
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_batch < 1:
@@ -176,15 +179,22 @@ def _all_or_none(samples: Sequence[TrainSample], name: str) -> list[Floats] | No
 def _cut(lengths: Sequence[int], num_targets: Sequence[int], settings: LayoutSettings) -> list[list[int]]:
     """Return the sample indices of each micro-batch, by rising length, equal lengths in their order."""
     max_targets = settings.max_targets_per_batch or sum(num_targets)
+    max_padding = settings.max_padding_per_batch
+    if max_padding is None:
+        max_padding = settings.max_tokens_per_batch // 16
     batches: list[list[int]] = []
-    targets = 0
+    targets = tokens = 0
     for i in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: lengths[i]):
-        is_full = batches and (
-            (len(batches[-1]) + 1) * lengths[i] > settings.max_tokens_per_batch or targets + num_targets[i] > max_targets
+        padded = (len(batches[-1]) + 1) * lengths[i] if batches else 0
+        is_full = (
+            padded > settings.max_tokens_per_batch
+            or padded - tokens - lengths[i] > max_padding
+            or targets + num_targets[i] > max_targets
         )
         if not batches or is_full:
             batches.append([])
-            targets = 0
+            targets = tokens = 0
         batches[-1].append(i)
         targets += num_targets[i]
+        tokens += lengths[i]
     return batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import shlex
@@ -72,6 +73,9 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
             trainer.resume(latest)
             observer.resume(trainer.state.step)
         renamed = [] if folder.name == config.name else [f"name={folder.name}"]
+        # What was imported and built lives as long as the run; the collector need not walk it again (0.3 s each time).
+        gc.collect()
+        gc.freeze()
         again = shlex.join(["polyturn", "train", str(path), *overrides, *renamed, "--resume"])
         state = asyncio.run(_until_done(trainer, parts, again=again))
     if state.reports.get("before") and state.reports.get("after"):

@@ -10,6 +10,7 @@ that batch, and the gradients of its micro-batches add up to exactly its gradien
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,8 @@ from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
 
 MAX_LOGITS = 2**27
 """Default bound on targets times vocabulary in one micro-batch: 512 MiB of float32 logits, held about three times over."""
+MAX_LOGITS_CPU = 2**22
+"""The same on a CPU, where the first touch of fresh pages costs as much as the logits themselves: 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,8 @@ class LocalPolicy:
             model: On its device, in its dtype.
             optim: The optimizer and its schedule.
             loss: The policy loss; None takes the defaults.
-            layout: The size of micro-batches; without a bound on targets, one is set from the vocabulary (`MAX_LOGITS`).
+            layout: The size of micro-batches; without a bound on targets, one is set from the vocabulary (`MAX_LOGITS`,
+                `MAX_LOGITS_CPU`).
             reference: Keep a frozen copy of the model as it is now, for the KL term and `score(…, reference=True)`.
 
         Raises:
@@ -135,13 +139,12 @@ class LocalPolicy:
             self._reference = copy.deepcopy(model).requires_grad_(False).eval()
             self._reference_forward = TargetForward(self._reference)
         self._layout = layout or LayoutSettings()
-        if self._layout.max_targets_per_batch is None:
-            vocab = model.config.get_text_config().vocab_size
-            self._layout = LayoutSettings(
-                max_tokens_per_batch=self._layout.max_tokens_per_batch, max_targets_per_batch=max(1, MAX_LOGITS // vocab)
-            )
         parameter = next(model.parameters())
         self._device = parameter.device
+        if self._layout.max_targets_per_batch is None:
+            vocab = model.config.get_text_config().vocab_size
+            limit = MAX_LOGITS_CPU if self._device.type == "cpu" else MAX_LOGITS
+            self._layout = dataclasses.replace(self._layout, max_targets_per_batch=max(1, limit // vocab))
         self._dtype = torch.promote_types(parameter.dtype, torch.float32)
         self.train_seconds = 0.0
         """Seconds spent in forward and backward so far, `score` included."""

@@ -108,3 +108,13 @@ def test_mistakes_are_named():
         layout(half, coefs=weights_of(half), settings=LayoutSettings())
     with pytest.raises(ConfigError, match="max_tokens_per_batch is 0"):
         LayoutSettings(max_tokens_per_batch=0)
+
+
+def test_a_micro_batch_ends_before_its_padding_grows_beyond_its_bound():
+    samples = [sample([7] * n, [0.0] + [1.0] * (n - 1), index=n) for n in (10, 11, 12, 60, 61, 62)]
+    coefs = [s.loss_weights for s in samples]
+    tight = layout(samples, coefs=coefs, settings=LayoutSettings(max_tokens_per_batch=10_000, max_padding_per_batch=20))
+    loose = layout(samples, coefs=coefs, settings=LayoutSettings(max_tokens_per_batch=10_000, max_padding_per_batch=1000))
+    assert [b.input_ids_BT.shape[0] for b in tight] == [3, 3]
+    assert [b.input_ids_BT.shape[0] for b in loose] == [6]
+    assert all(b.input_ids_BT.numel() - b.num_tokens <= 20 for b in tight)
