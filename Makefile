@@ -4,7 +4,7 @@
 #   make test      install, check, and every test except the slow ones
 #   make demo      train the quickstart from scratch
 #   make bench     every benchmark; results in benchmarks/results/DATE.json
-#   make verify    the slow tests, then the benchmarks
+#   make verify    the slow tests, the demo for three seeds with its controls, then the benchmarks
 #   make clean     remove whatever can be made again, .venv included; runs/ stays
 
 PYTHON ?= python3
@@ -37,6 +37,7 @@ bench: $(STAMP)
 
 verify: $(STAMP)
 	$(BIN)/pytest -m slow
+	$(BIN)/python benchmarks/_demo_seeds.py --out runs/demo-$$(date +%F-%H%M%S) --docs docs/demo.md
 	$(BIN)/python benchmarks/run_all.py
 
 clean:

@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `arguments` replace those of the process."""
     from polyturn.cli.console import log_to_console
 
-    # How long an idle thread of the math library spins before it sleeps; read when torch is loaded. The default waits so long
+    # How long an idle thread of the math library spins before it sleeps; read when torch is loaded. The default is so long
     # that two runs on one machine bring each other to a halt (benchmarks/README.md, "Two threads").
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     log_to_console(os.environ.get("POLYTURN_LOG_LEVEL", "INFO").upper())

@@ -47,7 +47,7 @@ def test_the_time_left_counts_only_the_steps_of_this_process() -> None:
     clock = Clock()
     tracker = ConsoleTracker(100, clock=clock)
     clock.now = 20.0
-    assert tracker.line(51, {}).endswith("eta 16m20s")
+    assert tracker.line(51, {"time/step_s": 10.0}).endswith("eta 8m10s"), "what came before the first step is not its pace"
 
 
 def terminal(is_terminal: bool) -> Console:

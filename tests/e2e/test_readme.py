@@ -1,0 +1,65 @@
+"""README's example of one's own tool and interaction works as written, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from polyturn.config.models import DataConfig, RolloutConfig
+from polyturn.core.messages import Message
+from polyturn.core.registry import import_attr
+from polyturn.core.task import Task
+from polyturn.data.dataset import TaskDataset
+from polyturn.interactions.registry import initialize_interactions_from_config
+from polyturn.rollout.episode import run_episode
+from polyturn.testing.episodes import scripted_context
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def block(language: str, *, beginning: str) -> str:
+    found = [b for b in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if b.startswith(beginning)]
+    assert len(found) == 1, f"README has {len(found)} {language} blocks that begin with {beginning!r}"
+    return str(found[0])
+
+
+async def test_the_example_of_ones_own_tool_and_interaction_runs(tmp_path: Path):
+    code, config = block("python", beginning="# shop.py"), block("yaml", beginning="# config.yaml")
+    assert len(code.splitlines()) <= 32
+    (tmp_path / "shop.py").write_text(code)
+    (tmp_path / "tasks.jsonl").write_text(config.partition("tasks.jsonl: ")[2])
+    read = yaml.safe_load(config)
+    data, rollout = DataConfig(**read["data"]), RolloutConfig(**read["rollout"])
+    assert data.train is not None and data.train.files is not None
+
+    tasks: list[Task] = list(TaskDataset.open(data.train.files, split="train", base=tmp_path))
+    tools = [import_attr(name, base=tmp_path) for name in rollout.tools.functions]
+    interactions = initialize_interactions_from_config({"interaction": rollout.interactions}, base=tmp_path)
+    calls = ["lampe", "lamp"]
+    says = [f'<tool_call>\n{{"name": "price", "arguments": {{"item": "{item}"}}}}\n</tool_call>' for item in calls]
+    context = scripted_context(["It costs 41.", *says, "It costs 40."], tools=tools, interactions=interactions)
+    t = await run_episode(context, tasks[0], id="e")
+
+    observed: list[Message] = [m for turn in t.turns for m in turn.observation]
+    assert [m.role for m in observed] == ["user", "tool", "tool", "user"]
+    assert "no item 'lampe'" in observed[1].text, "a tool's own error is what the model reads"
+    assert observed[2].text == "40"
+    assert t.turns[0].info == {"said": "It costs 41."}
+    assert t.reward is not None and t.reward.total == 1.0
+
+
+def test_every_command_of_the_table_exists():
+    from polyturn.cli.main import app, data_app
+
+    known = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
+    known |= {f"data {c.name or c.callback.__name__}" for c in data_app.registered_commands if c.callback}
+    named = set(re.findall(r"^\| `polyturn (data \w+|\w+)", README, re.MULTILINE))
+    assert named == known
+
+
+def test_every_file_that_it_links_to_is_there():
+    root = Path(__file__).parents[2]
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (root / target).is_file(), target
