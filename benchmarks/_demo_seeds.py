@@ -18,6 +18,8 @@ from typing import Any
 
 from run_all import cpu_model
 
+from polyturn.cli.train import ROWS
+
 CONFIG = "examples/quickstart/config.yaml"
 
 
@@ -75,13 +77,6 @@ def one_seed(out: Path, seed: int, *, with_controls: bool) -> dict[str, Any]:
     return found
 
 
-ROWS = {
-    "success": "success",
-    "first_turn_success": "first-turn success",
-    "mean_turns": "mean turns",
-    "valid_tool_calls": "valid tool calls",
-    "repaired": "repaired after feedback",
-}
 BEGIN, END = "<!-- results: written by benchmarks/_demo_seeds.py -->", "<!-- end of results -->"
 
 

@@ -14,8 +14,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from numpy.typing import ArrayLike
 
@@ -31,14 +29,15 @@ from polyturn.core.errors import (
     TemplateError,
     one_line,
 )
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.lifecycle import Lifecycle, RequestState, StopReason
 from polyturn.core.messages import Message, to_openai
 from polyturn.core.task import Task
-from polyturn.core.trajectory import SpanRef, ToolResult, Trajectory, Turn
+from polyturn.core.trajectory import ToolResult, Trajectory
 from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.context import RolloutContext, derive_seed
 from polyturn.rollout.history import shorten
+from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import Reply
 from polyturn.tokens import sanity
 
@@ -47,42 +46,6 @@ logger = logging.getLogger(__name__)
 NO_IDS = ids_array([])
 BROKEN = (AlignmentError, LifecycleError, ConfigError, TemplateError, RolloutError)
 """A broken invariant or a set-up that cannot work: these end the run, not the trajectory."""
-
-
-@dataclass(slots=True, kw_only=True)
-class LiveTurn:
-    """A turn while it is happening."""
-
-    index: int
-    message: Message
-    completion: Completion
-    cut_by: StopReason
-    """The limit that gave the completion its budget: the reason to stop, if the completion was cut."""
-    spans: list[SpanRef] = field(default_factory=list)
-    tool_results: tuple[ToolResult, ...] = ()
-    observation: tuple[Message, ...] = ()
-    scores: dict[str, float] = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Why the completion stopped."""
-        return self.completion.finish_reason
-
-    def freeze(self) -> Turn:
-        """Return the turn as a record."""
-        return Turn(
-            index=self.index,
-            message=self.message,
-            finish_reason=self.finish_reason,
-            spans=tuple(self.spans),
-            tool_results=self.tool_results,
-            observation=self.observation,
-            scores=self.scores,
-            info=self.info,
-            timings=self.timings,
-        )
 
 
 class Episode:

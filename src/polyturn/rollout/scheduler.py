@@ -24,7 +24,8 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 
 if TYPE_CHECKING:
-    from polyturn.rollout.episode import Episode, LiveTurn
+    from polyturn.rollout.episode import Episode
+    from polyturn.rollout.live_turn import LiveTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ import asyncio
 import copy
 import inspect
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -35,7 +34,6 @@ from polyturn.core.errors import (
     one_line,
 )
 from polyturn.core.messages import ToolCall
-from polyturn.core.metrics import Mean, Metric, Metrics, Sum, merge
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import ToolResult
@@ -49,7 +47,6 @@ from polyturn.tools.validate import arguments_problem
 logger = logging.getLogger(__name__)
 
 _NO_KWARGS = ToolKwargs()
-_OWN_METRICS = frozenset({"calls", "errors", "time_s"})
 
 
 class ToolStartError(PolyturnError, RuntimeError):
@@ -161,7 +158,6 @@ class ToolSession:
         self._is_finished = False
         self._closing: asyncio.Task[tuple[str, ...]] | None = None
         self._locks: dict[str, asyncio.Lock] = {}
-        self._metrics: Metrics = {}
 
     async def __aenter__(self) -> ToolSession:
         return self
@@ -180,11 +176,6 @@ class ToolSession:
     def names(self) -> tuple[str, ...]:
         """The names of the selected tools."""
         return self._names
-
-    @property
-    def metrics(self) -> Metrics:
-        """tool/<name>/calls, errors, time_s, and every number that `execute` returned as a metric."""
-        return dict(self._metrics)
 
     async def start(self, task: Task) -> tuple[ToolResult, ...]:
         """Create every tool that the task selects, all at once.
@@ -229,8 +220,6 @@ class ToolSession:
             answers = [t.result() for t in tasks]
         limit = f"at most {self._box.max_parallel_calls} calls a turn are run; make this one again in your next turn"
         answers += [self._failed(call, results.SKIPPED, limit) for call in calls[len(runnable) :]]
-        for answer in answers:
-            self._count(answer)
         return tuple(answers)
 
     async def finish(self) -> dict[str, float | None]:
@@ -376,7 +365,6 @@ class ToolSession:
         except Exception as problem:
             problems.append(f"tool {name!r}: release failed for episode {self._episode_id!r}: {one_line(problem)}")
             logger.warning("%s", problems[-1])
-            self._add({f"tool/{name}/release_errors": Sum(1)})
         finally:
             self._box.live_ids.discard((name, instance_id))
 
@@ -391,20 +379,6 @@ class ToolSession:
         )
         duration = 0.0 if began is None else time.perf_counter() - began
         return ToolResult(call_id=call.id, name=call.name, content=text, error=kind, duration_s=duration)
-
-    def _count(self, result: ToolResult) -> None:
-        # A name that the model made up must not make up a metric.
-        prefix = f"tool/{result.name if result.name in self._names else 'unknown'}"
-        found: dict[str, Metric] = {f"{prefix}/calls": Sum(1), f"{prefix}/errors": Sum(float(result.error is not None))}
-        if result.duration_s:
-            found[f"{prefix}/time_s"] = Mean(result.duration_s)
-        for key, value in result.metrics.items():
-            if isinstance(value, bool | int | float) and math.isfinite(value):
-                found[f"{prefix}/{f'own_{key}' if key in _OWN_METRICS else key}"] = Mean(float(value))
-        self._add(found)
-
-    def _add(self, found: Mapping[str, Metric]) -> None:
-        self._metrics = merge([self._metrics, found])
 
 
 def _schema_of(tool: Tool) -> dict[str, Any]:

@@ -7,10 +7,13 @@ Separate so that every failure has one form, and so that text is cut in one plac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from polyturn.core.errors import ConfigError
+from polyturn.core.metrics import Mean, Metrics, Sum
+from polyturn.core.trajectory import ToolResult
 from polyturn.tools.schema import ToolResponse
 
 TruncateSide = Literal["left", "right", "middle"]
@@ -27,6 +30,26 @@ SKIPPED = "skipped"
 def error_text(kind: str, reason: str) -> str:
     """Return the observation of a failed call."""
     return f"Error ({kind}): {reason}"
+
+
+def call_metrics(result: ToolResult) -> Metrics:
+    """Return what one call shows: tool/<name>/calls, errors (a share), time_s, and every number that `execute` measured.
+
+    A name that the model made up or left out counts as `unknown`, so that the model cannot make up a metric. A tool's own
+    `calls`, `errors` or `time_s` becomes `own_calls` and so on.
+    """
+    is_ours = result.name and result.error != UNKNOWN_TOOL
+    prefix = f"tool/{result.name if is_ours else 'unknown'}"
+    counted: Metrics = {
+        f"{prefix}/calls": Sum(1),
+        f"{prefix}/errors": Mean(float(result.error is not None)),
+        f"{prefix}/time_s": Mean(result.duration_s),
+    }
+    for key, value in result.metrics.items():
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            name = f"{prefix}/{key}"
+            counted[f"{prefix}/own_{key}" if name in counted else name] = Mean(float(value))
+    return counted
 
 
 def truncate(text: str, *, max_chars: int | None, side: TruncateSide = "middle") -> str:

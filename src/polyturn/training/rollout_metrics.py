@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge
-from polyturn.core.trajectory import ToolResult, TrajectoryGroup
+from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.report import is_success
+from polyturn.tools.results import call_metrics
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metrics:
@@ -45,21 +46,9 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
             one["rollout/success"] = Mean(float(is_success(trajectory)))
             for name, value in trajectory.reward.components.items():
                 one[f"reward/{name}"] = Mean(value)
-        parts += [_tool_metrics(result) for result in calls]
+        parts += [call_metrics(result) for result in calls]
         versions = [s.policy_version for seg in trajectory.segments for s in seg.spans if s.policy_version is not None]
         if versions:
             one["buffer/staleness"] = Max(float(version - min(versions)))
         parts.append(one)
     return merge(parts)
-
-
-def _tool_metrics(result: ToolResult) -> Metrics:
-    """Return what one call shows. A name that the model made up or left out counts as `unknown`, so that names stay few."""
-    name = f"tool/{'unknown' if result.error == 'unknown_tool' else result.name or 'unknown'}"
-    own = {f"{name}/{k}": Mean(float(v)) for k, v in result.metrics.items() if isinstance(v, int | float)}
-    return {
-        **own,
-        f"{name}/calls": Sum(1),
-        f"{name}/errors": Mean(float(result.error is not None)),
-        f"{name}/time_s": Mean(result.duration_s),
-    }

@@ -1,0 +1,50 @@
+"""LiveTurn: a turn while it is happening, which tools, interaction and scheduler still add to.
+
+Separate from the record (`core.trajectory.Turn`), which is frozen, and from the episode, which makes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message
+from polyturn.core.trajectory import SpanRef, ToolResult, Turn
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveTurn:
+    """A turn while it is happening."""
+
+    index: int
+    message: Message
+    completion: Completion
+    cut_by: StopReason
+    """The limit that gave the completion its budget: the reason to stop, if the completion was cut."""
+    spans: list[SpanRef] = field(default_factory=list)
+    tool_results: tuple[ToolResult, ...] = ()
+    observation: tuple[Message, ...] = ()
+    scores: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the completion stopped."""
+        return self.completion.finish_reason
+
+    def freeze(self) -> Turn:
+        """Return the turn as a record."""
+        return Turn(
+            index=self.index,
+            message=self.message,
+            finish_reason=self.finish_reason,
+            spans=tuple(self.spans),
+            tool_results=self.tool_results,
+            observation=self.observation,
+            scores=self.scores,
+            info=self.info,
+            timings=self.timings,
+        )
