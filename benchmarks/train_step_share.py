@@ -93,7 +93,7 @@ def run_here(overrides: list[str]) -> dict[str, Any]:
             asyncio.run(trainer.run())
         wall = time.perf_counter() - began
         steps = [m for m in read_metrics(folder / "metrics.jsonl") if "time/step_s" in m]
-    policy, stats = trainer._policy, parts.engine.stats
+    policy, stats = trainer.policy, parts.engine.stats
     trained_s = warm.train_seconds + warm.optim_seconds + policy.train_seconds + policy.optim_seconds
     step_s = sum(s["time/step_s"] for s in steps) + sum(observer.record_s)
     other_s = step_s - sum(s["time/generate_s"] + s["time/train_s"] for s in steps)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "tiny"
 
 
-def start(config: Path) -> subprocess.Popen[str]:
+def start(config: Path, settings: Sequence[str] = SETTINGS) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train", str(config), *SETTINGS],
+        [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train", str(config), *settings],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -142,6 +143,30 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path, 
     assert latest is not None and int(latest.name.removeprefix("step-")) >= 3
     resume(config)
     check_is_like(run, whole)
+
+
+def test_a_warm_start_that_is_interrupted_goes_on_where_it_was(tmp_path: Path):
+    settings = ["train.steps=1", "warm_start.steps=300", "warm_start.batch_size=2", "engine.deterministic=true"]
+    whole = write_tiny_run(tmp_path / "whole")
+    assert call("train", whole, *settings).code == 0
+    config = write_tiny_run(tmp_path / "parts")
+    run = tmp_path / "parts" / "runs" / "tiny"
+    process = start(config, settings)
+    deadline = time.monotonic() + 120
+    while not (run / "sft_metrics.jsonl").is_file() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "of the warm start; go on with: polyturn train" in err and "Traceback" not in err
+    assert Checkpoints(run / "warm_start").latest() is not None
+    called = call("train", config, *settings, "--resume")
+    assert called.code == 0, called.err
+    steps = [json.loads(line)["step"] for line in (run / "sft_metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 301)), "every step once"
+    assert not (run / "warm_start").exists()
+    left, expected = weights(run), weights(tmp_path / "whole" / "runs" / "tiny")
+    assert all(torch.equal(left[name], expected[name]) for name in expected), "the weights are the same to the bit"
 
 
 def test_the_model_that_is_left_loads_with_transformers_alone(whole: Path):

@@ -38,7 +38,8 @@ def model_folder(path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    candidates = [path, path / "model", *sorted(path.glob("checkpoints/step-*/model"), reverse=True)]
+    steps = [*path.glob("step-*/model"), *path.glob("checkpoints/step-*/model")]
+    candidates = [path, path / "model", *sorted(steps, reverse=True)]
     for candidate in candidates:
         if (candidate / "config.json").is_file():
             return candidate

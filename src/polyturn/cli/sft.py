@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     write_resolved(resolved, folder / "config.yaml")
     out = Output()
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        steps = warm_start(parts, observer)
+        again = shlex.join(["polyturn", "sft", str(path), *overrides, "--checkpoint", str(folder / "warm_start")])
+        steps = warm_start(parts, observer, folder=folder, again=again).steps
     saved = hf.save_model(parts.model, folder / "model", tokenizer=parts.tokenizer)
     out.fact("steps", steps)
     out.fact("metrics", folder / "sft_metrics.jsonl")

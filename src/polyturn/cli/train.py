@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import math
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -20,10 +23,12 @@ from rich.table import Table
 from polyturn import build
 from polyturn.cli.console import Output, stderr_console
 from polyturn.cli.runs import new_run_folder, open_place
+from polyturn.cli.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import CheckpointError, PolyturnError
 from polyturn.evaluation.report import EvalReport
 from polyturn.tracking.plot import plot_learning_curve
+from polyturn.training import hf
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.loop import LoopState, Trainer
 from polyturn.training.observer import RunObserver
@@ -48,7 +53,7 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
     config = place.config
     folder = Path(config.out) / config.name
     latest = Checkpoints(folder / "checkpoints").latest() if resume else None
-    if resume and latest is None:
+    if resume and latest is None and warm_checkpoints(folder).latest() is None:
         raise CheckpointError(
             f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without --resume, or name another "
             "run with name=…"
@@ -65,18 +70,19 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
         folder = new_run_folder(folder)
     write_resolved(resolved, folder / "config.yaml")
     out.fact("run folder", folder)
+    renamed = [] if folder.name == config.name else [f"name={folder.name}"]
+    again = shlex.join(["polyturn", "train", str(path), *overrides, *renamed, "--resume"])
     with RunObserver(folder, total_steps=config.train.steps, console=stderr_console()) as observer:
+        warm = Spent()
         if latest is None:
-            warm_start(parts, observer)
+            warm = warm_start(parts, observer, folder=folder, again=again)
         trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)
         if latest is not None:
             trainer.resume(latest)
             observer.resume(trainer.state.step)
-        renamed = [] if folder.name == config.name else [f"name={folder.name}"]
         # What was imported and built lives as long as the run; the collector need not walk it again (0.3 s each time).
         gc.collect()
         gc.freeze()
-        again = shlex.join(["polyturn", "train", str(path), *overrides, *renamed, "--resume"])
         state = asyncio.run(_until_done(trainer, parts, again=again))
     if state.reports.get("before") and state.reports.get("after"):
         out.table(report_table(state.reports["before"], state.reports["after"]))
@@ -84,7 +90,10 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
         curve: object = plot_learning_curve(folder / "metrics.jsonl", folder / "curve.png", title=config.name)
     except PolyturnError as problem:
         curve = f"none: {problem}"
-    out.fact("steps", f"{state.step} in {time.monotonic() - began:.0f} s")
+    wall, trained = time.monotonic() - began, warm.train_s + trainer.policy.train_seconds
+    other = 1 - (parts.engine.stats.busy_s + trained) / wall
+    out.fact("steps", f"{state.step} in {wall:.0f} s")
+    out.fact("time", f"generation {parts.engine.stats.busy_s:.0f} s, training {trained:.0f} s, the rest {100 * other:.0f} %")
     out.fact("curve", curve)
     out.fact("checkpoint", trainer.checkpoints.latest())
     if state.best > 0 and (best := trainer.checkpoints.best()) not in (None, trainer.checkpoints.latest()):
@@ -93,19 +102,55 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
     out.fact("look at them", f"polyturn show {folder}")
 
 
-def warm_start(parts: build.Parts, observer: RunObserver) -> int:
-    """Train on the conversations of `warm_start`, if any, and return the number of steps taken."""
+class Spent(NamedTuple):
+    """What a warm start took."""
+
+    steps: int = 0
+    train_s: float = 0.0
+    """Seconds in forward and backward."""
+
+
+def warm_checkpoints(folder: Path) -> Checkpoints:
+    """Return where a warm start that is interrupted leaves its checkpoint; it is gone once the warm start is complete."""
+    return Checkpoints(folder / "warm_start", keep=1)
+
+
+def warm_start(parts: build.Parts, observer: RunObserver, *, folder: Path, again: str) -> Spent:
+    """Train on the conversations of `warm_start`, if any; go on where an interrupted run left off.
+
+    SIGINT and SIGTERM end it after the step under way with a checkpoint, and the process with 128 + their number.
+    """
     sft = parts.place.config.warm_start
     if sft.steps == 0:
-        return 0
+        return Spent()
     samples = build.warm_start_samples(parts)
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
+    checkpoints, first = warm_checkpoints(folder), 0
+    if (latest := checkpoints.latest()) is not None:
+        saved = checkpoints.load(latest)
+        policy.load_state_dict(saved["policy"])
+        first = int(saved["step"])
+        logger.info("warm start: going on at step %d", first)
     settings = SftSettings(
         steps=sft.steps, batch_size=sft.batch_size, seed=parts.place.config.seed, max_seconds=sft.max_seconds
     )
-    steps = run_sft(policy, samples, settings, on_step=lambda step, m: observer.on_sft(step, sft.steps, m))
+    with Signals() as signals:
+        steps = run_sft(
+            policy,
+            samples,
+            settings,
+            on_step=lambda step, m: observer.on_sft(step, sft.steps, m),
+            first_step=first,
+            should_stop=lambda: bool(signals.received),
+        )
     observer.end_sft()
-    return steps
+    if signals.received:
+        state = {"policy": policy.state_dict(), "step": steps}
+        checkpoints.save(steps, state, export=functools.partial(hf.save_model, parts.model, tokenizer=parts.tokenizer))
+        logger.warning("interrupted at step %d of the warm start; go on with: %s", steps, again)
+        raise SystemExit(128 + signals.received[0])
+    shutil.rmtree(checkpoints.folder, ignore_errors=True)
+    return Spent(steps, policy.train_seconds)
 
 
 def report_table(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> Table:

@@ -147,6 +147,9 @@ class Rewarder(Protocol):
 class Policy(Protocol):
     """The trainer's side of the model: parameters and gradients."""
 
+    train_seconds: float
+    """Seconds spent in forward and backward so far."""
+
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
         """Return for each sample [T] the log-probability of each token, 0 at index 0 and where nothing is weighted."""
         ...

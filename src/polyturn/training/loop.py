@@ -114,7 +114,7 @@ class Trainer:
     ) -> None:
         self.settings = settings
         self.state = LoopState()
-        self._policy = policy
+        self.policy = policy
         self._engine = engine
         self._pool = pool
         self._tasks = tasks
@@ -168,7 +168,7 @@ class Trainer:
                 f"the checkpoint {path} was made with another tokenizer or chat template; resume with the one that made it"
             )
         self._sampler().load_state_dict(saved["sampler"])
-        self._policy.load_state_dict(saved["policy"])
+        self.policy.load_state_dict(saved["policy"])
         self.state = LoopState(**saved["loop"])
         logger.info("resumed from %s at step %d", path, self.state.step)
 
@@ -243,7 +243,7 @@ class Trainer:
             with self._busy() as busy:
                 samples = self._with_scores(samples)
                 for share in _shares(samples, settings.minibatches):
-                    parts += [self._policy.forward_backward(share), self._policy.optim_step()]
+                    parts += [self.policy.forward_backward(share), self.policy.optim_step()]
             parts.append({"time/train_s": Sum(busy.seconds)})
         else:
             logger.warning("step %d: no group has anything to learn from; the weights stay as they are", self.state.step + 1)
@@ -256,10 +256,10 @@ class Trainer:
         its own log-probabilities, detached, as the old ones.
         """
         if self.settings.minibatches > 1 or self.settings.max_staleness > 0:
-            scores = self._engine_logprobs(samples) if self.settings.uses_engine_logprobs else self._policy.score(samples)
+            scores = self._engine_logprobs(samples) if self.settings.uses_engine_logprobs else self.policy.score(samples)
             samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         if self.settings.needs_reference:
-            scores = self._policy.score(samples, reference=True)
+            scores = self.policy.score(samples, reference=True)
             samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         return samples
 
@@ -332,7 +332,7 @@ class Trainer:
 
     def _save(self, *, is_best: bool = False) -> None:
         state = {
-            "policy": self._policy.state_dict(),
+            "policy": self.policy.state_dict(),
             "loop": asdict(self.state),
             "sampler": self._sampler().state_dict(),
             "fingerprint": self._fingerprint,

@@ -70,7 +70,9 @@ class RunObserver:
     def on_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """A supervised step is done."""
         if self._sft_metrics is None:
-            self._sft_metrics = JsonlTracker(self._folder / "sft_metrics.jsonl")
+            # A first step beyond 1 goes on from an interrupted warm start.
+            resumed = step - 1 if step > 1 else None
+            self._sft_metrics = JsonlTracker(self._folder / "sft_metrics.jsonl", resumed_step=resumed)
         self._sft_metrics.log(step, metrics)
         self._sft_last = f"{step} of {total} steps, loss {metrics.get('loss/total', math.nan):.4f}"
         self._advance("warm start", total)

@@ -91,17 +91,34 @@ def run_sft(
     settings: SftSettings,
     *,
     on_step: Callable[[int, Mapping[str, float]], None] | None = None,
+    first_step: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train on `samples` in seeded random order, epoch after epoch, and return the number of steps taken."""
+    """Train on `samples` in seeded random order, epoch after epoch.
+
+    Args:
+        policy: What is trained.
+        samples: From `encode_conversation` or `trajectory_samples`.
+        settings: How long and how much.
+        on_step: Told the number of steps taken and the metrics of the last one.
+        first_step: Steps that were taken before, by a run that was interrupted; the order goes on behind them.
+        should_stop: Asked before every step; True ends the training there.
+
+    Returns:
+        The number of steps taken, `first_step` included.
+    """
     rng = np.random.default_rng(settings.seed)
     order: list[int] = []
     began = time.monotonic()
     for step in range(settings.steps):
-        if settings.max_seconds is not None and time.monotonic() - began >= settings.max_seconds:
-            return step
         while len(order) < settings.batch_size:
             order += rng.permutation(len(samples)).tolist()
         batch, order = [samples[i] for i in order[: settings.batch_size]], order[settings.batch_size :]
+        if step < first_step:
+            continue
+        is_late = settings.max_seconds is not None and time.monotonic() - began >= settings.max_seconds
+        if is_late or should_stop():
+            return step
         metrics = merge([policy.sft_forward_backward(batch), policy.optim_step()])
         if on_step is not None:
             on_step(step + 1, reduce(metrics))

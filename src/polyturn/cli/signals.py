@@ -1,0 +1,32 @@
+"""Signals that a command wants to answer with a checkpoint instead of an exception in the middle of a step."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Signals:
+    """Notes SIGINT and SIGTERM instead of raising; a second one of the same kind does what it always does."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._former[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        signal.signal(number, self._former[number])
+        logger.warning("interrupted; a checkpoint is being written")
