@@ -208,7 +208,7 @@ def demonstrations(
     lookup_share: float = 0.5,
     lookup_tool_share: float = 0.35,
     feedback_share: float = 0.5,
-    calculator_share: float = 0.45,
+    calculator_share: float = 0.35,
 ) -> list[Conversation]:
     """Return demonstrations of someone who often knows the answer and writes it at once.
 
