@@ -208,7 +208,7 @@ def demonstrations(
     lookup_share: float = 0.5,
     lookup_tool_share: float = 0.35,
     feedback_share: float = 0.5,
-    calculator_share: float = 0.35,
+    calculator_share: float = 0.38,
 ) -> list[Conversation]:
     """Return demonstrations of someone who often knows the answer and writes it at once.
 
@@ -262,7 +262,7 @@ def _demonstrate(problem: Problem, rng: random.Random, has_feedback: bool, tool_
 
 
 def _direct(problem: Problem, answer: int) -> polyturn.Message:
-    return polyturn.Message(role="assistant", content=f"{problem.argument} = {answer}\n#### {answer}")
+    return polyturn.Message(role="assistant", content=f"Easy:\n{problem.argument} = {answer}\n#### {answer}")
 
 
 def corpus() -> list[str]:
