@@ -58,7 +58,7 @@ def test_the_engine_samples_from_the_trainers_own_tensors(parts: build.Parts, tm
     tasks = build.build_run_tasks(parts.place)
     trainer = build.build_trainer(parts, tasks, folder=tmp_path, observer=RunObserver(tmp_path, total_steps=1))
     mine = dict(parts.model.named_parameters())
-    assert trainer._policy.model is parts.model  # type: ignore[attr-defined]
+    assert trainer.policy.model is parts.model  # type: ignore[attr-defined]
     served = dict(parts.engine.module.named_parameters())
     assert {name: value.data_ptr() for name, value in served.items()} == {n: v.data_ptr() for n, v in mine.items()}
     assert trainer.settings.temperature == 0.7 and trainer.settings.steps == 3

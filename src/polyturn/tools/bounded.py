@@ -36,24 +36,36 @@ class Bounded:
         return self._threads.num_abandoned + len(self._left)
 
     async def call(
-        self, method: Callable[..., Any], /, *args: Any, on_late: Callable[[Any], None] | None = None, **kwargs: Any
+        self,
+        method: Callable[..., Any],
+        /,
+        *args: Any,
+        on_late: Callable[[Any], None] | None = None,
+        is_owed: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Call an async or plain method; a plain one runs in a thread, and may return something to await."""
         if inspect.iscoroutinefunction(method):
             return await method(*args, **kwargs)
-        result = await self._threads.run(method, *args, on_late=on_late, **kwargs)
+        result = await self._threads.run(method, *args, on_late=on_late, is_owed=is_owed, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def run(
-        self, method: Callable[..., Any], /, *args: Any, on_late: Callable[[Any], None] | None = None, **kwargs: Any
+        self,
+        method: Callable[..., Any],
+        /,
+        *args: Any,
+        on_late: Callable[[Any], None] | None = None,
+        is_owed: bool = False,
+        **kwargs: Any,
     ) -> Any:
-        """Do what `call` does, with the deadline.
+        """Do what `call` does, with the deadline; a plain method that `is_owed` runs even if its turn comes too late.
 
         Raises:
             DeadlineError: it was not done in `timeout_s`.
             Exception: whatever `method` raised; its own CancelledError and SystemExit come as RuntimeError.
         """
-        task = asyncio.create_task(self._guarded(method, *args, on_late=on_late, **kwargs))
+        task = asyncio.create_task(self._guarded(method, *args, on_late=on_late, is_owed=is_owed, **kwargs))
         try:
             await asyncio.wait({task}, timeout=self.timeout_s)
             if not task.done():

@@ -361,7 +361,7 @@ class ToolSession:
         tool, kwargs = self._box.tools[name], self._kwargs.get(name, _NO_KWARGS).release_kwargs
         bounded = self._box.bounded[name]
         try:
-            await bounded.run(tool.release, instance_id, **kwargs)
+            await bounded.run(tool.release, instance_id, is_owed=True, **kwargs)
         except Exception as problem:
             problems.append(f"tool {name!r}: release failed for episode {self._episode_id!r}: {one_line(problem)}")
             logger.warning("%s", problems[-1])

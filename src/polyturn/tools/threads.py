@@ -24,6 +24,7 @@ class _Job:
     future: Future[Any] = field(default_factory=Future)
     is_running: bool = False
     is_abandoned: bool = False
+    is_owed: bool = False
     on_late: Callable[[Any], None] | None = None
 
 
@@ -46,7 +47,13 @@ class DaemonThreads:
         return self._num_abandoned
 
     async def run(
-        self, function: Callable[..., Any], /, *args: Any, on_late: Callable[[Any], None] | None = None, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        on_late: Callable[[Any], None] | None = None,
+        is_owed: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Call `function` in a thread and return what it returns.
 
@@ -56,12 +63,14 @@ class DaemonThreads:
             function: The plain function; context variables are seen as they are here.
             args: Its positional arguments.
             on_late: Called in the thread with the result of an abandoned call that ends after all.
+            is_owed: Run it later even if the caller leaves before it has begun, as a release must be.
             kwargs: Its keyword arguments.
         """
-        job = _Job(partial(contextvars.copy_context().run, function, *args, **kwargs), on_late=on_late)
+        job = _Job(partial(contextvars.copy_context().run, function, *args, **kwargs), on_late=on_late, is_owed=is_owed)
         self._submit(job)
         try:
-            return await asyncio.wrap_future(job.future)
+            # Without the shield, the caller's cancellation would cancel the job itself.
+            return await asyncio.shield(asyncio.wrap_future(job.future))
         except asyncio.CancelledError:
             self._abandon(job)
             raise
@@ -84,6 +93,8 @@ class DaemonThreads:
                 self._num_abandoned += 1
                 self._num_threads -= 1
                 self._grow()
+                return
+            if job.is_owed and not job.future.done():
                 return
             job.future.cancel()
         if not job.future.cancelled() and job.future.exception() is None and job.on_late is not None:

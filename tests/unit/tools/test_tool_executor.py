@@ -431,13 +431,15 @@ async def test_a_cancellation_is_passed_on_after_the_release() -> None:
 
 async def test_a_plain_create_that_comes_back_after_the_end_is_released() -> None:
     tool = SyncRecorder()
-    box = ToolBox([tool], timeout_s=0.01)
+    box = ToolBox([tool], timeout_s=0.02)
     async with box.session("e") as session:
         with pytest.raises(ToolStartError):
             await session.start(task(rec={"create_kwargs": {"do": "hang"}}))
-    while not tool.released:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-    assert tool.created == tool.released == {"e": 1}
+    async with asyncio.timeout(30):
+        while box.num_abandoned or tool.created != tool.released:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    # On a machine so busy that the create's thread never had its turn, it never began, and there is nothing to release.
+    assert dict(tool.released) in ({"e": 1}, {})
 
 
 @pytest.mark.parametrize(

@@ -96,3 +96,17 @@ async def test_idle_threads_end_and_new_work_starts_new_ones() -> None:
         assert await threads.run(lambda: 1) == 1
         await asyncio.sleep(0.05)
     assert not [t for t in threading.enumerate() if t.name == "polyturn-idle"]
+
+
+@pytest.mark.parametrize("is_owed", [False, True])
+async def test_a_call_that_is_owed_runs_later_even_if_its_turn_comes_after_the_caller_has_left(is_owed: bool) -> None:
+    threads, gate, done = DaemonThreads(name="t", max_threads=1), threading.Event(), threading.Event()
+    first = asyncio.create_task(threads.run(gate.wait))
+    second = asyncio.create_task(threads.run(done.set, is_owed=is_owed))
+    await asyncio.sleep(0.02)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    gate.set()
+    await first
+    assert await asyncio.to_thread(done.wait, 5.0 if is_owed else 0.2) is is_owed
