@@ -1,4 +1,4 @@
-"""The quick start for one seed, through the command that `make demo` runs: from random weights to an agent that uses its turns.
+"""The quick start for one seed, by the command of `make demo`: from random weights to an agent that uses its turns.
 
 Its thresholds are those that docs/demo.md states for all seeds; the controls run in `make verify`.
 """
