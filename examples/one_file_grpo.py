@@ -1,7 +1,8 @@
-"""Multi-turn GRPO in one file: a guessing game, learnt from scratch in about two minutes on a laptop.
+"""Multi-turn GRPO in one file: a guessing game, from random weights, in about two minutes on a laptop.
 
 The user thinks of a number from 1 to 5; the model guesses, hears "higher" or "lower", and may guess three times. At first it
-guesses much at random (a short supervised start taught it the format); with reinforcement it learns to listen.
+guesses much at random (a short supervised start taught it the format); with reinforcement it listens
+more: games won rise from about a half to two thirds (perfect play would win them all).
 
     user: Guess.   assistant: 2   user: higher   assistant: 4   user: lower   assistant: 3   -> reward 1
 
