@@ -1,0 +1,123 @@
+"""Markers: the control texts that a chat template writes, and a tokenizer copy that has a token for each of them.
+
+Separate because a template and a tokenizer may come from different places: to look at a template without its own model's
+tokenizer, its `<|…|>`, `[INST]`, `<start_of_turn>` and tool tags must be single tokens, as they are for its model.
+
+    template_markers("{{ '<|user|>\\n' + m.content + '<|end|>' }}")   ->  ("<|user|>", "<|end|>")
+
+A piped marker counts wherever it stands. A bare tag or bracket counts where it frames something: in a short literal of the
+template, or in a conversation rendered without tools. A tag that only stands in the prose of an instruction is text.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import TemplateError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PIPED = re.compile(r"<[|｜][^|｜<>\s]{1,60}[|｜]?>|<[^|｜<>\s/]{1,60}[|｜]>|\]~!?b[\[\]]|\[e~\[")
+"""`<|im_start|>`, `<｜User｜>`, `<|turn>` with `<turn|>`, and brackets with a tilde."""
+_BARE = re.compile(r"(?<!<)</?[A-Za-z][\w:.-]{0,60}>(?!>)|\[/?[A-Za-z]*[A-Z]{2,}[A-Z_]*\]")
+"""`<start_of_turn>`, `</tool_call>`, `[INST]`, `[gMASK]`."""
+_MAX_FRAME_WORDS = 4
+"""A literal with more words between its tags than this is prose."""
+
+
+def template_markers(template: str) -> tuple[str, ...]:
+    """Return the control texts that `template` writes, in the order in which it first has them.
+
+    Raises:
+        TemplateError: the template is not valid Jinja.
+    """
+    found: dict[str, None] = {}
+    spoken: set[str] = set()
+    for literal in _literals(template):
+        found.update(dict.fromkeys(_PIPED.findall(literal)))
+        tags = _BARE.findall(literal)
+        spoken.update(tags)
+        if len(_BARE.sub(" ", _PIPED.sub(" ", literal)).split()) <= _MAX_FRAME_WORDS:
+            found.update(dict.fromkeys(tags))
+    for text in _renders(template):
+        found.update(dict.fromkeys(_PIPED.findall(text)))
+        found.update(dict.fromkeys(_BARE.findall(text)))
+    for tag in list(found):  # a tag that frames something has a partner, which some templates only test for
+        partner = tag.replace("</", "<", 1) if tag.startswith("</") else tag.replace("<", "</", 1)
+        if partner in spoken:
+            found[partner] = None
+    return tuple(found)
+
+
+def add_template_markers(
+    tokenizer: PreTrainedTokenizerBase, template: str | None = None
+) -> tuple[PreTrainedTokenizerBase, tuple[str, ...]]:
+    """Return a tokenizer that has a token for every marker of `template`, and the markers that it lacked.
+
+    Args:
+        tokenizer: Stays as it is; the result is a copy if it lacks a marker.
+        template: A Jinja template; None takes the tokenizer's own.
+
+    Raises:
+        TemplateError: there is no template, or it is not valid Jinja.
+    """
+    source = template if template is not None else tokenizer.chat_template
+    if isinstance(source, dict):
+        source = source.get("default")
+    if source is None:
+        raise TemplateError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; name one to take the markers from"
+        )
+    known = {str(t) for t in tokenizer.added_tokens_decoder.values()}
+    # A vocabulary may hold the text as an ordinary token (Gemma's does): that is not a control token.
+    missing = tuple(m for m in template_markers(source) if m not in known)
+    if not missing:
+        return tokenizer, ()
+    from tokenizers import AddedToken
+
+    changed = copy.deepcopy(tokenizer)
+    changed.add_tokens([AddedToken(m, special=True, normalized=False) for m in missing], special_tokens=True)
+    return changed, missing
+
+
+def _literals(template: str) -> Iterator[str]:
+    """Yield the template's text outside of tags, and its string literals."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        for _, kind, value in Environment(autoescape=False).lex(template):
+            if kind in ("data", "string"):
+                yield value
+    except TemplateSyntaxError as problem:
+        raise TemplateError(
+            f"the chat template is not valid Jinja ({one_line(problem)}, line {problem.lineno}); repair it"
+        ) from problem
+
+
+def _renders(template: str) -> Iterator[str]:
+    """Yield what the template writes around canned messages, without tools; a conversation that it refuses is left out."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    call: dict[str, Any] = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": {"a": "1"}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "2", "name": "add", "tool_call_id": "call00000"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]}
+    dialogues: list[list[dict[str, Any]]] = [
+        [{"role": "system", "content": "Be brief."}, user, answer, user],
+        [user, {**answer, "reasoning_content": "Hm", "thinking": "Hm"}],
+        [user, calling, result],
+        [user, calling, result, answer],
+        [parts],
+    ]
+    for messages in dialogues:
+        for opened in (False, True):
+            try:
+                rendered = render_jinja_template([messages], chat_template=template, add_generation_prompt=opened)[0]
+            except Exception:
+                continue
+            yield str(rendered[0])

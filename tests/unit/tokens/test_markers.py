@@ -1,0 +1,64 @@
+"""Which texts of a template are markers, and that a tokenizer copy has one token for each."""
+
+import pytest
+
+from polyturn.core.errors import TemplateError
+from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.markers import add_template_markers, template_markers
+
+LOOP = "{% for m in messages %}%s{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "markers"),
+    [
+        ("<|user|>{{ m.content }}<|end|>", ("<|user|>", "<|end|>")),
+        ("{{ '<｜User｜>' + m.content }}", ("<｜User｜>",)),
+        ("{{ '[INST] ' + m.content + ' [/INST]' }}</s>", ("[INST]", "[/INST]", "</s>")),
+        ("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>", ("<start_of_turn>", "<end_of_turn>")),
+        ("{{ '<' ~ m.role ~ '>' ~ m.content }}", ("<system>", "<user>", "<assistant>", "<tool>")),
+        ("{{ m.content.split('</think>')[-1] }}", ("</think>",)),
+        ("{# <|comment|> #}{{ m.content }}", ()),
+        ("{{ m.content }} <tools> holds the signatures of what you may call", ()),
+    ],
+)
+def test_markers_are_found_in_literals_and_in_renders(template: str, markers: tuple[str, ...]) -> None:
+    assert template_markers(LOOP.replace("%s", template) if "holds" not in template else template) == markers
+
+
+def test_the_prose_of_a_tool_instruction_is_text() -> None:
+    template = "{% if tools %}Answer <tool_call> with the name of one of <tools> and its arguments{% endif %}"
+    template += LOOP.replace("%s", "<|user|>{{ m.content }}{% if m.tool_calls %}<tool_call>x</tool_call>{% endif %}")
+    assert template_markers(template) == ("<|user|>", "<tool_call>", "</tool_call>")
+
+
+def test_a_copy_gets_the_markers_that_the_tokenizer_lacks() -> None:
+    tokenizer = tiny_tokenizer()
+    size = len(tokenizer)
+    changed, added = add_template_markers(tokenizer, LOOP.replace("%s", "<|user|>{{ m.content }}<|im_end|>"))
+    assert added == ("<|user|>",)
+    assert len(changed) == size + 1
+    assert len(tokenizer) == size
+    codec = Codec(changed)
+    assert len(codec.encode("<|user|>")) == 1
+    assert codec.control_tokens[size] == "<|user|>"
+    assert codec.decode(codec.encode_plain("<|user|>")) == "<|user|>"
+    assert not len(codec.control_in(codec.encode_plain("<|user|>")))
+
+
+def test_a_tokenizer_that_lacks_nothing_is_returned_as_it_is() -> None:
+    tokenizer = tiny_tokenizer()
+    assert add_template_markers(tokenizer) == (tokenizer, ())
+
+
+def test_a_template_that_is_not_jinja_is_refused_with_its_line() -> None:
+    with pytest.raises(TemplateError, match=r"not valid Jinja .* line 2"):
+        template_markers("{{ a }}\n{{ 'unclosed }}")
+
+
+def test_a_tokenizer_without_template_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match="has no chat template"):
+        add_template_markers(tokenizer)
