@@ -2,6 +2,7 @@
 #   make install   .venv with exactly the versions of constraints.txt
 #   make check     ruff, formatting, mypy
 #   make test      install, check, and every test except the slow ones
+#   make engines   environments for the real vLLM and SGLang servers, under the user's cache (about 2.5 minutes, once)
 #   make demo      train the quickstart from scratch
 #   make bench     every benchmark; results in benchmarks/results/DATE.json
 #   make verify    the slow tests, the demo for three seeds with its controls, then the benchmarks
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test demo bench verify clean
+.PHONY: install check test engines demo bench verify clean
 
 install: $(STAMP)
 
@@ -28,6 +29,9 @@ check: $(STAMP)
 
 test: check
 	$(BIN)/pytest
+
+engines:
+	$(PYTHON) scripts/engines/build.py
 
 demo: $(STAMP)
 	$(BIN)/polyturn train examples/quickstart/config.yaml
