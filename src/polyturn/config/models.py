@@ -149,11 +149,63 @@ class EngineConfig(_Model):
     """Batches of one shape and prefill one by one, so that bits do not depend on who else is in the batch; slower."""
 
 
+class RewardFunctionConfig(_Model):
+    """A reward function with arguments of its own."""
+
+    name: str
+    """A registered name, `file.py:function` or `package.module:function`."""
+    kwargs: dict[str, Any] = {}
+    """Passed to every call, by name."""
+
+
+class OverlongConfig(_Model):
+    """A penalty that grows over the last tokens before the limit, as DAPO has it."""
+
+    buffer: int = Field(0, ge=0)
+    """Over how many tokens before `max_tokens` it grows from 0 to `penalty`; 0 is no penalty."""
+    penalty: float = Field(1.0, ge=0)
+    max_tokens: int | None = Field(None, ge=1)
+    """The length that costs the whole penalty, observations included; defaults to rollout.limits.max_tokens."""
+
+
+class RewardRateConfig(_Model):
+    """How often reward functions may be called, for those that ask a paid or a slow service; null means no limit."""
+
+    max_concurrent: int | None = Field(None, ge=1)
+    calls_per_minute: float | None = Field(None, gt=0)
+    tokens_per_minute: float | None = Field(None, gt=0)
+    tokens_per_call: int = Field(2000, ge=1)
+    """What one call is taken to cost of `tokens_per_minute`."""
+
+
+class SandboxConfig(_Model):
+    """The sandbox that runs the model's programs for the reward of code."""
+
+    url: str | None = None
+    """Address of a SandboxFusion `run_code` endpoint."""
+    max_concurrent: int = Field(64, ge=1)
+    memory_limit_mb: int = Field(1024, ge=16)
+    timeout_s: float = Field(10.0, gt=0)
+    """How long one test may run."""
+
+
 class RewardConfig(_Model):
     """How scores become a trajectory's reward."""
 
-    routes: dict[str, str] = {}
+    function: str | RewardFunctionConfig | None = None
+    """Scores every task that no route below names; the built-in routes are then unused."""
+    routes: dict[str, str | RewardFunctionConfig] = {}
     """data_source, exact or as a glob, to a reward function. The built-in routes are always there."""
+    text: Literal["answer", "turn", "turns"] = "answer"
+    """What a function of `solution_str` reads: the last message without reasoning and calls, the last turn as it was
+    written, or every turn as it was written. Never what a tool or an interaction said."""
+    overlong: OverlongConfig = OverlongConfig()
+    rate: RewardRateConfig = RewardRateConfig()
+    batch_size: int = Field(64, ge=1)
+    """Trajectories in one call of a function of `solution_strs`."""
+    batch_wait_s: float = Field(0.05, ge=0)
+    """How long such a call waits for more of them."""
+    sandbox: SandboxConfig = SandboxConfig()
     weights: dict[str, float] | None = None
     """Weight of each named score; null keeps the default: 1 for `outcome` and for `tool_step`."""
     interaction: Literal["last", "sum", "max", "mean"] = "last"
@@ -239,6 +291,8 @@ class EvalSetConfig(_Model):
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     max_turns: int | None = Field(None, ge=1)
     """Overrides rollout.limits.max_turns."""
+    samples: int = Field(1, ge=1)
+    """How often each task is run; more than one gives mean@N, best@N and, where functions return a `pred`, maj@N."""
     every: bool = True
     """Whether it also runs every `evaluation.every` steps; else only before and after training."""
 
@@ -261,6 +315,24 @@ class EvalConfig(_Model):
     """End training after so many validations without a better result. The one before training counts as a result."""
 
 
+class DumpConfig(_Model):
+    """Trajectories as plain JSON lines, one file a step, beside the run's own records."""
+
+    train: str | None = None
+    """Folder for training, relative to the working directory."""
+    evaluation: str | None = None
+    """Folder for evaluation, relative to the working directory."""
+
+
+class CompatConfig(_Model):
+    """What changes for rows and dashboards made for other trainers."""
+
+    require_interaction_name: bool = False
+    """Refuse `interaction_kwargs` without a name; else they mean the interaction "gsm8k"."""
+    validation_metrics: bool = False
+    """Record evaluations also under val-core/ and val-aux/."""
+
+
 class RunConfig(_Model):
     """A whole run."""
 
@@ -279,3 +351,5 @@ class RunConfig(_Model):
     warm_start: SftConfig = SftConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvalConfig = EvalConfig()
+    dump: DumpConfig = DumpConfig()
+    compat: CompatConfig = CompatConfig()
