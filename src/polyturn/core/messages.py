@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.core.errors import DataError
+from polyturn.core.media import Media, kind_of, media_of, normal_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +37,23 @@ class Message:
 
     role: str
     content: str | tuple[Mapping[str, Any], ...] = ""
-    """Text, or parts in OpenAI's form such as {"type": "text", "text": ...} and {"type": "image", ...}."""
+    """Text, or parts in OpenAI's form such as {"type": "text", "text": ...} and {"type": "image", "image": ...}; a medium is
+    kept as its source (see `core/media.py`), whatever it was given as."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
     """On a tool message, the name of the tool that answered."""
     reasoning: str | None = None
+
+    def __post_init__(self) -> None:
+        # Media become sources here, so that every record of a message can be compared, pickled and written as JSON.
+        if not isinstance(self.content, str) and any(kind_of(part) is not None for part in self.content):
+            object.__setattr__(self, "content", tuple(normal_part(part) for part in self.content))
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """The images, videos and sounds of the message, in order."""
+        return media_of(self.content)
 
     @property
     def text(self) -> str:

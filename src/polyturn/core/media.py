@@ -1,0 +1,215 @@
+"""Media: an image, a video or a sound as a value that can be compared, pickled and written as JSON.
+
+    {"type": "image", "image": <PIL image>}                          ->  {"type": "image", "image": "data:image/png;…"}
+    {"type": "image_url", "image_url": {"url": "data:image/png;…"}}  ->  {"type": "image", "image": "data:image/png;…"}
+    {"type": "video", "video": [<frame>, <frame>]}                   ->  {"type": "video", "video": ("data:…", "data:…")}
+
+Separate because media enter at many places (rows, tools, interactions, schedulers) and must mean one thing after it: a
+*source*, which is a data URI, the path of a file, or a tuple of those (the frames of a video). Pixels are no part of any
+record; who needs them (a processor) makes them from the source.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from polyturn.core.errors import DataError, one_line
+
+KINDS = ("image", "video", "audio")
+"""What a part of a message can show besides text."""
+
+Source = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Media:
+    """One image, video or sound, as a message shows it."""
+
+    kind: str
+    """One of `KINDS`."""
+    source: Source
+    """A data URI, the path of a file, or a tuple of those: the frames of a video."""
+
+
+def kind_of(part: Mapping[str, Any]) -> str | None:
+    """Return what a message part shows: one of `KINDS`; None for text and for parts of unknown types."""
+    name = str(part.get("type", "")).removesuffix("_url")
+    if name in KINDS:
+        return name
+    return next((kind for kind in KINDS if kind in part), None) if not name else None
+
+
+def normal_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message part with its media as a source; a part without media is returned as it is.
+
+    Raises:
+        DataError: the part names a medium and holds nothing that can be read as one.
+    """
+    kind = kind_of(part)
+    if kind is None:
+        return part
+    value = part.get(kind, part.get(f"{kind}_url"))
+    source = to_source(kind, value)
+    if part.get("type") == kind and value is source:
+        return part
+    rest = {k: v for k, v in part.items() if k not in ("type", kind, f"{kind}_url")}
+    return {"type": kind, kind: source, **rest}
+
+
+def media_of(content: str | Sequence[Mapping[str, Any]]) -> tuple[Media, ...]:
+    """Return the media of a message's content, in order."""
+    if isinstance(content, str):
+        return ()
+    found = ((kind_of(part), part) for part in content)
+    return tuple(Media(kind=kind, source=to_source(kind, part.get(kind))) for kind, part in found if kind is not None)
+
+
+def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
+    """Return what a row, a tool or a plug-in gave as a medium in the one form that records keep.
+
+    Args:
+        kind: One of `KINDS`.
+        value: A source; bytes of a file; a mapping with "bytes", "path" or "url", as datasets have them; a Pillow image;
+            an array of an image [H, W, 3] or of a mono sound [T]; for a video, a list or an array of frames.
+        base: The folder that relative paths start from; None leaves them as they are.
+
+    Raises:
+        DataError: it is none of these, or a URL that would have to be downloaded.
+    """
+    if isinstance(value, str):
+        return _checked(kind, value, base)
+    if isinstance(value, Mapping):
+        found = next((value[k] for k in ("bytes", "path", "url", kind, f"{kind}_url") if value.get(k) is not None), None)
+        if found is None:
+            raise DataError(f"{_a(kind)} given as an object needs 'bytes', 'path' or 'url'; this one has {sorted(value)}")
+        return to_source(kind, found, base=base)
+    if isinstance(value, bytes | bytearray):
+        return _uri(kind, bytes(value))
+    if kind == "video" and (isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 4)):
+        if isinstance(value, tuple) and value and all(isinstance(v, str) and base is None for v in value):
+            return cast(tuple[str, ...], value)
+        frames = tuple(to_source("image", frame, base=base) for frame in value)
+        if not frames:
+            raise DataError("a video given as a list needs at least one frame")
+        return cast(tuple[str, ...], frames)
+    if isinstance(value, np.ndarray):
+        return _array(kind, value)
+    if kind == "image" and type(value).__module__.partition(".")[0] == "PIL":
+        return _png(value)
+    raise DataError(
+        f"{_a(kind)} cannot be read from {_show(value)}; give a path, bytes, a data URI"
+        + {"image": " or a Pillow image", "video": " or a list of frames", "audio": " or an array of samples"}[kind]
+    )
+
+
+def read_source(source: str) -> bytes:
+    """Return the bytes that a source stands for.
+
+    Raises:
+        DataError: there is no such file, or the data URI is damaged.
+    """
+    if source.startswith("data:"):
+        head, _, data = source.partition(",")
+        try:
+            return base64.b64decode(data, validate=True) if head.endswith(";base64") else data.encode()
+        except ValueError as problem:
+            raise DataError(f"the data URI {source[:40]!r}… is damaged ({one_line(problem)})") from problem
+    try:
+        return Path(source).read_bytes()
+    except OSError as problem:
+        raise DataError(f"the file {source!r} cannot be read ({one_line(problem)})") from problem
+
+
+def load_image(source: str) -> Any:
+    """Return the Pillow image in RGB that a source stands for.
+
+    Raises:
+        DataError: it is no image, or Pillow is not installed.
+    """
+    image = _pillow()
+    data = read_source(source)
+    try:
+        return image.open(io.BytesIO(data)).convert("RGB")
+    except (OSError, ValueError) as problem:
+        raise DataError(f"{_show(source)} is not an image that Pillow reads ({one_line(problem)})") from problem
+
+
+def load_samples(source: str) -> tuple[np.ndarray[Any, Any], int | None]:
+    """Return the mono samples [T] in float32 of a sound, and their rate; None where the source does not say.
+
+    Raises:
+        DataError: it is neither an array nor a WAV file of 8, 16 or 32 bits.
+    """
+    import wave
+
+    data = read_source(source)
+    if data.startswith(b"\x93NUMPY"):
+        return np.load(io.BytesIO(data), allow_pickle=False).astype(np.float32), None
+    try:
+        with wave.open(io.BytesIO(data)) as sound:
+            width, rate, channels = sound.getsampwidth(), sound.getframerate(), sound.getnchannels()
+            raw = sound.readframes(sound.getnframes())
+    except (wave.Error, EOFError) as problem:
+        raise DataError(f"{_show(source)} is not a WAV file ({one_line(problem)}); convert it, or give samples") from problem
+    if width not in (1, 2, 4):
+        raise DataError(f"{_show(source)} has samples of {8 * width} bits; convert it to 16")
+    raw_samples = np.frombuffer(raw, {1: "<u1", 2: "<i2", 4: "<i4"}[width]).astype(np.float32)
+    samples = (raw_samples - 128) / 128 if width == 1 else raw_samples / 2.0 ** (8 * width - 1)
+    return samples.reshape(-1, channels).mean(axis=1).astype(np.float32), rate
+
+
+def _checked(kind: str, value: str, base: Path | None) -> str:
+    if value.startswith(("http://", "https://")):
+        raise DataError(f"{_a(kind)} is the URL {value[:120]!r}; nothing is downloaded during a run, so give a file's path")
+    if value.startswith("data:"):
+        return value
+    path = value.removeprefix("file://")
+    return path if base is None or path.startswith("/") else str(base / path)
+
+
+_TYPES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+
+
+def _uri(kind: str, data: bytes) -> str:
+    return f"data:{_TYPES[kind]};base64,{base64.b64encode(data).decode()}"
+
+
+def _array(kind: str, value: np.ndarray[Any, Any]) -> str:
+    if kind == "image" and value.ndim in (2, 3):
+        return _png(_pillow().fromarray(value.astype(np.uint8)))
+    if kind == "audio" and value.ndim == 1:
+        out = io.BytesIO()
+        np.save(out, value.astype(np.float32), allow_pickle=False)
+        return f"data:application/x-npy;base64,{base64.b64encode(out.getvalue()).decode()}"
+    wanted = {"image": "[height, width, 3]", "video": "[frames, height, width, 3]", "audio": "[samples]"}[kind]
+    raise DataError(f"{_a(kind)} given as an array must have the shape {wanted}, not {list(value.shape)}")
+
+
+def _png(image: Any) -> str:
+    out = io.BytesIO()
+    image.convert("RGB").save(out, format="PNG")
+    return _uri("image", out.getvalue())
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as problem:
+        raise DataError("images need Pillow; install the extra: pip install 'polyturn[vision]'") from problem
+    return Image
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind != "video" else "a video"
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:57]}… ({type(value).__name__})" if len(text) > 60 else f"{text} ({type(value).__name__})"

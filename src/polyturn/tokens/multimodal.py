@@ -1,0 +1,338 @@
+"""MediaProcessor: what a model's processor makes of images, videos and sounds, one at a time and cached.
+
+    template   ... <|vision_start|><|image_pad|><|vision_end|> What is this?                        one placeholder an image
+    ids        ... <|vision_start|><|image_pad|> x 4<|vision_end|> What is this?                    as many as it has patches
+    inputs     {"pixel_values": [16, 1176], "image_grid_thw": [1, 3]}                               what the model reads
+
+Nothing here knows a family of models: the processor itself is asked what one medium becomes, as text and as inputs, by
+processing a text that is that medium's placeholder and nothing else. A conversation's inputs are those of its media in the
+order of the messages, which is what one pass over the whole conversation gives; so media are encoded as they come.
+
+A placeholder that a tool, a user or the model wrote as text is text: whoever encodes it has to keep it from becoming the
+token, and a count that does not fit is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.arrays import Ids, ids_array
+from polyturn.core.errors import ConfigError, DataError, TemplateError, one_line
+from polyturn.core.media import KINDS, Media, load_image, load_samples
+from polyturn.core.messages import Message
+
+if TYPE_CHECKING:
+    from polyturn.tokens.codec import Codec
+
+_TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"})
+"""What a processor returns about the text; everything else is about the media."""
+_PARTS = {"image": ("image_processor",), "video": ("video_processor",), "audio": ("feature_extractor", "audio_processor")}
+_ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placeholder:
+    """How a processor marks one kind of media in text."""
+
+    text: str
+    """What a template writes once per medium."""
+    id: int
+    """Its token."""
+    feature_ids: tuple[int, ...]
+    """The tokens of an expansion that the model replaces by features; mostly the placeholder's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Expansion:
+    """What one medium becomes."""
+
+    ids: Ids
+    """The tokens that stand in the placeholder's place."""
+    num_features: int
+    """How many of them the model replaces by features."""
+    inputs: Mapping[str, Any]
+    """name -> tensor, the model's inputs for this medium."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What the inputs take in memory."""
+        return sum(int(t.numel() * t.element_size()) for t in self.inputs.values())
+
+
+class MediaProcessor:
+    """A transformers processor, asked one medium at a time. Safe to share between episodes and threads."""
+
+    def __init__(self, processor: Any, codec: Codec, *, max_cached_bytes: int = 256 * 2**20) -> None:
+        """Wrap a processor.
+
+        Args:
+            processor: A transformers processor with a tokenizer.
+            codec: The run's tokenizer and template.
+            max_cached_bytes: How much processed media are kept, so that a group's members, the engine and the trainer
+                process an image once.
+
+        Raises:
+            ConfigError: the processor handles no kind of media, or its placeholder is not a token of the tokenizer.
+        """
+        self.processor = processor
+        self.codec = codec
+        self.placeholders: dict[str, Placeholder] = {}
+        """kind -> placeholder, for every kind that the processor handles."""
+        self._refusals: dict[str, str] = {}
+        for kind in KINDS:
+            reason = self._read_kind(kind)
+            if reason is not None:
+                self._refusals[kind] = reason
+        if not self.placeholders:
+            raise ConfigError(
+                f"the processor {self._name} handles no media: {'; '.join(self._refusals.values())}. Use the processor that "
+                "belongs to the model, or leave model.processor out for text"
+            )
+        self._type_of = np.zeros(codec.vocab_size, np.int8)
+        for number, kind in enumerate(KINDS, start=1):
+            if kind in self.placeholders:
+                self._type_of[list(self.placeholders[kind].feature_ids)] = number
+        self._max_cached_bytes = max_cached_bytes
+        self._cache: OrderedDict[Media, Expansion] = OrderedDict()
+        self._cached_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that only an expansion may hold: an engine must not sample them."""
+        return tuple(sorted({i for p in self.placeholders.values() for i in (p.id, *p.feature_ids)}))
+
+    @property
+    def token_texts(self) -> tuple[str, ...]:
+        """The texts of those tokens."""
+        return tuple(self.codec.control_tokens[i] for i in self.token_ids if i in self.codec.control_tokens)
+
+    def check(self, media: Sequence[Media], *, where: str) -> None:
+        """Refuse media that the processor cannot handle.
+
+        Args:
+            media: The media.
+            where: What shows them, for the message.
+
+        Raises:
+            DataError: a kind that it has no part for.
+        """
+        for medium in media:
+            if medium.kind not in self.placeholders:
+                raise DataError(f"{where} shows {_a(medium.kind)}, but {self._refusals[medium.kind]}")
+
+    def expansion(self, medium: Media) -> Expansion:
+        """Return what the processor makes of one medium.
+
+        Raises:
+            DataError: the processor has no part for it, cannot read it, or fails on it.
+        """
+        with self._lock:
+            found = self._cache.get(medium)
+            if found is not None:
+                self._cache.move_to_end(medium)
+                return found
+        self.check([medium], where="a message")
+        made = self._process(medium)
+        with self._lock:
+            if medium not in self._cache and made.num_bytes <= self._max_cached_bytes:
+                self._cache[medium] = made
+                self._cached_bytes += made.num_bytes
+                while self._cached_bytes > self._max_cached_bytes:
+                    self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
+        return made
+
+    def expand(self, ids: Ids, messages: Sequence[Message]) -> Ids:
+        """Return `ids`, in which each medium of `messages` is one placeholder, with the expansions in their places.
+
+        Text at the edges of an expansion merges with the text beside it, as in one pass over the whole text.
+
+        Raises:
+            TemplateError: the template wrote another number of placeholders than the messages have media.
+            DataError: a medium cannot be processed.
+        """
+        media = [m for message in messages for m in message.media]
+        positions = np.flatnonzero(np.isin(ids, [p.id for p in self.placeholders.values()]))
+        if not media and not len(positions):
+            return ids
+        kinds = [self._kind_of_id(int(ids[p])) for p in positions]
+        self.check(media, where="a message")
+        if kinds != [m.kind for m in media]:
+            raise TemplateError(
+                f"the chat template writes the media placeholders {kinds} for messages that show "
+                f"{[m.kind for m in media]}; use a template that writes one for each, in their order"
+            )
+        pieces: list[Ids] = []
+        start = 0
+        for position, medium in zip(positions.tolist(), media, strict=True):
+            pieces += [ids[start:position], self.expansion(medium).ids]
+            start = position + 1
+        pieces.append(ids[start:])
+        return ids_array(np.concatenate(self._merge_edges(pieces)))
+
+    def inputs(self, media: Sequence[Media]) -> dict[str, Any]:
+        """Return the model's inputs for `media`, concatenated in their order: name -> tensor.
+
+        Raises:
+            DataError: a medium cannot be processed, or inputs of several media do not fit together.
+        """
+        import torch
+
+        columns: dict[str, list[Any]] = {}
+        for medium in media:
+            for name, value in self.expansion(medium).inputs.items():
+                columns.setdefault(name, []).append(value)
+        try:
+            return {name: torch.cat(values) for name, values in columns.items()}
+        except RuntimeError as problem:
+            raise DataError(
+                f"the processor {self._name} makes inputs of different shapes ({one_line(problem)}), which cannot stand in "
+                "one batch; resize the media to one size"
+            ) from problem
+
+    def types(self, ids: Ids) -> NDArray[np.int8]:
+        """Return [T] what each token stands for: 0 text, 1 the features of an image, 2 of a video, 3 of a sound."""
+        return self._type_of[ids]
+
+    def shown(self, ids: Ids, media: Sequence[Media]) -> int:
+        """Return how many of `media` are shown by the prefix `ids`.
+
+        Raises:
+            TemplateError: the prefix ends inside a medium.
+        """
+        types = self.types(ids)
+        left = {kind: int((types == number).sum()) for number, kind in enumerate(KINDS, start=1)}
+        count = 0
+        for medium in media:
+            if not any(left.values()):
+                break
+            left[medium.kind] -= self.expansion(medium).num_features
+            count += 1
+        if any(left.values()):
+            raise TemplateError(
+                f"{len(ids)} tokens hold features for other media than the {len(media)} that belong to them ({left}); a "
+                "token that stands for media was written by a text or sampled, or the tokens were cut inside one"
+            )
+        return count
+
+    # How one medium is processed.
+
+    @property
+    def _name(self) -> str:
+        return type(self.processor).__name__
+
+    def _read_kind(self, kind: str) -> str | None:
+        """Find the placeholder of a kind; return why there is none."""
+        if all(_attribute(self.processor, part) is None for part in _PARTS[kind]):
+            return f"the processor {self._name} has no {_PARTS[kind][0]}"
+        text = _attribute(self.processor, f"{kind}_token")
+        if not text:
+            return f"the processor {self._name} has no {kind}_token"
+        token = self.codec.tokenizer.convert_tokens_to_ids(str(text))
+        if token is None or int(token) not in self.codec.control_tokens:
+            return f"the {kind} token {str(text)!r} of the processor {self._name} is not a token of the tokenizer"
+        features = [i for i in _attribute(self.processor, f"{kind}_token_ids") or [token] if i is not None]
+        self.placeholders[kind] = Placeholder(text=str(text), id=int(token), feature_ids=tuple(int(i) for i in features))
+        return None
+
+    def _kind_of_id(self, token: int) -> str:
+        return next(kind for kind, p in self.placeholders.items() if p.id == token)
+
+    def _process(self, medium: Media) -> Expansion:
+        placeholder = self.placeholders[medium.kind]
+        try:
+            out = self.processor(
+                text=[placeholder.text],
+                **{_ARGUMENT[medium.kind]: [self._load(medium)]},
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+        except DataError:
+            raise
+        except Exception as problem:
+            raise DataError(f"the processor {self._name} cannot process {_a(medium.kind)}: {one_line(problem)}") from problem
+        ids = ids_array(out["input_ids"][0].numpy().astype(np.int32))
+        num_features = int(np.isin(ids, placeholder.feature_ids).sum())
+        if not num_features:
+            raise DataError(f"the processor {self._name} gives {_a(medium.kind)} no tokens")
+        inputs = {name: value for name, value in out.items() if name not in _TEXT_OUTPUTS}
+        return Expansion(ids=ids, num_features=num_features, inputs=inputs)
+
+    def _load(self, medium: Media) -> Any:
+        source = medium.source
+        if medium.kind == "image":
+            return load_image(str(source))
+        if medium.kind == "video":
+            return source if isinstance(source, str) else [load_image(frame) for frame in source]
+        samples, rate = load_samples(str(source))
+        extractor = next(p for p in (_attribute(self.processor, name) for name in _PARTS["audio"]) if p is not None)
+        wanted = _attribute(extractor, "sampling_rate")
+        if rate is not None and wanted is not None and rate != wanted:
+            raise DataError(
+                f"a sound has {rate} samples a second and the processor {self._name} takes {wanted}; resample it"
+            )
+        return samples
+
+    def _merge_edges(self, pieces: list[Ids]) -> list[Ids]:
+        """Encode anew, as one text, the text on the two sides of each border between `pieces` where both sides have some."""
+        out = [pieces[0]]
+        for piece in pieces[1:]:
+            before, after = out[-1], piece
+            tail, head = len(before) - self._plain_run(before[::-1]), self._plain_run(after)
+            if tail < len(before) and head:
+                text = self.codec.decode(before[tail:]) + self.codec.decode(after[:head])
+                out[-1], piece = before[:tail], ids_array(np.concatenate([self.codec.encode_plain(text), after[head:]]))
+            out.append(piece)
+        return out
+
+    def _plain_run(self, ids: Ids) -> int:
+        """Return how many leading ids are no control tokens."""
+        control = np.isin(ids, list(self.codec.control_tokens))
+        return int(control.argmax()) if control.any() else len(ids)
+
+
+def load_processor(path: str, *, revision: str | None = None) -> Any:
+    """Load the processor at `path` (a folder, or a name on the hub).
+
+    Raises:
+        ConfigError: there is none, or a library that it needs is not installed.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(path, revision=revision)  # type: ignore[no-untyped-call]
+    except ImportError as problem:
+        raise ConfigError(
+            f"the processor at {path!r} needs a library that is not installed ({one_line(problem)[:300]}); install it "
+            "(pip install 'polyturn[vision]', and torchvision for videos), or name a function that builds a processor "
+            "without that part in model.processor"
+        ) from problem
+    except Exception as problem:
+        raise ConfigError(f"no processor can be loaded from {path!r} ({one_line(problem)[:300]})") from problem
+
+
+def has_processor(path: str) -> bool:
+    """Return whether the folder `path` holds the files of a processor for media."""
+    names = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    return any((Path(path) / name).is_file() for name in names)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """Return what a processor has under `name`; None where it has none. Processors differ in what they have, and say so
+    in no other way."""
+    try:
+        return owner.__getattribute__(name)
+    except AttributeError:
+        return None
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind != "video" else "a video"

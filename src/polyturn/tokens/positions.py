@@ -1,0 +1,88 @@
+"""Position ids of a row: 0, 1, 2, … for most models, three numbers a token for models with M-RoPE.
+
+    token        t0  t1  <image 2x2 .........>  t2  t3
+    temporal      0   1    2    2    2    2      4   5
+    height        0   1    2    2    3    3      4   5
+    width         0   1    2    3    2    3      4   5
+
+Separate because trainer and engine must agree on them. Whether a model has such positions, and what they are, is asked of
+the model itself (`get_rope_index`). A token's position depends on what stands before it and on nothing behind it, so rows
+may be cut, and tokens appended: those after the last medium count on by one, at `offset` from their index.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.arrays import Ids
+from polyturn.core.media import Media
+from polyturn.tokens.multimodal import MediaProcessor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowInputs:
+    """What the model reads beside a row's ids."""
+
+    positions: NDArray[np.int64] | None
+    """[3, T], or None where the position of token t is t."""
+    offset: int
+    """A text token t behind the row has the position t + offset."""
+    inputs: dict[str, Any]
+    """name -> tensor, the inputs of the media that the row shows."""
+    types: NDArray[np.int8]
+    """[T] 0 for text, 1 for an image's features, 2 for a video's, 3 for a sound's."""
+
+
+class MediaRows:
+    """Makes what a model needs beside token ids, for one model and its processor."""
+
+    def __init__(self, model: Any, media: MediaProcessor) -> None:
+        """Take a transformers model, of which only `get_rope_index` and the arguments of `forward` are used."""
+        self.media = media
+        base = model.base_model
+        self._rope_index: Callable[..., Any] | None = (
+            base.get_rope_index if callable(inspect.getattr_static(base, "get_rope_index", None)) else None
+        )
+        self._rope_takes = frozenset(inspect.signature(self._rope_index).parameters) if self._rope_index else frozenset()
+        self.takes = frozenset(inspect.signature(base.forward).parameters)
+        """The arguments of the model's forward pass."""
+
+    @property
+    def has_rope_index(self) -> bool:
+        """Whether positions are three numbers a token."""
+        return self._rope_index is not None
+
+    def row(self, ids: Ids, media: Sequence[Media]) -> RowInputs:
+        """Return what the model reads beside `ids`, a prefix of a segment that shows `media`.
+
+        Raises:
+            TemplateError: `ids` hold other features than those of a prefix of `media`.
+            DataError: a medium cannot be processed.
+        """
+        types = self.media.types(ids)
+        shown = media[: self.media.shown(ids, media)]
+        inputs = self.media.inputs(shown)
+        if self._rope_index is None or not shown:
+            return RowInputs(positions=None, offset=0, inputs=inputs, types=types)
+        positions, offset = self._mrope(ids, types, inputs)
+        return RowInputs(positions=positions, offset=offset, inputs=inputs, types=types)
+
+    def _mrope(self, ids: Ids, types: NDArray[np.int8], inputs: dict[str, Any]) -> tuple[NDArray[np.int64], int]:
+        import torch
+
+        assert self._rope_index is not None
+        ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
+        offered = {
+            "mm_token_type_ids": torch.from_numpy(types.astype(np.int64))[None],
+            "attention_mask": torch.ones_like(ids_1T),
+            **inputs,
+        }
+        given = {name: value for name, value in offered.items() if name in self._rope_takes}
+        positions_31T, offsets = self._rope_index(input_ids=ids_1T, **given)
+        return positions_31T[:, 0].numpy().astype(np.int64), int(offsets.flatten()[0])
