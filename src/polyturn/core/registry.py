@@ -103,12 +103,30 @@ def import_attr(path: str, *, base: Path | None = None) -> Any:
 
 def _load_module(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as problem:
+            if not _offer_namespace(problem):
+                raise
+            return importlib.import_module(name)
     except Exception as problem:
         raise MissingModuleError(
             f"the module {name!r} cannot be imported ({one_line(problem)}); check its spelling, and that its folder is "
             "installed or on PYTHONPATH"
         ) from problem
+
+
+def _offer_namespace(problem: ModuleNotFoundError) -> bool:
+    """Put a stand-in for the missing library in place, if a plug-in offers one; return whether it is worth a second try.
+
+    Plug-ins that were written for another library import it. Whoever can answer for that library says so with an entry
+    point of the group `polyturn.namespaces`: the root name, and a function that returns whether it now answers.
+    """
+    root = (problem.name or "").partition(".")[0]
+    points = entry_points(group="polyturn.namespaces")
+    if root not in points.names or root in sys.modules:
+        return False
+    return bool(points[root].load()())
 
 
 @functools.cache
@@ -123,7 +141,12 @@ def _load_file(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     try:
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ModuleNotFoundError as problem:
+            if not _offer_namespace(problem):
+                raise
+            spec.loader.exec_module(module)
     except Exception as problem:
         del sys.modules[name]
         raise MissingModuleError(f"{path!r} fails when imported: {one_line(problem)}") from problem

@@ -1,0 +1,186 @@
+"""An import finder that answers for a library which is not installed, with modules of this one.
+
+    Namespace(root="verl", modules={"verl.tools.base_tool": "polyturn.tools.base"}, packages={})
+    import verl.tools.base_tool          the very module object polyturn.tools.base, imported only now
+
+A module that is listed is an alias: the same object under a second name, so replacing an attribute under one name is seen
+under the other. A package in between (verl, verl.tools) is made up; it may have a body, a module whose names it shows and
+whose attributes are set through it. A root whose library is installed is left alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from polyturn.core.errors import did_you_mean
+
+_OURS = Path(__file__).resolve().parents[1]
+_OWN = frozenset({"__name__", "__path__", "__spec__", "__loader__", "__package__", "__file__", "__doc__", "__class__"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """What stands under one root name."""
+
+    root: str
+    modules: Mapping[str, str]
+    """Alias -> the module that it is another name of."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Package -> its body: the module whose names it shows. Packages without a body need no entry."""
+
+    def package_names(self) -> frozenset[str]:
+        """Return every package: those with a body, and all that stand above a module."""
+        names = {self.root, *self.packages}
+        for name in [*self.modules, *self.packages]:
+            parts = name.split(".")
+            names.update(".".join(parts[:i]) for i in range(1, len(parts)))
+        return frozenset(names)
+
+
+class AliasFinder(importlib.abc.MetaPathFinder):
+    """Answers imports under one root. `install` and `uninstall` may be called in any order and any number of times."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self._packages = namespace.package_names()
+        self._known = sorted({*self._packages, *namespace.modules})
+
+    def install(self) -> bool:
+        """Answer imports from now on; return False, and do nothing, where the library itself is installed."""
+        if self._is_there_really():
+            return False
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+        return True
+
+    def uninstall(self) -> None:
+        """Answer no more imports, and forget the modules that were imported under the root."""
+        if self not in sys.meta_path:
+            return
+        sys.meta_path.remove(self)
+        root = self.namespace.root
+        for name in [n for n in sys.modules if n == root or n.startswith(f"{root}.")]:
+            del sys.modules[name]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a module under the root; None for all others.
+
+        Raises:
+            ModuleNotFoundError: the module is under the root and is not offered; the message says what is.
+        """
+        root = self.namespace.root
+        if fullname != root and not fullname.startswith(f"{root}."):
+            return None
+        if (alias := self.namespace.modules.get(fullname)) is not None:
+            return importlib.machinery.ModuleSpec(fullname, _AliasLoader(alias))
+        if fullname in self._packages:
+            body = self.namespace.packages.get(fullname)
+            return importlib.machinery.ModuleSpec(fullname, _PackageLoader(body), is_package=True)
+        raise ModuleNotFoundError(self._why_not(fullname), name=fullname)
+
+    def _why_not(self, fullname: str) -> str:
+        parent = fullname.rpartition(".")[0]
+        here = [n for n in self._known if n.rpartition(".")[0] == parent]
+        hint = f" {parent} has {', '.join(n.rpartition('.')[2] for n in here)}." if here else ""
+        return (
+            f"No module named {fullname!r}: {self.namespace.root} is not installed, and polyturn offers a part of it only."
+            f"{hint or did_you_mean(fullname, self._known)}"
+        )
+
+    def _is_there_really(self) -> bool:
+        root = self.namespace.root
+        if (loaded := sys.modules.get(root)) is not None:
+            return not (isinstance(loaded, AliasPackage) or _is_ours(loaded.__spec__))
+        for finder in sys.meta_path:
+            if isinstance(finder, AliasFinder):
+                continue
+            spec = finder.find_spec(root, None)
+            # A folder of that name without an __init__.py, such as a data folder beside the script, is no library.
+            if spec is not None and spec.origin is not None and not _is_ours(spec):
+                return True
+        return False
+
+
+class AliasPackage(ModuleType):
+    """A made-up package. Names that are not its own are those of its body, also when they are set or deleted."""
+
+    def __init__(self, name: str, body: str | None) -> None:
+        super().__init__(name, None)
+        self.__dict__["_body_name"] = body
+
+    def _body(self) -> ModuleType | None:
+        name = self.__dict__["_body_name"]
+        return None if name is None else importlib.import_module(name)
+
+    def __getattr__(self, name: str) -> Any:
+        body = None if name.startswith("__") and name != "__all__" else self._body()
+        if body is not None and name in vars(body):
+            return vars(body)[name]
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        body = None if name in _OWN or isinstance(value, ModuleType) else self._body()
+        if body is not None and name in vars(body):
+            setattr(body, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        body = self._body()
+        return sorted({*self.__dict__, *(vars(body) if body is not None else ())} - {"_body_name"})
+
+
+class _PackageLoader(importlib.abc.Loader):
+    def __init__(self, body: str | None) -> None:
+        self._body = body
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return AliasPackage(spec.name, self._body)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self._body is not None:
+            importlib.import_module(self._body)
+
+
+class _AliasLoader(importlib.abc.Loader):
+    """Hands out a module that has its own name and spec, and leaves both as they are."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._spec: importlib.machinery.ModuleSpec | None = None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._target)
+        self._spec = module.__spec__  # the import system is about to put `spec` in its place
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the module's code, for `python -m`."""
+        spec = importlib.util.find_spec(self._target)
+        loader = None if spec is None else spec.loader
+        return loader.get_code(self._target) if isinstance(loader, importlib.abc.InspectLoader) else None
+
+    def get_source(self, fullname: str) -> str | None:
+        """Return the module's source, for tracebacks."""
+        spec = importlib.util.find_spec(self._target)
+        loader = None if spec is None else spec.loader
+        return loader.get_source(self._target) if isinstance(loader, importlib.abc.InspectLoader) else None
+
+
+def _is_ours(spec: importlib.machinery.ModuleSpec | None) -> bool:
+    """Return whether a module's file lies in this package: a shim that leads back here."""
+    return spec is not None and spec.origin is not None and _OURS in Path(spec.origin).resolve().parents

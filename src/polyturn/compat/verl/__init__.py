@@ -1,0 +1,7 @@
+"""verl's interfaces. Importing this package lets `import verl...` find them, where verl itself is not installed."""
+
+from __future__ import annotations
+
+from polyturn.compat import install
+
+install("verl")

@@ -1,0 +1,147 @@
+"""`import verl...` without verl: the native modules under their other names, and nothing where verl is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+import polyturn.interactions.gsm8k
+import polyturn.rewards.gsm8k
+import polyturn.tools.base
+from polyturn import compat
+from polyturn.compat.namespaces import NAMESPACES, VERL
+from polyturn.core.errors import ConfigError, UnknownNameError
+from polyturn.core.registry import import_attr
+from polyturn.interactions.registry import initialize_interactions_from_config
+from polyturn.tools.registry import initialize_tools_from_config
+
+
+@pytest.fixture(autouse=True)
+def _as_if_never_imported() -> Iterator[None]:
+    compat.uninstall("verl")
+    yield
+    compat.uninstall("verl")
+
+
+def _is_ours(name: str) -> bool:
+    return any(isinstance(f, type(compat.finder(name))) and f.namespace.root == name for f in sys.meta_path)
+
+
+def test_an_alias_is_the_very_module_and_the_module_keeps_its_own_name() -> None:
+    assert compat.install("verl")
+    base_tool = importlib.import_module("verl.tools.base_tool")
+    assert base_tool is polyturn.tools.base
+    assert polyturn.tools.base.__spec__ is not None
+    assert polyturn.tools.base.__spec__.name == polyturn.tools.base.__name__ == "polyturn.tools.base"
+    assert importlib.reload is not None and sys.modules["verl.tools.base_tool"] is polyturn.tools.base
+
+
+def test_from_imports_work_for_packages_modules_and_names() -> None:
+    compat.install("verl")
+    names: dict[str, object] = {}
+    exec(
+        "from verl.interactions.base import BaseInteraction\n"
+        "from verl.utils.reward_score import gsm8k\n"
+        "from verl.interactions.utils.interaction_registry import initialize_interactions_from_config\n"
+        "import verl.tools.schemas as schemas",
+        names,
+    )
+    assert names["BaseInteraction"] is polyturn.BaseInteraction
+    assert names["gsm8k"] is polyturn.rewards.gsm8k
+
+
+async def test_replacing_a_scorer_under_its_alias_reaches_the_native_classes() -> None:
+    compat.install("verl")
+    partner = polyturn.interactions.gsm8k.Gsm8kInteraction({})
+    await partner.start_interaction("e", ground_truth="5")
+    with patch("verl.utils.reward_score.gsm8k.compute_score", return_value=1.0) as scorer:
+        done, _, score, _ = await partner.generate_response("e", [{"role": "assistant", "content": "no"}])
+    assert (done, score) == (True, 1.0)
+    scorer.assert_called_once_with("no", "5", method="strict", format_score=0.0, score=1.0)
+
+
+def test_installing_twice_is_installing_once_and_uninstalling_forgets() -> None:
+    before = len(sys.meta_path)
+    assert compat.install("verl") and compat.install("verl")
+    assert len(sys.meta_path) == before + 1
+    importlib.import_module("verl.tools.schemas")
+    compat.uninstall("verl")
+    compat.uninstall("verl")
+    assert len(sys.meta_path) == before
+    assert not [n for n in sys.modules if n.partition(".")[0] == "verl"]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("verl.tools.schemas")
+
+
+def test_importing_the_compat_package_installs_it() -> None:
+    code = "import polyturn.compat.verl, verl.tools.base_tool as m; print(m.BaseTool.__module__)"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.strip() == "polyturn.tools.base"
+
+
+def test_an_unknown_submodule_says_what_there_is() -> None:
+    compat.install("verl")
+    with pytest.raises(
+        ModuleNotFoundError, match=r"No module named 'verl.interactions.tutor'.*verl.interactions has base, "
+    ):
+        importlib.import_module("verl.interactions.tutor")
+    with pytest.raises(ImportError):
+        exec("from verl.tools import nothing_like_this")
+    with pytest.raises(UnknownNameError, match="compat has no namespace 'verI'"):
+        compat.install("verI")
+
+
+def test_verl_itself_wins_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "verl"
+    package.mkdir()
+    (package / "__init__.py").write_text("is_real = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not compat.install("verl")
+    assert importlib.import_module("verl").is_real
+    del sys.modules["verl"]
+
+
+def test_a_folder_that_happens_to_be_called_verl_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "verl" / "data").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert compat.install("verl")
+    assert importlib.import_module("verl.tools.base_tool") is polyturn.tools.base
+
+
+@pytest.mark.parametrize("name", sorted(VERL.modules))
+def test_every_module_of_the_list_is_there(name: str) -> None:
+    compat.install("verl")
+    assert importlib.import_module(name) is importlib.import_module(VERL.modules[name])
+
+
+def test_the_namespaces_are_listed_under_their_roots() -> None:
+    assert all(root == namespace.root for root, namespace in NAMESPACES.items())
+
+
+def test_a_config_that_names_a_class_of_verl_installs_it() -> None:
+    found = initialize_interactions_from_config(
+        {"interaction": [{"class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}]}
+    )
+    assert type(found["gsm8k"]) is polyturn.interactions.gsm8k.Gsm8kInteraction
+    (tool,) = initialize_tools_from_config({"tools": [{"class_name": "verl.tools.gsm8k_tool.Gsm8kTool"}]})
+    assert tool.name == "calc_gsm8k_reward"
+
+
+def test_a_plugin_file_that_imports_verl_installs_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from verl.tools.base_tool import BaseTool\nclass Mine(BaseTool): ...\n")
+    assert issubclass(import_attr("mine.py:Mine", base=tmp_path), polyturn.tools.base.BaseTool)
+
+
+def test_a_plugin_that_misses_anything_else_still_fails(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import surely_not_installed\n")
+    with pytest.raises(ConfigError, match="No module named 'surely_not_installed'"):
+        import_attr("mine.py:Mine", base=tmp_path)
+    with pytest.raises(ConfigError, match=r"verl.tools has base_tool"):
+        import_attr("verl.tools.no_such_tool.Tool")
