@@ -14,8 +14,8 @@ after every real token, and no target is read off at a padded position. Only pos
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import AlignmentError, ConfigError
 from polyturn.core.sample import TrainSample
+from polyturn.tokens.positions import MediaRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class MicroBatch:
 
     input_ids_BT: Tensor
     """[B, T] int64, padded on the right with 0."""
-    position_ids_T: Tensor
-    """[1, T] int64, the same for every row."""
+    position_ids: Tensor
+    """[1, T] int64, the same for every row; [3, B, T] where a row shows media to a model with three positions a token."""
     num_tokens: int
     """How many entries of `input_ids_BT` are real."""
     flat_S: Tensor
@@ -72,6 +73,8 @@ class MicroBatch:
     """[S] the sample that each target belongs to, an index into the list that was laid out."""
     token_S: NDArray[np.int64]
     """[S] the target's index t within its sample."""
+    media_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the model reads beside ids and positions: the rows' images, videos and sounds, in the order of the rows."""
 
     @property
     def num_targets(self) -> int:
@@ -86,6 +89,7 @@ def layout(
     settings: LayoutSettings,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    media: MediaRows | None = None,
 ) -> list[MicroBatch]:
     """Cut `samples` into micro-batches of rows of like length, shortest first.
 
@@ -95,10 +99,11 @@ def layout(
         settings: The size of a micro-batch.
         dtype: Of the per-target numbers.
         device: Where the tensors go.
+        media: Makes what a model reads of images, videos and sounds; None for text.
 
     Raises:
         AlignmentError: a sample weighs its first token, which nothing precedes; `coefs` have another length; some samples
-            carry an array (such as advantages) that others lack.
+            carry an array (such as advantages) that others lack; samples show media and `media` is None.
     """
     weighted = [np.flatnonzero(s.loss_weights) for s in samples]
     for sample, tokens, coef in zip(samples, weighted, coefs, strict=True):
@@ -106,6 +111,8 @@ def layout(
             raise AlignmentError(f"sample {sample.id} weighs its first token; no token precedes it, so its weight must be 0")
         if np.shape(coef) != (len(sample),):
             raise AlignmentError(f"sample {sample.id} has {np.shape(coef)} coefficients for {len(sample)} tokens")
+        if sample.media and media is None:
+            raise AlignmentError(f"sample {sample.id} shows {len(sample.media)} media and the policy was given no processor")
     lengths = [int(tokens[-1]) if len(tokens) else 0 for tokens in weighted]
     optional = {name: _all_or_none(samples, name) for name in _OPTIONAL}
     batches = []
@@ -122,11 +129,15 @@ def layout(
             picked = np.concatenate([np.asarray(arrays[i])[weighted[i]] for i in rows])
             return torch.from_numpy(picked).to(device=device, dtype=dtype)
 
+        row_inputs = {"position_ids": torch.arange(input_ids.shape[1], device=device)[None]}
+        if media is not None:
+            shown = [(samples[i].token_ids[: lengths[i]], samples[i].media) for i in rows]
+            row_inputs = media.stack(shown, width=input_ids.shape[1], device=device)
         targets_S = np.concatenate([samples[i].token_ids[weighted[i]] for i in rows])
         batches.append(
             MicroBatch(
                 input_ids_BT=torch.from_numpy(input_ids).to(device),
-                position_ids_T=torch.arange(input_ids.shape[1], device=device)[None],
+                position_ids=row_inputs.pop("position_ids"),
                 num_tokens=sum(lengths[i] for i in rows),
                 # Token t is predicted at position t - 1: this subtraction is the shift.
                 flat_S=torch.from_numpy(row_S * input_ids.shape[1] + token_S - 1).to(device),
@@ -141,6 +152,7 @@ def layout(
                 rollout_logprobs_S=take(optional["rollout_logprobs"]) if optional["rollout_logprobs"] else None,
                 sample_S=np.repeat(np.asarray(rows, dtype=np.int64), counts),
                 token_S=token_S,
+                media_inputs=row_inputs,
             )
         )
     return batches

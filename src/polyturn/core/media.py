@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +90,9 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
     if isinstance(value, Mapping):
         found = next((value[k] for k in ("bytes", "path", "url", kind, f"{kind}_url") if value.get(k) is not None), None)
         if found is None:
-            raise DataError(f"{_a(kind)} given as an object needs 'bytes', 'path' or 'url'; this one has {sorted(value)}")
+            raise DataError(
+                f"{a_kind(kind)} given as an object needs 'bytes', 'path' or 'url'; this one has {sorted(value)}"
+            )
         return to_source(kind, found, base=base)
     if isinstance(value, bytes | bytearray):
         return _uri(kind, bytes(value))
@@ -102,9 +106,9 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
     if isinstance(value, np.ndarray):
         return _array(kind, value)
     if kind == "image" and type(value).__module__.partition(".")[0] == "PIL":
-        return _png(value)
+        return _png(np.asarray(value.convert("RGB")))
     raise DataError(
-        f"{_a(kind)} cannot be read from {_show(value)}; give a path, bytes, a data URI"
+        f"{a_kind(kind)} cannot be read from {show(value)}; give a path, bytes, a data URI"
         + {"image": " or a Pillow image", "video": " or a list of frames", "audio": " or an array of samples"}[kind]
     )
 
@@ -127,47 +131,11 @@ def read_source(source: str) -> bytes:
         raise DataError(f"the file {source!r} cannot be read ({one_line(problem)})") from problem
 
 
-def load_image(source: str) -> Any:
-    """Return the Pillow image in RGB that a source stands for.
-
-    Raises:
-        DataError: it is no image, or Pillow is not installed.
-    """
-    image = _pillow()
-    data = read_source(source)
-    try:
-        return image.open(io.BytesIO(data)).convert("RGB")
-    except (OSError, ValueError) as problem:
-        raise DataError(f"{_show(source)} is not an image that Pillow reads ({one_line(problem)})") from problem
-
-
-def load_samples(source: str) -> tuple[np.ndarray[Any, Any], int | None]:
-    """Return the mono samples [T] in float32 of a sound, and their rate; None where the source does not say.
-
-    Raises:
-        DataError: it is neither an array nor a WAV file of 8, 16 or 32 bits.
-    """
-    import wave
-
-    data = read_source(source)
-    if data.startswith(b"\x93NUMPY"):
-        return np.load(io.BytesIO(data), allow_pickle=False).astype(np.float32), None
-    try:
-        with wave.open(io.BytesIO(data)) as sound:
-            width, rate, channels = sound.getsampwidth(), sound.getframerate(), sound.getnchannels()
-            raw = sound.readframes(sound.getnframes())
-    except (wave.Error, EOFError) as problem:
-        raise DataError(f"{_show(source)} is not a WAV file ({one_line(problem)}); convert it, or give samples") from problem
-    if width not in (1, 2, 4):
-        raise DataError(f"{_show(source)} has samples of {8 * width} bits; convert it to 16")
-    raw_samples = np.frombuffer(raw, {1: "<u1", 2: "<i2", 4: "<i4"}[width]).astype(np.float32)
-    samples = (raw_samples - 128) / 128 if width == 1 else raw_samples / 2.0 ** (8 * width - 1)
-    return samples.reshape(-1, channels).mean(axis=1).astype(np.float32), rate
-
-
 def _checked(kind: str, value: str, base: Path | None) -> str:
     if value.startswith(("http://", "https://")):
-        raise DataError(f"{_a(kind)} is the URL {value[:120]!r}; nothing is downloaded during a run, so give a file's path")
+        raise DataError(
+            f"{a_kind(kind)} is the URL {value[:120]!r}; nothing is downloaded during a run, so give a file's path"
+        )
     if value.startswith("data:"):
         return value
     path = value.removeprefix("file://")
@@ -183,33 +151,36 @@ def _uri(kind: str, data: bytes) -> str:
 
 def _array(kind: str, value: np.ndarray[Any, Any]) -> str:
     if kind == "image" and value.ndim in (2, 3):
-        return _png(_pillow().fromarray(value.astype(np.uint8)))
+        return _png(value)
     if kind == "audio" and value.ndim == 1:
         out = io.BytesIO()
         np.save(out, value.astype(np.float32), allow_pickle=False)
         return f"data:application/x-npy;base64,{base64.b64encode(out.getvalue()).decode()}"
     wanted = {"image": "[height, width, 3]", "video": "[frames, height, width, 3]", "audio": "[samples]"}[kind]
-    raise DataError(f"{_a(kind)} given as an array must have the shape {wanted}, not {list(value.shape)}")
+    raise DataError(f"{a_kind(kind)} given as an array must have the shape {wanted}, not {list(value.shape)}")
 
 
-def _png(image: Any) -> str:
-    out = io.BytesIO()
-    image.convert("RGB").save(out, format="PNG")
-    return _uri("image", out.getvalue())
+def _png(pixels: np.ndarray[Any, Any]) -> str:
+    """Return the data URI of an image [height, width, 3] or [height, width] of bytes, as PNG."""
+    if pixels.ndim == 2:
+        pixels = np.repeat(pixels[:, :, None], 3, axis=2)
+    height, width, channels = pixels.shape
+    if channels != 3:
+        raise DataError(f"an image given as an array must have the shape [height, width, 3], not {list(pixels.shape)}")
+    # Before each line of pixels stands the number of its filter: 0, none.
+    lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels.astype(np.uint8).reshape(height, -1)], axis=1)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 6)), (b"IEND", b""))
+    framed = [struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in chunks]
+    return _uri("image", b"\x89PNG\r\n\x1a\n" + b"".join(framed))
 
 
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as problem:
-        raise DataError("images need Pillow; install the extra: pip install 'polyturn[vision]'") from problem
-    return Image
-
-
-def _a(kind: str) -> str:
+def a_kind(kind: str) -> str:
+    """Return the name of a kind with its article."""
     return f"an {kind}" if kind != "video" else "a video"
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """Return a value for a message, cut short."""
     text = repr(value)
     return f"{text[:57]}… ({type(value).__name__})" if len(text) > 60 else f"{text} ({type(value).__name__})"

@@ -14,7 +14,9 @@ token, and a count that does not fit is refused.
 
 from __future__ import annotations
 
+import io
 import threading
+import wave
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, DataError, TemplateError, one_line
-from polyturn.core.media import KINDS, Media, load_image, load_samples
+from polyturn.core.media import KINDS, Media, a_kind, read_source, show
 from polyturn.core.messages import Message
 
 if TYPE_CHECKING:
@@ -127,7 +129,7 @@ class MediaProcessor:
         """
         for medium in media:
             if medium.kind not in self.placeholders:
-                raise DataError(f"{where} shows {_a(medium.kind)}, but {self._refusals[medium.kind]}")
+                raise DataError(f"{where} shows {a_kind(medium.kind)}, but {self._refusals[medium.kind]}")
 
     def expansion(self, medium: Media) -> Expansion:
         """Return what the processor makes of one medium.
@@ -258,11 +260,13 @@ class MediaProcessor:
         except DataError:
             raise
         except Exception as problem:
-            raise DataError(f"the processor {self._name} cannot process {_a(medium.kind)}: {one_line(problem)}") from problem
+            raise DataError(
+                f"the processor {self._name} cannot process {a_kind(medium.kind)}: {one_line(problem)}"
+            ) from problem
         ids = ids_array(out["input_ids"][0].numpy().astype(np.int32))
         num_features = int(np.isin(ids, placeholder.feature_ids).sum())
         if not num_features:
-            raise DataError(f"the processor {self._name} gives {_a(medium.kind)} no tokens")
+            raise DataError(f"the processor {self._name} gives {a_kind(medium.kind)} no tokens")
         inputs = {name: value for name, value in out.items() if name not in _TEXT_OUTPUTS}
         return Expansion(ids=ids, num_features=num_features, inputs=inputs)
 
@@ -299,6 +303,45 @@ class MediaProcessor:
         return int(control.argmax()) if control.any() else len(ids)
 
 
+def load_image(source: str) -> Any:
+    """Return the Pillow image in RGB that a source stands for.
+
+    Raises:
+        DataError: it is no image, or Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as problem:
+        raise DataError("images need Pillow; install the extra: pip install 'polyturn[vision]'") from problem
+    data = read_source(source)
+    try:
+        return Image.open(io.BytesIO(data)).convert("RGB")
+    except (OSError, ValueError) as problem:
+        raise DataError(f"{show(source)} is not an image that Pillow reads ({one_line(problem)})") from problem
+
+
+def load_samples(source: str) -> tuple[NDArray[np.float32], int | None]:
+    """Return the mono samples [T] in float32 of a sound, and their rate; None where the source does not say.
+
+    Raises:
+        DataError: it is neither an array nor a WAV file of 8, 16 or 32 bits.
+    """
+    data = read_source(source)
+    if data.startswith(b"\x93NUMPY"):
+        return np.load(io.BytesIO(data), allow_pickle=False).astype(np.float32), None
+    try:
+        with wave.open(io.BytesIO(data)) as sound:
+            width, rate, channels = sound.getsampwidth(), sound.getframerate(), sound.getnchannels()
+            raw = sound.readframes(sound.getnframes())
+    except (wave.Error, EOFError) as problem:
+        raise DataError(f"{show(source)} is not a WAV file ({one_line(problem)}); convert it, or give samples") from problem
+    if width not in (1, 2, 4):
+        raise DataError(f"{show(source)} has samples of {8 * width} bits; convert it to 16")
+    raw_samples = np.frombuffer(raw, {1: "<u1", 2: "<i2", 4: "<i4"}[width]).astype(np.float32)
+    samples = (raw_samples - 128) / 128 if width == 1 else raw_samples / 2.0 ** (8 * width - 1)
+    return samples.reshape(-1, channels).mean(axis=1).astype(np.float32), rate
+
+
 def load_processor(path: str, *, revision: str | None = None) -> Any:
     """Load the processor at `path` (a folder, or a name on the hub).
 
@@ -332,7 +375,3 @@ def _attribute(owner: Any, name: str) -> Any:
         return owner.__getattribute__(name)
     except AttributeError:
         return None
-
-
-def _a(kind: str) -> str:
-    return f"an {kind}" if kind != "video" else "a video"

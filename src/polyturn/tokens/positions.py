@@ -24,6 +24,9 @@ from polyturn.core.arrays import Ids
 from polyturn.core.media import Media
 from polyturn.tokens.multimodal import MediaProcessor
 
+_TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
+"""What models call the kinds of their tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowInputs:
@@ -72,6 +75,33 @@ class MediaRows:
             return RowInputs(positions=None, offset=0, inputs=inputs, types=types)
         positions, offset = self._mrope(ids, types, inputs)
         return RowInputs(positions=positions, offset=offset, inputs=inputs, types=types)
+
+    def stack(self, rows: Sequence[tuple[Ids, Sequence[Media]]], *, width: int, device: Any) -> dict[str, Any]:
+        """Return the arguments of a forward pass over several rows, padded on the right to `width`, beside their ids.
+
+        Positions are [1, width] where no row shows media, [3, B, width] where the model has three a token; the media's
+        inputs are concatenated in the order of the rows.
+
+        Raises:
+            TemplateError, DataError: see `row`.
+        """
+        import torch
+
+        made = [self.row(ids, media) for ids, media in rows]
+        out: dict[str, Any] = {"position_ids": torch.arange(width)[None]}
+        if any(row.positions is not None for row in made):
+            positions_3BT = np.tile(np.arange(width), (3, len(made), 1))
+            for b, row in enumerate(made):
+                if row.positions is not None:
+                    positions_3BT[:, b, : row.positions.shape[1]] = row.positions
+            out["position_ids"] = torch.from_numpy(positions_3BT)
+        types_BT = np.zeros((len(made), width), np.int64)
+        for b, row in enumerate(made):
+            types_BT[b, : len(row.types)] = row.types
+        out |= {name: torch.from_numpy(types_BT) for name in _TYPE_ARGUMENTS if name in self.takes}
+        for name in dict.fromkeys(name for row in made for name in row.inputs):
+            out[name] = torch.cat([row.inputs[name] for row in made if name in row.inputs])
+        return {name: value.to(device) for name, value in out.items()}
 
     def _mrope(self, ids: Ids, types: NDArray[np.int8], inputs: dict[str, Any]) -> tuple[NDArray[np.int64], int]:
         import torch

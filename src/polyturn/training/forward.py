@@ -59,7 +59,12 @@ class TargetForward:
     def _logits(self, batch: MicroBatch) -> Tensor:
         # No attention mask: rows are padded on the right and attention is causal, so no target sees a padded position,
         # and without a mask the attention kernel never builds a T x T one.
-        inputs = {"input_ids": batch.input_ids_BT, "position_ids": batch.position_ids_T, "use_cache": False}
+        inputs = {
+            "input_ids": batch.input_ids_BT,
+            "position_ids": batch.position_ids,
+            **{name: v.to(self._model.dtype) if v.is_floating_point() else v for name, v in batch.media_inputs.items()},
+            "use_cache": False,
+        }
         if self._head is None:
             return self._model(**inputs).logits.flatten(0, 1)[batch.flat_S]
         hidden_BTH = self._model.base_model(**inputs).last_hidden_state

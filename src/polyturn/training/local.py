@@ -30,6 +30,8 @@ from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError, UnknownNameError, did_you_mean
 from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge
 from polyturn.core.sample import TrainSample
+from polyturn.tokens.multimodal import MediaProcessor
+from polyturn.tokens.positions import MediaRows
 from polyturn.training.forward import TargetForward, TargetScores
 from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
 
@@ -111,6 +113,7 @@ class LocalPolicy:
         loss: LossSettings | None = None,
         layout: LayoutSettings | None = None,
         reference: bool = False,
+        media: MediaProcessor | None = None,
     ) -> None:
         """Wrap `model`.
 
@@ -121,6 +124,7 @@ class LocalPolicy:
             layout: The size of micro-batches; without a bound on targets, one is set from the vocabulary (`MAX_LOGITS`,
                 `MAX_LOGITS_CPU`).
             reference: Keep a frozen copy of the model as it is now, for the KL term and `score(…, reference=True)`.
+            media: The model's processor, for samples that show images, videos or sounds; None for text.
 
         Raises:
             ConfigError: a KL term without a reference.
@@ -138,6 +142,7 @@ class LocalPolicy:
         if reference:
             self._reference = copy.deepcopy(model).requires_grad_(False).eval()
             self._reference_forward = TargetForward(self._reference)
+        self._media = None if media is None else MediaRows(model, media)
         self._layout = layout or LayoutSettings()
         parameter = next(model.parameters())
         self._device = parameter.device
@@ -254,7 +259,7 @@ class LocalPolicy:
         return self._reference_forward
 
     def _lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        return layout(samples, coefs=coefs, settings=self._layout, dtype=self._dtype, device=self._device)
+        return layout(samples, coefs=coefs, settings=self._layout, dtype=self._dtype, device=self._device, media=self._media)
 
     def _accumulate(
         self,

@@ -29,7 +29,7 @@ def test_targets_are_the_next_tokens_and_a_row_ends_before_its_last_one():
     one = sample([10, 11, 12, 13, 14, 15, 16], [0, 0, 1, 1, 0, 0.5, 0], advantages=np.arange(7, dtype=np.float32))
     (batch,) = layout([one], coefs=weights_of([one]), settings=LayoutSettings())
     assert batch.input_ids_BT.tolist() == [[10, 11, 12, 13, 14]]
-    assert batch.position_ids_T.tolist() == [[0, 1, 2, 3, 4]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4]]
     assert batch.flat_S.tolist() == [1, 2, 4]
     assert batch.targets_S.tolist() == [12, 13, 15]
     assert batch.loss_coef_S.tolist() == [1, 1, 0.5]
