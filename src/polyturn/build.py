@@ -20,7 +20,7 @@ from polyturn.core.registry import import_attr
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.data.conversations import generate_conversations, read_conversations
-from polyturn.data.dataset import TaskDataset, check_tasks, generate_tasks
+from polyturn.data.dataset import DatasetSummary, TaskDataset, check_tasks, generate_tasks
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rewards.router import RewardRouter
@@ -116,6 +116,7 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
         limits=_limits(config.rollout.limits, max_context),
         sampling=_sampling(config.rollout.sampling, config.rollout.limits),
         interaction_timeout_s=config.rollout.interaction_timeout_s,
+        require_interaction_name=config.compat.require_interaction_name,
         sanity_mode=config.rollout.tokenization_sanity_check_mode,
         sanity_every=config.rollout.sanity_every,
     )
@@ -256,9 +257,10 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     Raises:
         DataError, ConfigError, TemplateError: the first problem found.
     """
-    check_run(parts, tasks.train, name="data.train")
+    found = {"data.train": _read_tasks(parts, tasks.train, name="data.train")}
     if tasks.eval_sets:
-        check_run(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
+        found["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
+    _check_use(parts.context, found)
 
 
 def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
@@ -267,6 +269,26 @@ def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
     Raises:
         DataError, ConfigError, TemplateError: the first problem found.
     """
+    _check_use(parts.context, {name: _read_tasks(parts, tasks, name=name)})
+
+
+def _check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> None:
+    """Refuse a run whose interactions, or whose tools, not one task uses: it would be single-turn without a word."""
+    which = f"not one of the {sum(s.num_tasks for s in found.values())} tasks of {' and '.join(found)}"
+    if context.interactions and not any(set(s.interactions) - {None} for s in found.values()):
+        raise ConfigError(
+            f"rollout.interactions is set and {which} names an interaction; add `interaction` to the rows "
+            "(extra_info.interaction_kwargs in verl's format), or drop rollout.interactions"
+        )
+    if context.tools.tools and not any(s.num_with_tools for s in found.values()):
+        raise ConfigError(
+            f"rollout.tools is set and {which} may call a tool of it, which has {sorted(context.tools.tools)}; name them in "
+            "`tools` of the rows (extra_info.tools_kwargs in verl's format), leave that column out, or drop rollout.tools"
+        )
+
+
+def _read_tasks(parts: Parts, tasks: Sequence[Task], *, name: str) -> DatasetSummary:
+    """Read every task and refuse those that cannot run; return what they use."""
     context = parts.context
     longest = parts.place.config.rollout.limits.max_prompt_tokens
 
@@ -288,11 +310,13 @@ def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
         bar.advance()
 
     with Progress(f"check {name}", len(tasks)) as bar:
-        summary = check_tasks(tasks, tools=context.tools.tools, interactions=context.interactions, name=name, also=check)
-    if context.interactions and set(summary.interactions) == {None}:
-        raise ConfigError(
-            f"rollout.interactions is set and not one of the {summary.num_tasks} tasks of {name} names an interaction; "
-            "add `interaction` to the rows (extra_info.interaction_kwargs in verl's format), or drop rollout.interactions"
+        return check_tasks(
+            tasks,
+            tools=context.tools.tools,
+            interactions=context.interactions,
+            name=name,
+            require_interaction_name=context.require_interaction_name,
+            also=check,
         )
 
 

@@ -76,7 +76,7 @@ CASES = [
     Case("a row without a prompt", ["tasks.jsonl", "prompt"], lambda f: row(f, prompt=None)),
     Case(
         "an unknown interaction in a row",
-        ["'mouse-1'", "interaction 'couch' is not configured", "Did you mean 'coach'"],
+        ["'mouse-1'", "Interaction 'couch' not found in interaction_map", "Did you mean 'coach'"],
         lambda f: row(f, extra_info={"interaction_kwargs": {"name": "couch"}}),
     ),
     Case(
@@ -151,7 +151,7 @@ CASES = [
     ),
     Case(
         "interactions that no row uses",
-        ["rollout.interactions", "6 tasks of data.train", "drop rollout.interactions"],
+        ["rollout.interactions", "8 tasks of data.train", "drop rollout.interactions"],
         lambda f: all_rows(f, extra_info={}),
     ),
     Case("an estimator that is not there", ["'gropo'", "Did you mean 'grpo'"], arguments=["algorithm.advantage=gropo"]),

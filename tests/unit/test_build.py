@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
@@ -17,7 +18,7 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.messages import Message
-from polyturn.core.task import Task
+from polyturn.core.task import InteractionRef, Task
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.runs import write_tiny_run
@@ -135,6 +136,24 @@ def user(text: str, **fields: Any) -> Task:
 def test_tasks_that_cannot_run_are_refused(parts: build.Parts, task: Task, says: str):
     with pytest.raises((DataError, ConfigError), match=says):
         build.check_run(parts, [task], name="data.train")
+
+
+def test_a_run_whose_interactions_or_tools_no_task_uses_is_refused(parts: build.Parts):
+    alone, talking = user("?"), user("?", interaction=InteractionRef(name="coach"))
+    toolless = [dataclasses.replace(t, id=f"n{i}", tools=()) for i, t in enumerate((alone, talking))]
+    with pytest.raises(ConfigError, match=r"rollout.interactions is set and not one of the 1 tasks of data.train names an"):
+        build.check_run(parts, [alone], name="data.train")
+    with pytest.raises(ConfigError, match=r"rollout.tools is set and not one of the 2 tasks .*may call.*\['shout'\]"):
+        build.check_run(parts, toolless, name="data.train")
+    build.check_run(parts, [talking, *toolless], name="mixed tasks")
+
+
+def test_one_task_of_training_or_evaluation_that_uses_them_is_enough(parts: build.Parts):
+    held_out = dataclasses.replace(build.build_eval_sets(parts.place)[0], tasks=[user("?")])
+    talking = user("?", interaction=InteractionRef(name="coach"))
+    build.check_training(parts, build.RunTasks(train=[talking], eval_sets=[held_out]))
+    with pytest.raises(ConfigError, match=r"not one of the 2 tasks of data.train and evaluation.data names"):
+        build.check_training(parts, build.RunTasks(train=[user("?")], eval_sets=[held_out]))
 
 
 def test_a_prompt_that_just_fits_is_fine_and_one_token_more_is_not(parts: build.Parts):

@@ -6,10 +6,11 @@ Task(id="train-7", data_source="openai/gsm8k", prompt=(Message(role="user", cont
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from polyturn.core.errors import DataError, did_you_mean
 from polyturn.core.messages import Message
 
 
@@ -20,6 +21,8 @@ class InteractionRef:
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Passed to `start_interaction` and to every `generate_response`; holds every key of the row, `name` included."""
+    is_optional: bool = False
+    """Whether a run that configures no interaction at all may ignore it, as rows made for several kinds of run want."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,39 @@ class Task:
     ground_truth: Any = None
     tools: tuple[str, ...] | None = None
     """Names of the tools this task may call; None means every configured tool, () means none."""
+    skips_unknown_tools: bool = False
+    """Whether a name in `tools` that is not configured is left out, with a warning, instead of being an error."""
+    needs_tools: bool = False
+    """Whether the task is an error when no tool remains for it."""
     tools_kwargs: Mapping[str, ToolKwargs] = field(default_factory=dict)
     interaction: InteractionRef | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The rest of the row, for reward functions and for the records."""
+
+
+class ToolChoice(NamedTuple):
+    """Which of the configured tools a task may call."""
+
+    names: tuple[str, ...]
+    skipped: tuple[str, ...]
+    """Names that are not configured and that the task does without."""
+
+
+def select_tools(task: Task, configured: Collection[str]) -> ToolChoice:
+    """Return which of the configured tools a task may call, in the order that it names them, else in theirs.
+
+    Raises:
+        DataError: it names a tool that is not configured and that it does not skip, or it needs tools and has none.
+    """
+    asked = tuple(configured if task.tools is None else dict.fromkeys(task.tools))
+    skipped = tuple(name for name in asked if name not in configured)
+    hint = did_you_mean(skipped[0], configured) if skipped and configured else ""
+    if skipped and not task.skips_unknown_tools:
+        raise DataError(f"the tool {skipped[0]!r} is not configured.{hint or ' No tool is configured.'}")
+    names = tuple(name for name in asked if name in configured)
+    if task.needs_tools and not names:
+        raise DataError(
+            f"it needs tools (need_tools_kwargs) and has none: it names {list(asked)} and configured are "
+            f"{sorted(configured)}; configure its tools (rollout.tools.file, rollout.tools.functions).{hint}"
+        )
+    return ToolChoice(names, skipped)

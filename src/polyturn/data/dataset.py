@@ -27,8 +27,9 @@ import pyarrow.parquet as pq
 
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
 from polyturn.core.registry import import_attr
-from polyturn.core.task import Task
+from polyturn.core.task import Task, select_tools
 from polyturn.data.rows import task_from_row
+from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
 
 
 class _Part(Protocol):
@@ -102,6 +103,8 @@ class DatasetSummary:
     """How many tasks talk to each interaction; under None, those that talk to none."""
     tools: Mapping[str, int]
     """How many tasks ask for each tool by name."""
+    num_with_tools: int
+    """How many tasks may call at least one of the configured tools."""
 
 
 class TaskDataset(Sequence[Task]):
@@ -193,17 +196,19 @@ def check_tasks(
     tools: Collection[str],
     interactions: Collection[str],
     name: str = "tasks",
+    require_interaction_name: bool = False,
     also: Callable[[Task], None] | None = None,
 ) -> DatasetSummary:
     """Read every task once, so that a bad row stops the run before it starts, and say what is in them.
 
-    A task whose interaction was only implied (kwargs without a name) is fine in a run that configures no interaction.
+    An interaction that a task marks as optional is ignored in a run that configures none.
 
     Args:
         tasks: The tasks.
         tools: The names of the configured tools.
         interactions: The names of the configured interactions.
         name: What to call these tasks in messages, for instance the file.
+        require_interaction_name: Refuse tasks whose interaction was only implied.
         also: Called with every task that passed, for further checks in the same pass.
 
     Raises:
@@ -212,26 +217,32 @@ def check_tasks(
     sources: Counter[str | None] = Counter()
     partners: Counter[str | None] = Counter()
     asked: Counter[str] = Counter()
+    num_with_tools = 0
     seen: dict[str, int] = {}
     for index, task in enumerate(tasks):
         where = f"{name}, task {task.id!r} (number {index})"
         if seen.setdefault(task.id, index) != index:
             raise DataError(f"{where}: task number {seen[task.id]} has the same id; an id must be unique in its dataset")
-        for tool in task.tools or ():
-            if tool not in tools:
-                raise DataError(f"{where}: the tool {tool!r} is not configured.{did_you_mean(tool, tools)}")
-        asked.update(task.tools or ())
+        try:
+            chosen = select_tools(task, tools).names
+        except DataError as problem:
+            raise DataError(f"{where}: {problem}") from problem
+        asked.update(chosen if task.tools is not None else ())
+        num_with_tools += bool(chosen)
         partner = task.interaction
-        if partner is not None and partner.name not in interactions:
-            if interactions or "name" in partner.kwargs:
-                hint = did_you_mean(partner.name, interactions) if interactions else " No interaction is configured."
-                raise DataError(f"{where}: the interaction {partner.name!r} is not configured.{hint}")
+        if partner is not None and partner.is_optional and not interactions:
             partner = None
+        if partner is not None and require_interaction_name and "name" not in partner.kwargs:
+            raise DataError(f"{missing_interaction_name(interactions)} ({where})")
+        if partner is not None and partner.name not in interactions:
+            raise DataError(f"{unknown_interaction(partner.name, interactions)} ({where})")
         partners[None if partner is None else partner.name] += 1
         sources[task.data_source] += 1
         if also is not None:
             also(task)
-    return DatasetSummary(num_tasks=len(tasks), data_sources=sources, interactions=partners, tools=asked)
+    return DatasetSummary(
+        num_tasks=len(tasks), data_sources=sources, interactions=partners, tools=asked, num_with_tools=num_with_tools
+    )
 
 
 def _find(path: Path, base: Path) -> list[Path]:

@@ -9,7 +9,7 @@
 
 Separate so that everything after it reads typed values. A row that cannot be used is a `DataError` which names the file,
 the row, the key and the value. Parquet fills the keys that a row lacks with None: such keys count as absent, so a tool
-that is None belongs to other rows, while a tool that is an empty mapping is this row's.
+that is None, or whose kwargs are all there and all None, belongs to other rows, while an empty one is this row's.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 DEFAULT_INTERACTION = "gsm8k"
 """The interaction of a row whose `interaction_kwargs` name none."""
 
+SINGLE_TURN_AGENT = "single_turn_agent"
+"""The `agent_name` of a row that is answered in one turn, whatever tools and interactions the run has."""
+
 _TOOL_KWARGS = tuple(f.name for f in fields(ToolKwargs))
 _TYPED = frozenset(
     {"id", "prompt", "data_source", "ground_truth", "reward_model", "extra_info", "interaction", "interaction_kwargs"}
@@ -43,8 +46,9 @@ def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str
 
     A row's `extra_info` may hold `interaction_kwargs`, `tools_kwargs` (or `tool_kwargs`) and `tool_selection`, and wins over
     keys of the same name beside it. The tools of a task are `tool_selection` or `tools` where the row has one, else the
-    keys of its `tools_kwargs`, else None: all tools. `interaction_kwargs` without a name mean the interaction "gsm8k"; its
-    kwargs then hold no "name" either, which tells an implied name from a written one.
+    keys of its `tools_kwargs`, else None: all tools. A name in `tools` must be configured; one in the other columns, which
+    serve several kinds of run, is left out where it is not. `interaction_kwargs` without a name mean the interaction
+    "gsm8k"; its kwargs then hold no "name" either, which tells an implied name from a written one.
 
     Args:
         row: The row; None counts as absent, NumPy values are taken as plain ones.
@@ -73,8 +77,16 @@ class _Reader:
             self.fail(f"a row must be an object with keys, not {_show(row)}")
         extra = self.mapping(row, "extra_info") or {}
         truth = (self.mapping(row, "reward_model") or {}).get("ground_truth", row.get("ground_truth"))
+        is_single = _first(extra, row, "agent_name") == SINGLE_TURN_AGENT
         kwargs = self.tools_kwargs(_first(extra, row, "tools_kwargs", "tool_kwargs"))
-        chosen = self.names(_first(extra, row, "tool_selection", "tools"), "tool_selection or tools")
+        native = self.names(_first(extra, row, "tools"), "tools")
+        chosen = self.names(_first(extra, row, "tool_selection"), "tool_selection")
+        chosen = native if chosen is None else chosen
+        needs = _first(extra, row, "need_tools_kwargs") or False
+        if not isinstance(needs, bool):
+            self.fail(f"'need_tools_kwargs' must be true or false, not {_show(needs)}")
+        if chosen is None and kwargs is not None:
+            chosen = tuple(kwargs)
         identity = row.get("id", f"{split}-{index}")
         if not isinstance(identity, str | int):
             self.fail(f"'id' must be a string or an integer, not {_show(identity)}")
@@ -84,9 +96,11 @@ class _Reader:
             prompt=self.prompt(row),
             data_source=self.text(row, "data_source"),
             ground_truth=truth,
-            tools=chosen if chosen is not None else (None if kwargs is None else tuple(kwargs)),
+            tools=() if is_single else chosen,
+            skips_unknown_tools=chosen is not native,
+            needs_tools=needs and not is_single,
             tools_kwargs=kwargs or {},
-            interaction=self.interaction(row, extra, truth),
+            interaction=None if is_single else self.interaction(row, extra, truth),
             extra=rest,
         )
 
@@ -168,7 +182,7 @@ class _Reader:
         name = kwargs.get("name", DEFAULT_INTERACTION)
         if not isinstance(name, str):
             self.fail(f"the 'name' in interaction_kwargs must be a string, not {_show(name)}")
-        return InteractionRef(name=name, kwargs=kwargs)
+        return InteractionRef(name=name, kwargs=kwargs, is_optional=True)
 
     def native_interaction(self, value: Any, truth: Any) -> InteractionRef:
         """Read `interaction`: a name, or a mapping with a name. It is told the row's ground truth unless it has its own."""
@@ -189,10 +203,25 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return _plain(value.tolist())
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items() if v is not None}
+        return {str(k): _plain(_own_tools(k, v)) for k, v in value.items() if v is not None}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return [_plain(v) for v in value]
     return value
+
+
+def _own_tools(key: Any, value: Any) -> Any:
+    """Return `value` without the tools of other rows, which are left as {"create_kwargs": {"x": None}}, if it maps tools."""
+    if key not in ("tools_kwargs", "tool_kwargs") or not isinstance(value, Mapping):
+        return value
+    return {name: of for name, of in value.items() if not (_has_keys(of) and not _has_value(of))}
+
+
+def _has_keys(kwargs: Any) -> bool:
+    return isinstance(kwargs, Mapping) and any(isinstance(v, Mapping) and v for v in kwargs.values())
+
+
+def _has_value(value: Any) -> bool:
+    return any(map(_has_value, value.values())) if isinstance(value, Mapping) else value is not None
 
 
 def _show(value: Any) -> str:

@@ -8,11 +8,11 @@ name, because rows choose their interaction by it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.registry import import_attr
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.files import read_plugin_file
@@ -61,6 +61,19 @@ def initialize_interactions_from_config(
         except Exception as problem:
             raise ConfigError(f"{entry.where}: {entry.class_name}(config) raised {one_line(problem)}") from problem
     return out
+
+
+def unknown_interaction(name: str, known: Collection[str]) -> str:
+    """Return the sentence for an interaction name that is not configured. Users match on its beginning."""
+    return (
+        f"Interaction {name!r} not found in interaction_map. Available interactions: {sorted(known)}."
+        f"{did_you_mean(name, known) if known else ' Name the YAML of your interactions in rollout.interactions.'}"
+    )
+
+
+def missing_interaction_name(known: Collection[str]) -> str:
+    """Return the sentence for `interaction_kwargs` that must have a name and have none. Users match on its beginning."""
+    return f"'name' key is required in interaction_kwargs; give it one of {sorted(known)}"
 
 
 def default_name(class_name: str) -> str:

@@ -12,10 +12,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from polyturn.core.errors import InteractionError, did_you_mean
+from polyturn.core.errors import InteractionError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine, Interaction
 from polyturn.core.task import Task
+from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.partner import Partner
@@ -44,6 +45,8 @@ class RolloutContext:
     limits: Limits = field(default_factory=Limits)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     interaction_timeout_s: float = 60.0
+    require_interaction_name: bool = False
+    """Refuse interaction kwargs that name none, instead of reading them as meant for the default interaction."""
     sanity_mode: str = "strict"
     sanity_every: int = 16
     """Every how many episodes the incremental ids are compared with a full render; 1 checks all, 0 none."""
@@ -67,10 +70,10 @@ class RolloutContext:
             InteractionError: the row names an interaction that is not configured.
         """
         ref = task.interaction
-        if ref is None:
-            return None
-        if not self.interactions and "name" not in ref.kwargs:
-            return None  # the name was only implied, and this run has no interactions: tool datasets carry the column too
+        if ref is None or (ref.is_optional and not self.interactions):
+            return None  # rows made for runs with tools carry the column too
+        if self.require_interaction_name and "name" not in ref.kwargs:
+            raise InteractionError(missing_interaction_name(self.interactions))
         if ref.name not in self.interactions:
             raise InteractionError(unknown_interaction(ref.name, self.interactions))
         return Partner(self.interactions[ref.name], ref, timeout_s=self.interaction_timeout_s, live_ids=self._live_ids)
@@ -100,14 +103,6 @@ class RolloutContext:
     def num_live_interactions(self) -> int:
         """How many interaction instances are started and not finalized."""
         return len(self._live_ids)
-
-
-def unknown_interaction(name: str, known: Mapping[str, Interaction]) -> str:
-    """Return the sentence for an interaction name that is not configured. Users match on its beginning."""
-    return (
-        f"Interaction {name!r} not found in interaction_map. Available interactions: {sorted(known)}."
-        f"{did_you_mean(name, known) if known else ' Name the YAML of your interactions in rollout.interactions.'}"
-    )
 
 
 def derive_seed(*parts: object) -> int:

@@ -35,7 +35,7 @@ from polyturn.core.errors import (
 )
 from polyturn.core.messages import ToolCall
 from polyturn.core.protocols import Tool
-from polyturn.core.task import Task, ToolKwargs
+from polyturn.core.task import Task, ToolKwargs, select_tools
 from polyturn.core.trajectory import ToolResult
 from polyturn.tools import results
 from polyturn.tools.base import BaseTool, check_names
@@ -94,21 +94,26 @@ class ToolBox:
         self.schemas = {name: _schema_of(tool) for name, tool in self.tools.items()}
         self.bounded = {name: Bounded(name=f"tool-{name}", timeout_s=timeout_s) for name in self.tools}
         self.live_ids: set[tuple[str, str]] = set()
+        self._warned: set[str] = set()
         self.late: set[asyncio.Task[None]] = set()
         """Releases of creates that came back after their episode had ended."""
 
     def select(self, task: Task) -> tuple[str, ...]:
-        """Return the names of the tools that a task may call.
+        """Return the names of the tools that a task may call; a name that it skips is warned of once in a run.
 
         Raises:
-            DataError: it names a tool that is not there.
+            DataError: it names a tool that is not there and that it does not skip, or it needs tools and has none.
         """
-        if task.tools is None:
-            return tuple(self.tools)
-        for name in task.tools:
-            if name not in self.tools:
-                raise DataError(f"task {task.id!r} selects the tool {name!r}.{did_you_mean(name, self.tools)}")
-        return tuple(dict.fromkeys(task.tools))
+        try:
+            chosen = select_tools(task, self.tools)
+        except DataError as problem:
+            raise DataError(f"task {task.id!r}: {problem}") from problem
+        for name in chosen.skipped:
+            if name not in self._warned:
+                self._warned.add(name)
+                hint = did_you_mean(name, self.tools) if self.tools else " No tool is configured."
+                logger.warning("the tool %r, named by tasks such as %r, is not configured: left out.%s", name, task.id, hint)
+        return chosen.names
 
     def schemas_of(self, task: Task) -> tuple[Mapping[str, Any], ...]:
         """Return the schemas of the tools that a task may call, for rendering.

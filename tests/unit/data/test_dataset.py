@@ -137,7 +137,10 @@ def test_the_check_counts_what_the_tasks_ask_for(tmp_path: Path) -> None:
             {"prompt": "p", "tools": ["clac"]},
             r"tasks, task 'train-0' .*the tool 'clac' is not configured. Did you mean 'calc'",
         ),
-        ({"prompt": "p", "interaction": "gsm9k"}, r"the interaction 'gsm9k' is not configured. Did you mean 'gsm8k'"),
+        (
+            {"prompt": "p", "interaction": "gsm9k"},
+            r"^Interaction 'gsm9k' not found in interaction_map. Available interactions: \['gsm8k'\]. Did you mean 'gsm8k'",
+        ),
     ],
 )
 def test_the_check_names_what_is_not_configured(tmp_path: Path, row: Any, says: str) -> None:
@@ -146,14 +149,45 @@ def test_the_check_names_what_is_not_configured(tmp_path: Path, row: Any, says: 
         check_tasks(dataset, tools=["calc"], interactions=["gsm8k"])
 
 
-def test_an_implied_interaction_is_no_error_where_none_is_configured_and_a_written_one_is(tmp_path: Path) -> None:
-    implied = TaskDataset.open(write_jsonl(tmp_path / "a.jsonl", rows(1, interaction_kwargs={"query": "q"})), split="t")
-    assert check_tasks(implied, tools=(), interactions=()).interactions == {None: 1}
-    with pytest.raises(DataError, match="'gsm8k' is not configured"):
-        check_tasks(implied, tools=(), interactions=["weather"])
-    written = TaskDataset.open(write_jsonl(tmp_path / "b.jsonl", rows(1, interaction="gsm8k")), split="t")
-    with pytest.raises(DataError, match="No interaction is configured"):
-        check_tasks(written, tools=(), interactions=())
+def opened(tmp_path: Path, *found: Any) -> TaskDataset:
+    return TaskDataset.open(write_jsonl(tmp_path / "a.jsonl", list(found)), split="t")
+
+
+@pytest.mark.parametrize("kwargs", [{"query": "q"}, {"name": "gsm8k", "query": "q"}])
+def test_the_interaction_kwargs_column_is_ignored_where_no_interaction_is_configured(tmp_path: Path, kwargs: Any) -> None:
+    """Rows made for tools carry the column too."""
+    found = check_tasks(opened(tmp_path, *rows(1, interaction_kwargs=kwargs)), tools=(), interactions=())
+    assert found.interactions == {None: 1}
+    with pytest.raises(DataError, match=r"^Interaction 'gsm8k' not found in interaction_map"):
+        check_tasks(opened(tmp_path, *rows(1, interaction_kwargs=kwargs)), tools=(), interactions=["weather"])
+
+
+def test_a_native_interaction_must_be_configured(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^Interaction 'gsm8k' not found in interaction_map. Available interactions: "):
+        check_tasks(opened(tmp_path, *rows(1, interaction="gsm8k")), tools=(), interactions=())
+
+
+def test_kwargs_without_a_name_can_be_refused_where_an_interaction_is_configured(tmp_path: Path) -> None:
+    """Users match on the beginning of the message."""
+    tasks = opened(tmp_path, *rows(1, interaction_kwargs={"query": "q"}))
+    assert check_tasks(tasks, tools=(), interactions=["gsm8k"]).interactions == {"gsm8k": 1}
+    with pytest.raises(DataError, match=r"^'name' key is required in interaction_kwargs; .*task 't-0'"):
+        check_tasks(tasks, tools=(), interactions=["gsm8k"], require_interaction_name=True)
+    assert check_tasks(tasks, tools=(), interactions=(), require_interaction_name=True).interactions == {None: 1}
+
+
+def test_tools_that_are_not_configured_are_left_out_unless_none_remains_and_the_row_needs_one(tmp_path: Path) -> None:
+    both = {"prompt": "p", "tools_kwargs": {"calc": {}, "gone": {}}, "need_tools_kwargs": True}
+    optional = {"prompt": "p", "tools_kwargs": {"gone": {}}}
+    found = check_tasks(opened(tmp_path, both, optional, {"prompt": "p"}), tools=["calc"], interactions=())
+    assert (found.tools, found.num_with_tools) == ({"calc": 1}, 2)
+    lost = {"prompt": "p", "tools_kwargs": {"calk": {}}, "need_tools_kwargs": True}
+    with pytest.raises(
+        DataError, match=r"task 't-0' .*it needs tools \(need_tools_kwargs\) and has none: it names \['calk'\]"
+    ):
+        check_tasks(opened(tmp_path, lost), tools=["calc"], interactions=())
+    with pytest.raises(DataError, match=r"has none: it names \[\] and configured are \[\]"):
+        check_tasks(opened(tmp_path, *rows(1, need_tools_kwargs=True)), tools=(), interactions=())
 
 
 def test_two_tasks_may_not_share_an_id(tmp_path: Path) -> None:

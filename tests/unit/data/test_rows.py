@@ -24,7 +24,8 @@ def test_a_string_prompt_is_one_user_message_and_no_data_source_is_needed() -> N
     )
     assert task.prompt == (Message(role="user", content="What is 15% of 200?"),)
     assert task.data_source is None
-    assert task.interaction == InteractionRef(name="gsm8k", kwargs={"name": "gsm8k", "query": "q", "ground_truth": "30"})
+    said = {"name": "gsm8k", "query": "q", "ground_truth": "30"}
+    assert task.interaction == InteractionRef(name="gsm8k", kwargs=said, is_optional=True)
     assert task.tools is None
     assert task.id == "train-0"
 
@@ -75,7 +76,7 @@ def test_empty_interaction_kwargs_mean_no_interaction(empty: Any) -> None:
 def test_interaction_kwargs_without_a_name_mean_gsm8k_and_stay_without_a_name() -> None:
     """Users rely on this default."""
     task = read({"prompt": "p", "extra_info": {"interaction_kwargs": {"ground_truth": "4"}}})
-    assert task.interaction == InteractionRef(name="gsm8k", kwargs={"ground_truth": "4"})
+    assert task.interaction == InteractionRef(name="gsm8k", kwargs={"ground_truth": "4"}, is_optional=True)
 
 
 def test_a_native_interaction_is_a_name_or_a_mapping_and_hears_the_ground_truth() -> None:
@@ -122,6 +123,38 @@ def test_the_none_that_parquet_fills_in_is_cleaned_away() -> None:
     assert task.tools == ("mine",)
     assert task.tools_kwargs == {"mine": ToolKwargs(create_kwargs={"x": 1})}
     assert task.prompt == (Message(role="user", content="p"),)
+
+
+def test_a_tool_whose_kwargs_are_all_there_and_all_none_belongs_to_other_rows() -> None:
+    """Some writers of parquet fill the structs of other rows to the leaves."""
+    filled = {"create_kwargs": {"ground_truth": None, "deep": {"x": None}}, "execute_kwargs": None}
+    row = {"prompt": "p", "extra_info": {"tools_kwargs": {"mine": {"create_kwargs": {"k": 0}}, "other": filled}}}
+    assert read(row).tools == ("mine",)
+    without_kwargs = {"prompt": "p", "tools_kwargs": {"mine": {}, "also_mine": {"create_kwargs": None}}}
+    assert read(without_kwargs).tools == ("mine", "also_mine")
+
+
+def test_only_a_name_in_the_native_column_must_be_configured() -> None:
+    assert not read({"prompt": "p", "tools": ["a"]}).skips_unknown_tools
+    assert not read({"prompt": "p", "tools": ["a"], "tools_kwargs": {"a": {}, "b": {}}}).skips_unknown_tools
+    assert read({"prompt": "p", "tools_kwargs": {"a": {}}}).skips_unknown_tools
+    assert read({"prompt": "p", "extra_info": {"tool_selection": ["a"]}}).skips_unknown_tools
+
+
+@pytest.mark.parametrize("place", ["top", "extra_info"])
+def test_a_row_may_say_that_it_needs_tools(place: str) -> None:
+    keys = {"need_tools_kwargs": True}
+    assert read({"prompt": "p", **keys} if place == "top" else {"prompt": "p", "extra_info": keys}).needs_tools
+    assert not read({"prompt": "p"}).needs_tools
+
+
+def test_a_row_for_the_single_turn_agent_has_neither_tools_nor_an_interaction() -> None:
+    info = {"need_tools_kwargs": True, "tools_kwargs": {"a": {}}, "interaction_kwargs": {"name": "gsm8k"}}
+    task = read({"prompt": "p", "agent_name": "single_turn_agent", "extra_info": info})
+    assert (task.tools, task.interaction, task.needs_tools) == ((), None, False)
+    other = read({"prompt": "p", "agent_name": "tool_agent", "extra_info": info})
+    assert other.tools == ("a",)
+    assert other.extra["agent_name"] == "tool_agent"
 
 
 def test_numpy_values_are_taken_as_plain_ones() -> None:
@@ -173,7 +206,8 @@ P: dict[str, Any] = {"prompt": "p"}
         ({**P, "tools_kwargs": {"a": {"create_kwarg": {}}}}, "'create_kwarg'. Did you mean 'create_kwargs'"),
         ({**P, "tools_kwargs": {"a": {"create_kwargs": 1}}}, "tools_kwargs['a']['create_kwargs'] must be"),
         ({**P, "tools": [{"type": "function"}]}, "must be a list of names"),
-        ({**P, "tool_selection": "a"}, "must be a list of names of configured tools, not 'a'"),
+        ({**P, "tool_selection": "a"}, "tool_selection must be a list of names of configured tools, not 'a'"),
+        ({**P, "need_tools_kwargs": "yes"}, "'need_tools_kwargs' must be true or false, not 'yes'"),
         ({**P, "interaction": {"city": "Delft"}}, "'interaction' must be a name or an object with a 'name'"),
         ({**P, "interaction_kwargs": ["gsm8k"]}, "'interaction_kwargs' must be an object"),
         ({**P, "interaction_kwargs": {"name": 3}}, "the 'name' in interaction_kwargs must be a string, not 3"),

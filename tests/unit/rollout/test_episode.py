@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 import polyturn
-from polyturn.core.errors import AlignmentError, EngineError
+from polyturn.core.errors import AlignmentError, EngineError, InteractionError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
@@ -84,6 +86,17 @@ async def test_an_interaction_answers_until_the_answer_is_right_and_its_last_rep
     assert t.segments[0].spans[-1].source is SpanSource.SAMPLED
     assert context.num_live_interactions == 0
     check_tokens(t)
+
+
+async def test_an_optional_interaction_is_used_where_one_is_configured_and_may_have_to_be_named():
+    unnamed = InteractionRef(name="gsm8k", kwargs={"ground_truth": "4"}, is_optional=True)
+    row = dataclasses.replace(task(), interaction=unnamed)
+    gsm8k = {"gsm8k": Gsm8kInteraction({})}
+    assert len((await run_episode(scripted_context(["#### 5"]), row, id="e")).turns) == 1
+    assert len((await run_episode(scripted_context(["#### 5", "#### 4"], interactions=gsm8k), row, id="e")).turns) == 2
+    strict = scripted_context(["#### 5"], interactions=gsm8k, require_interaction_name=True)
+    with pytest.raises(InteractionError, match=r"^'name' key is required in interaction_kwargs"):
+        await run_episode(strict, row, id="e")
 
 
 async def test_the_last_turn_that_max_turns_allows_is_still_shown_to_the_interaction_and_scored():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,10 @@ from polyturn.tools.schema import ToolResponse
 def task(*, tools: tuple[str, ...] | None = None, **kwargs: dict[str, Any]) -> Task:
     of = {name: ToolKwargs(**k) for name, k in kwargs.items()}
     return Task(id="t", prompt=(Message(role="user", content="?"),), tools=tools, tools_kwargs=of)
+
+
+def lenient(*tools: str) -> Task:
+    return dataclasses.replace(task(tools=tools), skips_unknown_tools=True)
 
 
 def call(name: str, _id: str = "c0", **arguments: Any) -> ToolCall:
@@ -277,6 +282,18 @@ async def test_a_create_that_returns_nothing_keeps_the_episodes_id() -> None:
     assert dict(tool.released) == {"e": 1}
 
 
+def test_a_name_that_the_task_skips_is_left_out_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    box = ToolBox([Recorder("one"), Recorder("two")])
+    for _ in range(3):
+        assert box.select(lenient("gone", "two")) == ("two",)
+    assert box.select(lenient("gone")) == ()
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
+        "the tool 'gone', named by tasks such as 't', is not configured"
+    ]
+    with pytest.raises(DataError, match="task 't': it needs tools"):
+        box.select(dataclasses.replace(lenient("gone"), needs_tools=True))
+
+
 async def test_only_the_tools_that_the_task_selects_are_created_and_callable() -> None:
     one, two = Recorder("one"), Recorder("two")
     box = ToolBox([one, two])
@@ -288,7 +305,7 @@ async def test_only_the_tools_that_the_task_selects_are_created_and_callable() -
     assert [r.error for r in found] == ["unknown_tool", None]
     assert (dict(one.created), dict(two.created)) == ({}, {"e": 1})
     assert [s["function"]["name"] for s in box.schemas_of(task())] == ["one", "two"]
-    with pytest.raises(DataError, match=r"'t' selects the tool 'tow'.*'two'"):
+    with pytest.raises(DataError, match=r"task 't': the tool 'tow' is not configured.*'two'"):
         box.schemas_of(task(tools=("tow",)))
 
 
