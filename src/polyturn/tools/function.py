@@ -100,29 +100,33 @@ def tool(function: Callable[..., Any], /) -> FunctionTool: ...
 
 @overload
 def tool(
-    *, name: str | None = None, schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
+    function: str | None = None,
+    /,
+    *,
+    name: str | None = None,
+    schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 
 
 def tool(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., Any] | str | None = None,
     /,
     *,
     name: str | None = None,
     schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a tool of an annotated async or plain function; `@tool` and `@tool(name=..., schema=...)` both work.
+    """Make a tool of an annotated async or plain function: `@tool`, `@tool("name")` or `@tool(name=..., schema=...)`.
 
     Args:
-        function: Its parameters need annotations and a line each under `Args:` in the docstring.
+        function: Its parameters need annotations and a line each under `Args:` in the docstring. A text is the name.
         name: The tool's name; the function's by default.
         schema: The whole schema, instead of the one from signature and docstring.
 
     Raises:
         ConfigError: the schema cannot be read off the function; the sentence says what is missing.
     """
-    if function is None:
-        return functools.partial(FunctionTool, name=name, schema=schema)
+    if function is None or isinstance(function, str):
+        return functools.partial(FunctionTool, name=name or function, schema=schema)
     return FunctionTool(function, name=name, schema=schema)
 
 

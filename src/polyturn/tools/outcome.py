@@ -50,7 +50,8 @@ def to_response(value: Any) -> ToolResponse:
     if value is None:
         return ToolResponse()
     if isinstance(value, Mapping) and (value.keys() & {"image", "video"}) and value.keys() <= _RESPONSE_KEYS:
-        return ToolResponse(**value)
+        media = {k: [v] if k != "text" and v is not None and not isinstance(v, list) else v for k, v in value.items()}
+        return ToolResponse(**media)
     if isinstance(value, Mapping | list):
         return ToolResponse(text=json.dumps(value, ensure_ascii=False, default=str))
     return ToolResponse(text=str(value))

@@ -9,7 +9,7 @@ required, items, additionalProperties. Everything else is left to the tool.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from polyturn.core.errors import did_you_mean
@@ -25,18 +25,21 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def arguments_problem(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str | None:
+def arguments_problem(
+    arguments: Mapping[str, Any], parameters: Mapping[str, Any], *, also: Collection[str] = ()
+) -> str | None:
     """Return what is wrong with a call's arguments, for the model to read; None if they fit.
 
     Args:
         arguments: What the model wrote.
         parameters: The schema of the function's parameters. An argument that it does not name is wrong, unless it has
             additionalProperties.
+        also: Names that are fine although the schema does not have them.
     """
     known = parameters.get("properties") or {}
     if not parameters.get("additionalProperties"):
         for name in arguments:
-            if name not in known:
+            if name not in known and name not in also:
                 return f"there is no argument {name!r}.{did_you_mean(name, known) if known else ' It takes none.'}"
     return _object_problem(arguments, parameters, path="")
 

@@ -1,0 +1,42 @@
+"""The forms in which interactions are written, brought into one when the interaction joins a run.
+
+`calculate_score` and `finalize_interaction` take the instance id, or nothing at all; some authors write them as plain
+methods. What already has the usual form is used as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from polyturn.core.protocols import Interaction
+from polyturn.core.signature import num_positional
+
+
+def in_usual_form(interaction: Interaction) -> Interaction:
+    """Return the interaction, or a view of it whose methods take what the framework gives them."""
+    odd = [m for m in (interaction.calculate_score, interaction.finalize_interaction) if num_positional(m) == 0]
+    return _View(interaction) if odd else interaction
+
+
+class _View:
+    """An interaction whose methods drop the instance id where the author's take none."""
+
+    def __init__(self, interaction: Interaction) -> None:
+        self.name = interaction.name
+        self.start_interaction = interaction.start_interaction
+        self.generate_response = interaction.generate_response
+        self.calculate_score = _without_id(interaction.calculate_score)
+        self.finalize_interaction = _without_id(interaction.finalize_interaction)
+
+
+def _without_id(method: Callable[..., Any]) -> Callable[..., Any]:
+    if num_positional(method) != 0:
+        return method
+
+    @functools.wraps(method)
+    def call(instance_id: str, **kwargs: Any) -> Any:
+        return method()
+
+    return call

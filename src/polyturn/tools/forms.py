@@ -1,0 +1,91 @@
+"""The forms in which tools are written, brought into one when the tool joins a run.
+
+    create(instance_id, ground_truth=…)                   the row's create_kwargs, one by one
+    create(instance_id, create_kwargs={"ground_truth": …}) the same in one mapping
+    release()  calc_reward()                              without the instance id
+    parameters.get("timeout")                             an argument that the schema does not name
+
+Which form it is, is read off the signatures and the code once; what has the usual form is called directly.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from polyturn.core.protocols import Tool
+from polyturn.core.signature import constants_read, has_parameter, num_positional, takes_any_keyword
+from polyturn.tools.function import FunctionTool
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolMethods:
+    """A tool's four methods, each callable in the usual form."""
+
+    create: Method
+    execute: Method
+    calc_reward: Method
+    release: Method
+    also_reads: frozenset[str]
+    """Arguments that `execute` looks up although the schema may not name them."""
+
+
+def methods_of(tool: Tool) -> ToolMethods:
+    """Return the methods of a tool, those in another form adapted."""
+    return ToolMethods(
+        create=_create(tool.create),
+        execute=tool.execute,
+        calc_reward=_without_id(tool.calc_reward),
+        release=_without_id(tool.release),
+        also_reads=frozenset() if isinstance(tool, FunctionTool) else constants_read(tool.execute),
+    )
+
+
+def _create(create: Method) -> Method:
+    is_nested = has_parameter(create, "create_kwargs")
+    is_both = not is_nested and takes_any_keyword(create) and "create_kwargs" in constants_read(create)
+    if not is_nested and not is_both:
+        return create
+
+    def arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+        if "create_kwargs" in kwargs:  # the row itself nests them
+            return kwargs
+        named = {k: v for k, v in kwargs.items() if is_both or has_parameter(create, k)}
+        return {**named, "create_kwargs": dict(kwargs)}
+
+    if inspect.iscoroutinefunction(create):
+
+        @functools.wraps(create)
+        async def call(instance_id: str, **kwargs: Any) -> Any:
+            return await create(instance_id, **arguments(kwargs))
+
+        return call
+
+    @functools.wraps(create)
+    def call_plain(instance_id: str, **kwargs: Any) -> Any:
+        return create(instance_id, **arguments(kwargs))
+
+    return call_plain
+
+
+def _without_id(method: Method) -> Method:
+    if num_positional(method) != 0:
+        return method
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def call(instance_id: str, **kwargs: Any) -> Any:
+            return await method(**kwargs)
+
+        return call
+
+    @functools.wraps(method)
+    def call_plain(instance_id: str, **kwargs: Any) -> Any:
+        return method(**kwargs)
+
+    return call_plain

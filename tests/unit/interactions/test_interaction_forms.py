@@ -1,0 +1,52 @@
+"""Interactions written in other forms run alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyturn.core.task import InteractionRef
+from polyturn.interactions.base import BaseInteraction
+from polyturn.interactions.forms import in_usual_form
+from polyturn.interactions.weather import WeatherInteraction
+from polyturn.rollout.partner import Partner
+
+
+class WithoutIds(BaseInteraction):
+    ended = 0
+
+    async def calculate_score(self) -> float:  # type: ignore[override]
+        return 0.5
+
+    async def finalize_interaction(self) -> None:  # type: ignore[override]
+        self.ended += 1
+
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        return False, "go on", None, None
+
+
+async def test_methods_may_take_no_id_and_scores_may_be_none() -> None:
+    mine = WithoutIds({"name": "mine"})
+    partner = Partner(in_usual_form(mine), InteractionRef(name="mine"), timeout_s=1.0, live_ids=set())
+    await partner.start("e")
+    reply = await partner.reply([])
+    assert (reply.content, reply.score, reply.metadata) == ("go on", None, {})
+    assert await partner.final_score() == 0.5
+    assert await partner.close() is None
+    assert mine.ended == 1
+
+
+def test_what_has_the_usual_form_is_used_as_it_is() -> None:
+    usual = BaseInteraction({})
+    assert in_usual_form(usual) is usual
+
+
+async def test_the_weather_partner_looks_for_a_tools_answer_and_ends() -> None:
+    partner = WeatherInteraction({"name": "weather"})
+    await partner.start_interaction("e")
+    asked = [{"role": "user", "content": "How is it?"}, {"role": "assistant", "content": "Fine."}]
+    done, said, score, _ = await partner.generate_response("e", asked)
+    assert (done, said, score) == (True, "Please use the weather tool to get the weather information.", 0.0)
+    done, said, score, _ = await partner.generate_response("e", [*asked, {"role": "tool", "content": "20 degrees"}])
+    assert (done, said, score) == (True, "Thank you for your weather query!", 1.0)
+    await partner.finalize_interaction("e")
+    assert partner._instance_dict == {}
