@@ -121,7 +121,7 @@ def tiny_vision_model(
     tokenizer: PreTrainedTokenizerFast, *, hidden: int = 32, layers: int = 2, max_positions: int = 4096, seed: int = 0
 ) -> Qwen2VLForConditionalGeneration:
     """Build a randomly initialised Qwen2-VL in float32, in eval mode, on the CPU: about 0.1 million parameters."""
-    begin, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS)
+    begin, end, image, video = (int(str(tokenizer.convert_tokens_to_ids(token))) for token in VISION_TOKENS)
     config = Qwen2VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
