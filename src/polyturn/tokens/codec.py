@@ -23,8 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.arrays import Ids, ids_array
-from polyturn.core.errors import ConfigError, TemplateError, one_line
+from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.messages import Message
+from polyturn.tokens.template import ChatTemplate
+from polyturn.tokens.turn_ends import Span, TurnEnds, common_length, find_turn_ends
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,8 +59,9 @@ class Codec:
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.chat_template = _own_template(tokenizer) if chat_template is None else chat_template
-        self.template_kwargs = dict(template_kwargs or {})
+        self._template = ChatTemplate(tokenizer, chat_template, template_kwargs)
+        self.chat_template = self._template.source
+        self.template_kwargs = self._template.kwargs
         self._plain = _without_added_tokens(self._backend)
         # Added runs of white space (some code models have them) are ordinary text: nobody is controlled by two spaces.
         added = {int(i): str(t) for i, t in tokenizer.added_tokens_decoder.items() if str(t).strip()}
@@ -68,7 +71,7 @@ class Codec:
         self._is_control[list(added)] = True
         longest_first = sorted(added.values(), key=len, reverse=True)
         self._control_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._arguments_as_json = False
+        self._control_ids = {text: i for i, text in added.items()}
 
     # What the tokenizer is.
 
@@ -78,27 +81,34 @@ class Codec:
         return max(len(self.tokenizer), 1 + max(self.tokenizer.added_tokens_decoder, default=-1))
 
     @functools.cached_property
+    def turn_ends(self) -> TurnEnds:
+        """How the template ends an assistant's turn: with text, with calls, at the end and in a history."""
+        return find_turn_ends(self)
+
+    @property
     def turn_end(self) -> int | None:
-        """The control token that the template writes after an assistant's content; None if it writes none."""
-        return self._around_a_turn[0]
+        """The control token that a history has behind an assistant's text; None if the template writes none."""
+        return self.turn_ends.past[0] if self.turn_ends.past else None
 
     @functools.cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an assistant's turn: the template's, then the tokenizer's end-of-sequence token.
 
-        A template that writes nothing after a turn (GLM) ends it with the token that opens the next one.
+        A template that writes nothing behind a turn (GLM) ends it with the token that opens the next one.
         """
-        end, opener = self._around_a_turn
-        candidates = (opener if end is None else end, self.tokenizer.eos_token_id)
-        return tuple(dict.fromkeys(int(i) for i in candidates if i is not None))
+        eos = self.tokenizer.eos_token_id
+        return tuple(dict.fromkeys([*self.turn_ends.stops, *([] if eos is None else [int(eos)])]))
 
     @functools.cached_property
     def generation_prompt(self) -> str:
         """The template text that opens an assistant's turn; "" if the template writes none."""
         user = [Message(role="user", content="Hi")]
-        without = self.render(user)
+        closed = self.render(user)
         opened = self.render(user, add_generation_prompt=True)
-        return opened[len(without) :] if opened.startswith(without) else ""
+        common = common_length(closed, opened)
+        # What closes a document (an end-of-sequence token) may begin as the prompt does.
+        inside = [s.start for s in self.control_spans(opened) if s.start < common < s.end]
+        return opened[inside[0] if inside else common :]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -129,87 +139,17 @@ class Codec:
         Raises:
             TemplateError: there is no template, or it fails; the message names the kind of message that it fails on.
         """
-        if self.chat_template is None:
-            raise TemplateError(
-                f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template; give one as `chat_template`"
-            )
-        try:
-            return self._render(messages, tools, add_generation_prompt)
-        except Exception as problem:
-            kind = self._failing_kind(messages, tools)
-            raise TemplateError(
-                f"the chat template cannot render {kind} ({one_line(problem)}); use a template that can, or leave it out"
-            ) from problem
+        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        try:
-            return self._apply(messages, tools, add_generation_prompt)
-        except TypeError:
-            # Some templates paste arguments into text and expect JSON, as OpenAI's own wire form has it.
-            if self._arguments_as_json or not any(m.tool_calls for m in messages):
-                raise
-            self._arguments_as_json = True
-            try:
-                return self._apply(messages, tools, add_generation_prompt)
-            except Exception:
-                self._arguments_as_json = False
-                raise
-
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        text = self.tokenizer.apply_chat_template(
-            [self._to_template(m) for m in messages],
-            tools=[dict(t) for t in tools] or None,
-            chat_template=self.chat_template,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            **self.template_kwargs,
-        )
-        return str(text)
-
-    def _to_template(self, message: Message) -> dict[str, Any]:
-        out = message.to_openai()
-        if not isinstance(message.content, str) and all(p.get("type", "text") == "text" for p in message.content):
-            out["content"] = message.text
-        broken = [c for c in message.tool_calls if c.error is not None and c.raw]
-        if broken:
-            out["content"] = "\n".join([t for t in (message.text, *(c.raw for c in broken)) if t])
-            out["tool_calls"] = [
-                call for call, c in zip(out["tool_calls"], message.tool_calls, strict=True) if c.error is None or not c.raw
-            ]
-            if not out["tool_calls"]:
-                del out["tool_calls"]
-        if self._arguments_as_json:
-            for call in out.get("tool_calls", ()):
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return out
-
-    def _failing_kind(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """Name the message whose addition makes the template fail."""
-        failing = len(messages)
-        while failing > 1:
-            try:
-                self._render(messages[: failing - 1], tools, False)
-            except Exception:
-                failing -= 1
-            else:
-                break
-        if not messages:
-            return "an empty conversation"
-        return f"message {failing - 1}, {_kind(messages[failing - 1])}" + (" (with tools)" if tools else "")
-
-    @functools.cached_property
-    def _around_a_turn(self) -> tuple[int | None, int | None]:
-        """The first control token after an assistant's content, and the first one of a user message that follows it."""
-        if self.chat_template is None:
-            return None, None
-        turn = [Message(role="user", content="Hi"), Message(role="assistant", content="Zq0turnZ")]
-        after = self.render(turn).rpartition("Zq0turnZ")[2]
-        followed = self.render([*turn, Message(role="user", content="Hi")]).rpartition("Zq0turnZ")[2]
-        return self._first_control(after), self._first_control(followed)
-
-    def _first_control(self, text: str) -> int | None:
-        found = self.control_in(self.encode(text))
-        return int(found[0]) if len(found) else None
+    def try_render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = False,
+    ) -> str | None:
+        """Return what `render` returns, or None where it raises."""
+        return self._template.try_render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     # Text to ids and back.
 
@@ -248,6 +188,10 @@ class Codec:
     def has_control(self, text: str) -> bool:
         """Return whether `text` contains the text of a control token."""
         return self._control_text.search(text) is not None
+
+    def control_spans(self, text: str) -> list[Span]:
+        """Return where the texts of control tokens stand in `text`."""
+        return [Span(m.start(), m.end(), self._control_ids[m[0]]) for m in self._control_text.finditer(text)]
 
     def fence(self, text: str, marker: str) -> str:
         """Return environment text with each piece that reads like a control token between two markers."""
@@ -297,11 +241,6 @@ def load_codec(
     return Codec(tokenizer, chat_template=chat_template, template_kwargs=template_kwargs)
 
 
-def _own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    template = tokenizer.chat_template
-    return template.get("default") if isinstance(template, dict) else template
-
-
 def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
     """Return a tokenizer over the same model that knows no added tokens; the vocabulary is shared, not copied."""
     from tokenizers import Tokenizer
@@ -324,11 +263,3 @@ def _encode(backend: Tokenizer, text: str) -> Ids:
 
 def _join(parts: Sequence[Ids]) -> Ids:
     return ids_array(np.concatenate(parts) if parts else np.empty(0, np.int32))
-
-
-def _kind(message: Message) -> str:
-    if message.role == "assistant" and message.tool_calls:
-        return f"an assistant message with {len(message.tool_calls)} tool call(s)"
-    if not isinstance(message.content, str):
-        return f"a {message.role} message with content parts"
-    return f"a {message.role} message"

@@ -1,0 +1,192 @@
+"""ChatTemplate: messages to text, in the wire form that this template wants, found out by rendering.
+
+Separate from the codec because templates disagree on what a message looks like, and no list of model families says who
+wants what. The usual form is OpenAI's with arguments as an object. Where a template cannot render that, other forms are
+tried, and the first that works is kept for the run:
+
+    arguments as JSON text            some templates paste them into text
+    ids of nine letters and digits    some templates refuse any other call id
+    content joined to the reasoning   some templates refuse a calling turn that has both
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import string
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from polyturn.core.errors import TemplateError, one_line
+from polyturn.core.messages import Message, ToolCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SHORT_ID = 9
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class _Form(NamedTuple):
+    """A wire form of calls and reasoning."""
+
+    json_arguments: bool = False
+    short_ids: bool = False
+    joined_reasoning: bool = False
+
+
+_FORMS = (_Form(), _Form(json_arguments=True), _Form(short_ids=True), _Form(json_arguments=True, short_ids=True))
+
+
+class ChatTemplate:
+    """One Jinja template with its arguments. Safe to share between episodes and threads."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, source: str | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Wrap the template `source`, or the tokenizer's own; the tokenizer supplies the texts of its special tokens."""
+        self._tokenizer: Any = tokenizer
+        own = tokenizer.chat_template
+        self.source: str | None = source or (own.get("default") if isinstance(own, dict) else own)
+        self.kwargs = dict(kwargs or {})
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False
+    ) -> str:
+        """Return `messages` as the template writes them.
+
+        Raises:
+            TemplateError: there is no template, it is not valid Jinja, or it fails; the message names the kind of message
+                that it fails on.
+        """
+        if self.source is None:
+            raise TemplateError(
+                f"the tokenizer {self._tokenizer.name_or_path!r} has no chat template; give one as `chat_template`"
+            )
+        try:
+            return self._render(messages, tools, add_generation_prompt)
+        except Exception as problem:
+            line = _syntax_error_line(problem)
+            if line is not None:
+                raise TemplateError(
+                    f"the chat template is not valid Jinja ({one_line(problem)}, line {line}); repair it"
+                ) from problem
+            kind = self._failing_kind(messages, tools)
+            raise TemplateError(
+                f"the chat template cannot render {kind} ({one_line(problem)}); use a template that can, or leave it out"
+            ) from problem
+
+    def try_render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False
+    ) -> str | None:
+        """Return `messages` as the template writes them; None where it fails."""
+        if self.source is None:
+            return None
+        try:
+            return self._render(messages, tools, add_generation_prompt)
+        except Exception:
+            return None
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        has_calls = any(m.tool_calls or m.tool_call_id for m in messages)
+        return self._apply(messages, tools, add_generation_prompt, self._form if has_calls else _Form())
+
+    @functools.cached_property
+    def _form(self) -> _Form:
+        """The simplest form of a turn with one call and its result that this template renders well."""
+        call = ToolCall(id="call_0_0", name="probe", arguments={"key": "Zq0argumentZ"})
+        result = Message(role="tool", content="Zq0resultZ", tool_call_id=call.id, name=call.name)
+        user = Message(role="user", content="Hi")
+
+        def text(form: _Form, content: str, reasoning: str | None, *after: Message) -> str | None:
+            turn = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=(call,))
+            try:
+                return self._apply([user, turn, *after], (), False, form)
+            except Exception:
+                return None
+
+        found = _Form()
+        for form, after in itertools.product(_FORMS, ((result,), ())):
+            written = text(form, "", None, *after)
+            if written is not None and "'key'" not in written:  # that is how Python writes a dict, not how a model does
+                found = form
+                break
+        both = ("Zq0textZ", "Zq0thoughtZ", result)
+        joined = found._replace(joined_reasoning=True)
+        return joined if text(found, *both) is None and text(joined, *both) is not None else found
+
+    def _apply(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool, form: _Form
+    ) -> str:
+        text = self._tokenizer.apply_chat_template(
+            [_wire(m, form) for m in messages],
+            tools=[dict(t) for t in tools] or None,
+            chat_template=self.source,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **self.kwargs,
+        )
+        return str(text)
+
+    def _failing_kind(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """Name the message whose addition makes the template fail."""
+        failing = len(messages)
+        while failing > 1 and self.try_render(messages[: failing - 1], tools=tools) is None:
+            failing -= 1
+        if not messages:
+            return "an empty conversation"
+        return f"message {failing - 1}, {_kind(messages[failing - 1])}" + (" (with tools)" if tools else "")
+
+
+def _wire(message: Message, form: _Form) -> dict[str, Any]:
+    out = message.to_openai()
+    if not isinstance(message.content, str) and all(p.get("type", "text") == "text" for p in message.content):
+        out["content"] = message.text
+    broken = [c for c in message.tool_calls if c.error is not None and c.raw]
+    if broken:
+        out["content"] = "\n".join([t for t in (message.text, *(c.raw for c in broken)) if t])
+        out["tool_calls"] = [
+            call for call, c in zip(out["tool_calls"], message.tool_calls, strict=True) if c.error is None or not c.raw
+        ]
+        if not out["tool_calls"]:
+            del out["tool_calls"]
+    if form.joined_reasoning and out.get("reasoning_content") and out.get("tool_calls") and isinstance(out["content"], str):
+        out["reasoning_content"] = "\n\n".join(t for t in (out["reasoning_content"], out["content"]) if t)
+        out["content"] = ""
+    if out.get("reasoning_content") is not None:
+        out["thinking"] = out["reasoning_content"]
+    for call in out.get("tool_calls", ()):
+        if form.json_arguments:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        if form.short_ids:
+            call["id"] = _short_id(call["id"])
+    if form.short_ids and "tool_call_id" in out:
+        out["tool_call_id"] = _short_id(out["tool_call_id"])
+    return out
+
+
+def _short_id(call_id: str) -> str:
+    if len(call_id) == _SHORT_ID and call_id.isalnum():
+        return call_id
+    number = int.from_bytes(hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=8).digest(), "big")
+    letters = []
+    for _ in range(_SHORT_ID):
+        number, rest = divmod(number, len(_ALPHABET))
+        letters.append(_ALPHABET[rest])
+    return "".join(letters)
+
+
+def _syntax_error_line(problem: Exception) -> int | None:
+    from jinja2 import TemplateSyntaxError
+
+    return problem.lineno if isinstance(problem, TemplateSyntaxError) else None
+
+
+def _kind(message: Message) -> str:
+    if message.role == "assistant" and message.tool_calls:
+        return f"an assistant message with {len(message.tool_calls)} tool call(s)"
+    if not isinstance(message.content, str):
+        return f"a {message.role} message with content parts"
+    return f"a {message.role} message"

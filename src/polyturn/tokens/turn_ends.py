@@ -1,0 +1,151 @@
+"""What ends an assistant's turn, found by rendering: which tokens stop the model, and what a history has in their place.
+
+A template may write one token behind the last turn and another behind a past one, end a turn with calls in a third way, or
+write nothing and leave the end to whatever opens the next turn. Each is found from two renders of a turn, alone and
+followed by a message:
+
+    alone     …Paris.<|im_end|>\\n        followed  …Paris.<|im_end|>\\n<|im_start|>user…  ends with <|im_end|>
+    alone     …Paris.<|return|>           followed  …Paris.<|end|><|start|>user…          stops with <|return|>, past <|end|>
+    alone     …Paris.                     followed  …Paris.<|user|>…                      stops with the next opener
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from polyturn.core.messages import Message, ToolCall
+
+ANCHOR = "Zq0anchorZ"
+
+
+class Span(NamedTuple):
+    """A control token in a text."""
+
+    start: int
+    end: int
+    id: int
+
+
+class Renderer(Protocol):
+    """What finding turn ends needs of a codec."""
+
+    def try_render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False
+    ) -> str | None:
+        """Return the text of `messages`, None where the template fails."""
+        ...
+
+    def control_spans(self, text: str) -> list[Span]:
+        """Return the control tokens that the template's text has, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnds:
+    """How turns end."""
+
+    stops: tuple[int, ...]
+    """The tokens that the model ends its turn with: after text, after calls, after reasoning."""
+    past: tuple[int, ...]
+    """The tokens that a history has behind a turn: the same, or others that stand in their place."""
+    openers: bool
+    """The template writes nothing behind a turn, so that the stop tokens are those that open the next one."""
+
+
+def find_turn_ends(codec: Renderer) -> TurnEnds:
+    """Render a plain answer, one with calls and one with reasoning, alone and followed, and return how they end."""
+    user = Message(role="user", content="Hi")
+    call = ToolCall(id="call_0_0", name="probe", arguments={"x": ANCHOR})
+    plain = Message(role="assistant", content=ANCHOR)
+    calling = Message(role="assistant", content=ANCHOR, tool_calls=(call,))
+    thinking = Message(role="assistant", content=ANCHOR, reasoning="Hm")
+    result = Message(role="tool", content="4", tool_call_id=call.id, name=call.name)
+
+    closes_user = _closing_of_user(codec, user)
+    stops: list[int] = []
+    past: list[int] = []
+    has_end = False
+    for turn, answers in ((plain, (user,)), (calling, (result, user)), (thinking, (user,))):
+        alone = behind_anchor(codec.try_render([user, turn]), ANCHOR)
+        followed = None
+        for answer in answers:
+            followed = behind_anchor(codec.try_render([user, turn, answer], add_generation_prompt=True), ANCHOR)
+            if followed is not None:
+                break
+        if alone is None or followed is None:
+            continue
+        spans, later = codec.control_spans(alone), codec.control_spans(followed)
+        common = common_length(alone, followed)
+        shared = [s for s in spans if s.end <= common]
+        if turn is plain:
+            if shared:
+                has_end = True
+                stops.append(shared[0].id)
+                past.append(shared[0].id)
+            elif spans and later and later[0].id == closes_user:
+                has_end = True
+                stops.append(spans[0].id)
+                past.append(later[0].id)
+            else:  # nothing, or only what closes a document
+                stops += [s.id for s in (*spans[:1], *later[:1])]
+        elif not has_end:
+            stops += [s.id for s in later if s.start >= common][:1]
+        elif shared and turn is calling:
+            known = [s.id for s in shared if s.id in past]
+            end = known[0] if known else shared[-1].id
+            stops.append(end)
+            past.append(end)
+        elif turn is thinking and spans and spans[0].id not in past:
+            stops.append(spans[0].id)
+    return TurnEnds(stops=tuple(dict.fromkeys(stops)), past=tuple(dict.fromkeys(past)), openers=not has_end)
+
+
+def common_length(a: str, b: str) -> int:
+    """Return how many characters `a` and `b` begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def behind_anchor(text: str | None, anchor: str) -> str | None:
+    """Return what stands behind the last `anchor` in `text`; None where there is none."""
+    if text is None:
+        return None
+    _, found, behind = text.rpartition(anchor)
+    return behind if found else None
+
+
+def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer) -> int | None:
+    """Return where in `followed` the model's own text ends and the template's begins; None if the two do not agree.
+
+    Args:
+        alone: What stands behind the anchor where nothing follows the turn.
+        followed: What stands behind the anchor where messages follow.
+        ends: How turns end.
+        codec: Finds control tokens.
+    """
+    if alone is None:
+        spans = [s for s in codec.control_spans(followed) if s.id in ends.past]
+        return spans[0].start if spans else None
+    common = common_length(alone, followed)
+    shared = [s for s in codec.control_spans(alone) if s.end <= common and s.id in ends.past]
+    if shared:
+        return shared[0].start
+    closing = [s for s in codec.control_spans(alone) if s.id in ends.stops]
+    rest = alone[: closing[0].start] if closing else alone
+    for said in (rest, rest.rstrip()):
+        if followed.startswith(said):
+            return len(said)
+    return None
+
+
+def _closing_of_user(codec: Renderer, user: Message) -> int | None:
+    """Return the token that closes a user's message, whatever follows; None if none does."""
+    said = Message(role="user", content=ANCHOR)
+    alone = behind_anchor(codec.try_render([said]), ANCHOR)
+    opened = behind_anchor(codec.try_render([said], add_generation_prompt=True), ANCHOR)
+    if alone is None or opened is None:
+        return None
+    common = common_length(alone, opened)
+    closing = [s for s in codec.control_spans(alone) if s.end <= common]
+    return closing[0].id if closing else None
