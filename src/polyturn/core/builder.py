@@ -7,6 +7,11 @@ engine a read-only view of it: the prompt that the engine sees *is* the prefix o
     builder.sample(completion, turn=0)           segment 0: PROMPT SAMPLED
     builder.observe(feedback_ids, turn=0)        segment 0: PROMPT SAMPLED OBSERVATION
     builder.rewrite(edited_ids, turn=1)          segment 1: PROMPT, a branch of segment 0 (or segment 0 goes on)
+    other = builder.fork()                       a second place to append at; whoever comes second opens a segment
+
+A builder is a place in the segments of an episode: a segment, and how far into it. Forks share the segments and have
+their own places. A token is appended in place where the segment ends there; elsewhere a new segment starts, whose prompt
+replays what stands before. So a sampled token is in exactly one segment as sampled, and in others at most as prompt (I4).
 """
 
 from __future__ import annotations
@@ -35,6 +40,8 @@ class _Open:
     length: int = 0
     spans: list[Span] = field(default_factory=list)
     media: list[Any] = field(default_factory=list)
+    pinned: int = 0
+    """Where the furthest fork stands or stood: tokens before it are in its context and stay."""
 
     @property
     def ids(self) -> Ids:
@@ -52,29 +59,59 @@ class _Open:
         self.length = end
         self.spans.append(span)
 
+    def truncate(self, length: int) -> None:
+        self.buffer = self.buffer[: self.length].copy()  # views that are still held keep the old tokens
+        self.length = length
+
 
 class TrajectoryBuilder:
     """Collects the tokens of one episode into segments."""
 
     def __init__(self, *, agent: str = "assistant") -> None:
-        self._agent = agent
+        self.agent = agent
         self._segments: list[_Open] = []
         self._current = -1
+        self._length = 0
+        """How many tokens of the current segment stand before this place."""
+        self._origin: Branch | None = None
+        """Where another agent was called from."""
 
     @property
     def context(self) -> Ids:
-        """[T] the ids of the segment that grows now, as a read-only view: what the engine is asked to continue."""
-        return self._open_segment().ids
+        """[T] the ids before this place, as a read-only view: what the engine is asked to continue."""
+        return self._open_segment().ids[: self._length]
 
     @property
     def num_segments(self) -> int:
-        """How many segments there are so far."""
+        """How many segments there are so far, those of forks included."""
         return len(self._segments)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this place is in a segment; a new builder, and another agent's, must `open` one first."""
+        return self._current >= 0
+
+    def fork(self, *, agent: str | None = None) -> TrajectoryBuilder:
+        """Return a second place to append at.
+
+        Args:
+            agent: None goes on from here; another name starts without context, and its first segment remembers that it was
+                called from here.
+        """
+        segment = self._open_segment()
+        segment.pinned = max(segment.pinned, self._length)
+        other = TrajectoryBuilder(agent=agent or self.agent)
+        other._segments = self._segments
+        if agent is None:
+            other._current, other._length = self._current, self._length
+        else:
+            other._origin = Branch(self._current, self._length)
+        return other
 
     def open(self, ids: ArrayLike, *, turn: int = -1, agent: str | None = None, parent: Branch | None = None) -> SpanRef:
         """Start a segment with the prompt `ids` and make it the one that grows."""
-        self._segments.append(_Open(agent=agent or self._agent, parent=parent))
-        self._current = len(self._segments) - 1
+        self._segments.append(_Open(agent=agent or self.agent, parent=parent))
+        self._current, self._length = len(self._segments) - 1, 0
         return self._append(Span(ids=ids_array(ids), source=SpanSource.PROMPT, turn=turn))
 
     def sample(self, completion: Completion, *, turn: int, weights: ArrayLike | None = None) -> tuple[SpanRef, ...]:
@@ -124,23 +161,59 @@ class TrajectoryBuilder:
             The span that was added; None when `ids` is exactly the segment so far.
         """
         new = ids_array(ids)
-        best, shared = -1, 0
+        best = -1
         for index, segment in enumerate(self._segments):
-            if segment.agent != self._agent:
-                continue
-            is_longest = best < 0 or segment.length > self._segments[best].length
-            if is_longest and _common_prefix(segment.ids, new) == segment.length:
+            is_longest = segment.agent == self.agent and (best < 0 or segment.length > self._segments[best].length)
+            if is_longest and self._continues(segment, new):
                 best = index
         if best >= 0:
-            self._current = best
-            rest = new[self._segments[best].length :].copy()  # a view would keep the whole prompt alive in the span
+            self._current, self._length = best, self._segments[best].length
+            rest = new[self._length :].copy()  # a view would keep the whole prompt alive in the span
             return self.observe(rest, turn=turn) if len(rest) else None
-        parent = None
-        for index, segment in enumerate(self._segments):
-            common = _common_prefix(segment.ids, new)
-            if segment.agent == self._agent and common > shared:
-                parent, shared = Branch(index, common), common
-        return self.open(new, turn=turn, parent=parent)
+        return self.open(new, turn=turn, parent=self._parent_of(new))
+
+    def continues(self, ids: ArrayLike) -> bool:
+        """Return whether the full prompt `ids` goes on token for token from what stands before this place."""
+        new = ids_array(ids)
+        return self.is_open and len(new) >= self._length and bool(np.array_equal(self.context, new[: self._length]))
+
+    def cut(self, refs: Sequence[SpanRef], *, keep: int) -> int:
+        """Drop all but the first `keep` tokens of the completion that was sampled last; return how many are gone.
+
+        Where a fork stands behind them they stay, for they are in its context, and only this place goes back: then 0.
+
+        Raises:
+            AlignmentError: something follows the completion, it was not sampled here, or it has fewer tokens.
+        """
+        segment = self._open_segment()
+        spans = [self.span(ref) for ref in refs]
+        total = sum(map(len, spans))
+        if any(r.segment != self._current for r in refs) or any(s.source is not SpanSource.SAMPLED for s in spans):
+            raise AlignmentError("only a completion that was sampled into the segment that grows now can be cut")
+        if not 0 <= keep <= total:
+            raise AlignmentError(f"a completion of {total} tokens cannot keep {keep}")
+        if keep == total:
+            return 0
+        is_last = self._length == segment.length and bool(refs) and refs[-1].span == len(segment.spans) - 1
+        start = self._length - total
+        if segment.pinned > start + keep:
+            self._length = start + keep
+            return 0
+        if not is_last:
+            raise AlignmentError("a completion that something follows cannot be cut any more; rewrite the history instead")
+        left = keep
+        for ref, span in zip(refs, spans, strict=True):
+            size = min(left, len(span))
+            left -= size
+            segment.spans[ref.span] = dataclasses.replace(
+                span,
+                ids=span.ids[:size],
+                logprobs=None if span.logprobs is None else span.logprobs[:size],
+                weights=None if span.weights is None else span.weights[:size],
+            )
+        segment.truncate(start + keep)
+        self._length = segment.length
+        return total - keep
 
     def reweigh(self, refs: Sequence[SpanRef], weights: ArrayLike) -> None:
         """Set the weights of sampled spans that are already there, `weights` running over all of them in order.
@@ -164,7 +237,7 @@ class TrajectoryBuilder:
 
     def add_media(self, *items: Any) -> None:
         """Attach images or other media to the segment that grows now."""
-        self._open_segment().media.extend(items)
+        self._grow_here().media.extend(items)
 
     def span(self, ref: SpanRef) -> Span:
         """Return the span that `ref` names."""
@@ -181,10 +254,34 @@ class TrajectoryBuilder:
             raise AlignmentError("there is no segment yet; call `open` with the prompt first")
         return self._segments[self._current]
 
-    def _append(self, span: Span) -> SpanRef:
+    def _grow_here(self) -> _Open:
+        """Return the segment that ends at this place; where the current one has gone on without us, a new one is opened."""
         segment = self._open_segment()
+        if self._length == segment.length:
+            return segment
+        self.open(self.context.copy(), parent=Branch(self._current, self._length))
+        return self._segments[self._current]
+
+    def _append(self, span: Span) -> SpanRef:
+        segment = self._grow_here()
         segment.append(span)
+        self._length = segment.length
         return SpanRef(self._current, len(segment.spans) - 1)
+
+    def _continues(self, segment: _Open, ids: Ids) -> bool:
+        return len(ids) >= segment.length and bool(np.array_equal(segment.ids, ids[: segment.length]))
+
+    def _parent_of(self, ids: Ids) -> Branch | None:
+        """Return the segment of this agent that shares most with `ids`; for another agent's first, where it was called."""
+        parent, shared = None, 0
+        for index, segment in enumerate(self._segments):
+            common = _common_prefix(segment.ids, ids) if segment.agent == self.agent else 0
+            if common > shared:
+                parent, shared = Branch(index, common), common
+        if parent is None and self._origin is not None:
+            origin = self._segments[self._origin.segment].ids[: self._origin.length]
+            return Branch(self._origin.segment, _common_prefix(origin, ids))
+        return parent
 
 
 def _common_prefix(a: Ids, b: Ids) -> int:

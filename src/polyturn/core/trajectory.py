@@ -189,6 +189,8 @@ class Turn(Record):
     """The interaction's metadata, and whatever a scheduler keeps about the turn."""
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds: "generate", "tools", "interaction"."""
+    is_continued: bool = False
+    """Whether the next turn goes on with the same assistant message, behind the observation; its message holds them all."""
 
     @property
     def score(self) -> float | None:
@@ -212,10 +214,11 @@ class Trajectory(Record):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The whole conversation: the prompt, then each turn's message and what it drew."""
+        """The whole conversation: the prompt, then each turn's message and what it drew; branches in order of their turns."""
         out = list(self.task.prompt)
         for turn in self.turns:
-            out += [turn.message, *turn.observation]
+            if not turn.is_continued:
+                out += [turn.message, *turn.observation]
         return tuple(out)
 
     @property

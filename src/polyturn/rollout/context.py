@@ -16,8 +16,10 @@ from polyturn.core.errors import InteractionError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine, Interaction
 from polyturn.core.task import Task
+from polyturn.interactions.forms import in_usual_form
 from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
 from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.calls import AuthorCalls
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.partner import Partner
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -47,14 +49,25 @@ class RolloutContext:
     interaction_timeout_s: float = 60.0
     require_interaction_name: bool = False
     """Refuse interaction kwargs that name none, instead of reading them as meant for the default interaction."""
+    renders_history: bool = False
+    """Sample each turn from what the template renders of the whole history, as an inference server does, instead of
+    appending to what the model saw and wrote (`use_inference_chat_template`, and templates that cannot be appended to)."""
+    scheduler_timeout_s: float = 60.0
+    """Deadline of a scheduler's plain methods, which run in threads."""
     sanity_mode: str = "strict"
     sanity_every: int = 16
     """Every how many episodes the incremental ids are compared with a full render; 1 checks all, 0 none."""
 
+    calls: AuthorCalls = field(init=False)
+    """Calls the scheduler's methods."""
     _num_finished: int = 0
     _warned: set[str] = field(default_factory=set)
     _encoders: dict[tuple[str, ...], DeltaEncoder] = field(default_factory=dict)
     _live_ids: set[tuple[str, str]] = field(default_factory=set)
+    _partners: dict[str, Interaction] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.calls = AuthorCalls(timeout_s=self.scheduler_timeout_s)
 
     def encoder_for(self, task: Task) -> DeltaEncoder:
         """Return the encoder for the tools that the task may call."""
@@ -76,7 +89,9 @@ class RolloutContext:
             raise InteractionError(missing_interaction_name(self.interactions))
         if ref.name not in self.interactions:
             raise InteractionError(unknown_interaction(ref.name, self.interactions))
-        return Partner(self.interactions[ref.name], ref, timeout_s=self.interaction_timeout_s, live_ids=self._live_ids)
+        if ref.name not in self._partners:
+            self._partners[ref.name] = in_usual_form(self.interactions[ref.name])
+        return Partner(self._partners[ref.name], ref, timeout_s=self.interaction_timeout_s, live_ids=self._live_ids)
 
     def scheduler_for_episode(self) -> MultiTurnScheduler:
         """Return the scheduler that runs one episode."""

@@ -1,24 +1,29 @@
 """Episode: a live run of one task, and `run_episode`, which turns it into a trajectory whatever happens.
 
-The scheduler decides; the episode does: it talks to the engine, the tools and the interaction, appends tokens through the
-builder, and keeps the record. An observation is encoded when the next generation needs it, so a reply that nothing follows
-is recorded and never encoded.
+The scheduler decides; the episode does: it asks the engine, lets the environment answer, and keeps the record. What the
+model is shown next is the transcript's business, and encoded when the next generation needs it, so a reply that nothing
+follows is recorded and never encoded.
 
     prepare -> generate -> (call_tools | ask_partner) -> record -> prepare -> generate -> ...
+    rewrite          edits the history          go_on    continues the same assistant message
+    fork             a second run from here, of the same agent or of another; its turns belong to the same trajectory
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import ArrayLike
 
-from polyturn.core.arrays import Ids, ids_array
-from polyturn.core.builder import TrajectoryBuilder
+from polyturn.core.arrays import Ids
 from polyturn.core.errors import (
     AlignmentError,
     ConfigError,
@@ -26,26 +31,53 @@ from polyturn.core.errors import (
     LifecycleError,
     PolyturnError,
     RolloutError,
+    SchedulerError,
     TemplateError,
     one_line,
 )
-from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.lifecycle import Lifecycle, RequestState, StopReason
-from polyturn.core.messages import Message, to_openai
+from polyturn.core.messages import Message
 from polyturn.core.task import Task
-from polyturn.core.trajectory import ToolResult, Trajectory
+from polyturn.core.trajectory import Trajectory
 from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.context import RolloutContext, derive_seed
+from polyturn.rollout.environment import Environment
 from polyturn.rollout.history import shorten
 from polyturn.rollout.live_turn import LiveTurn
-from polyturn.rollout.scheduler import Reply
+from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.rollout.transcript import Prompt, Transcript
 from polyturn.tokens import sanity
 
 logger = logging.getLogger(__name__)
 
-NO_IDS = ids_array([])
 BROKEN = (AlignmentError, LifecycleError, ConfigError, TemplateError, RolloutError)
 """A broken invariant or a set-up that cannot work: these end the run, not the trajectory."""
+
+CLOSE_TIMEOUT_S = 60.0
+"""How long a scheduler may take to let go of a trajectory that has ended."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Shared:
+    """What an episode and its forks have in common."""
+
+    environment: Environment
+    turns: list[LiveTurn] = field(default_factory=list)
+    """All turns, in the order in which they were completed."""
+    episodes: list[Episode] = field(default_factory=list)
+    """The episode, then its forks."""
+    prompt_tokens: int = 0
+    num_cut: int = 0
+    """Sampled tokens that were cut away."""
+    is_started: bool = False
+    is_closed: bool = False
+    loop: asyncio.AbstractEventLoop | None = None
+    waiting: set[concurrent.futures.Future[Any]] = field(default_factory=set)
+    """What plain methods in threads wait for."""
+    started: float = field(default_factory=time.monotonic)
 
 
 class Episode:
@@ -57,61 +89,64 @@ class Episode:
         self.id = id
         self.task = task
         self.turns: list[LiveTurn] = []
+        """The turns of this episode, and those that it had when it was forked."""
         self.lifecycle = Lifecycle()
         self.limits = context.limits
         self._context = context
         self._seed = seed
         self._sampling = sampling or context.sampling
-        self._encoder = context.encoder_for(task)
-        self._builder = TrajectoryBuilder()
-        self._tools = context.tools.session(id)
-        self._partner = context.partner_for(task)
-        self._messages: list[Message] = list(task.prompt)
-        self._openai = to_openai(task.prompt)
-        self._pending: tuple[Message, ...] = ()
+        self._transcript = Transcript(
+            context.encoder_for(task), context.parser, task.prompt, renders_history=context.renders_history
+        )
+        self._shared = _Shared(environment=Environment(context, task, id=id))
+        self._shared.episodes.append(self)
         self._pending_user_reply = False
         self._user_turns = 0
-        self._prompt_tokens = 0
         self._response_tokens = 0
-        self._is_canonical = True
-        self._started = time.monotonic()
 
     # What a scheduler reads.
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far, as the model is shown it."""
-        return tuple(self._messages)
+        return self._transcript.messages
+
+    @property
+    def agent(self) -> str:
+        """Whose history this is."""
+        return self._transcript.builder.agent
 
     @property
     def has_partner(self) -> bool:
         """Whether the task's row names an interaction."""
-        return self._partner is not None
+        return self._shared.environment.has_partner
+
+    @property
+    def context_ids(self) -> Ids:
+        """[T] the ids that the model has been shown and has written so far, read-only."""
+        return self._transcript.context
 
     # What a scheduler does.
 
     async def start(self) -> None:
         """Create the tools, start the interaction, encode the prompt."""
-        said = await self._tools.start(self.task)
-        if self._partner is not None:
-            await self._partner.start(self.id)
-        self._messages += _tool_messages(said)
-        self._openai = to_openai(self._messages)
-        prompt_ids = self._encoder.start(self._messages)
-        self._builder.open(prompt_ids)
-        self._prompt_tokens = len(prompt_ids)
+        self._shared.is_started = True
+        self._transcript.extend_prompt(await self._shared.environment.start())
+        prompt = self._transcript.next_prompt()
+        self._transcript.show(prompt, turn=-1)
+        self._shared.prompt_tokens = prompt.length
 
     async def prepare(self) -> StopReason | None:
         """Encode what waits to be shown; return the limit that forbids another generation, None if none does."""
-        if not self._builder.num_segments:
+        if not self._shared.is_started:
             await self.start()
-        ids = self._encode_pending()
-        at = self._progress(num_pending=len(ids))
+        prompt = self._transcript.next_prompt()
+        at = self._progress(num_new=prompt.num_new, length=prompt.length)
         reason = limit_rules.reached(self.limits, at)
         if reason in (None, StopReason.CONTEXT_FULL) and self._is_short_of_room(at) and self._shorten():
             return None
         if reason is None:
-            self._show(ids)
+            self._show(prompt)
         return reason
 
     async def generate(self) -> LiveTurn:
@@ -120,49 +155,47 @@ class Episode:
         Raises:
             EngineError: the engine is lost or refuses the request.
         """
-        index = len(self.turns)
-        budget = limit_rules.budget(self.limits, self._progress(), ceiling=self._sampling.max_tokens)
+        transcript, number = self._transcript, len(self.turns)
+        length = transcript.num_tokens
+        budget = limit_rules.budget(self.limits, self._progress(num_new=0, length=length), ceiling=self._sampling.max_tokens)
         sampling = dataclasses.replace(
             self._sampling,
             max_tokens=budget.tokens,
-            seed=derive_seed(self._seed, index) if self._sampling.seed is None else self._sampling.seed,
+            seed=derive_seed(self._seed, number) if self._sampling.seed is None else self._sampling.seed,
             stop_token_ids=self._sampling.stop_token_ids or self._context.codec.stop_token_ids,
         )
         self._move(RequestState.GENERATING)
         began = time.monotonic()
         completion = await self._context.engine.generate(
             GenerateRequest(
-                request_id=f"{self.id}/{index}",
+                request_id=f"{self.id}/{number}",
                 session_id=self.id,
-                prompt_ids=self._builder.context,
+                prompt_ids=transcript.context,
                 sampling=sampling,
             )
         )
+        index, said_before = len(self._shared.turns), transcript.said
+        message, spans = transcript.sample(completion, turn=index)
         turn = LiveTurn(
             index=index,
-            message=self._read(completion, index),
+            message=message,
             completion=completion,
             cut_by=budget.cut_by,
+            text=transcript.text,
+            said_before=said_before,
+            num_tokens=len(completion.token_ids),
+            spans=list(spans),
             timings={"generate": time.monotonic() - began},
         )
-        turn.spans.extend(self._builder.sample(completion, turn=index))
         self._response_tokens += len(completion.token_ids)
         self.turns.append(turn)
-        self._messages.append(turn.message)
-        self._openai.append(turn.message.to_openai())
+        self._shared.turns.append(turn)
         return turn
 
     async def call_tools(self, turn: LiveTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         self._move(RequestState.TOOL_CALLING)
-        began = time.monotonic()
-        turn.tool_results = await self._tools.call(turn.message.tool_calls)
-        turn.timings["tools"] = time.monotonic() - began
-        for result in turn.tool_results:
-            if result.reward is not None:
-                key = f"tool/{result.name}"
-                turn.scores[key] = turn.scores.get(key, 0.0) + result.reward
-        return Reply(messages=_tool_messages(turn.tool_results))
+        return await self._shared.environment.call_tools(turn)
 
     async def ask_partner(self, turn: LiveTurn) -> Reply:
         """Let the interaction answer the turn and score it.
@@ -170,89 +203,195 @@ class Episode:
         Raises:
             InteractionError: it raised, was late, or answered something that cannot be understood.
         """
-        if self._partner is None:
-            raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
-        self._move(RequestState.INTERACTING)
-        began = time.monotonic()
-        answer = await self._partner.reply(list(self._openai))
-        turn.timings["interaction"] = time.monotonic() - began
-        if answer.score is not None:
-            turn.scores["interaction"] = answer.score
-        return Reply(
-            messages=(Message(role="user", content=answer.content, name=None),),
-            is_done=answer.is_done,
-            info=dict(answer.metadata),
-        )
+        if self.has_partner:  # without one, the environment says what is wrong
+            self._move(RequestState.INTERACTING)
+        return await self._shared.environment.ask_partner(turn, self._transcript.openai)
 
     def record(self, turn: LiveTurn, reply: Reply) -> None:
         """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again."""
-        turn.observation = reply.messages
+        turn.observation += reply.messages
         turn.info.update(reply.info)
         if reply.is_done:
             return
-        self._pending = reply.messages
+        self._transcript.answer(reply.messages)
         self._pending_user_reply = "interaction" in turn.timings
         self._user_turns += self._pending_user_reply
 
     def weigh(self, turn: LiveTurn, weights: ArrayLike) -> None:
-        """Set the loss weights of a turn's sampled tokens, one per token; 0 leaves a token out of the loss."""
-        self._builder.reweigh(turn.spans[: len(turn.completion.policy_versions)], weights)
+        """Set the loss weights of a turn's sampled tokens, one for all or one per token; 0 leaves one out of the loss."""
+        values = np.asarray(weights, np.float32)
+        if values.ndim == 0:
+            values = np.full(turn.num_tokens, values, np.float32)
+        self._transcript.builder.reweigh(turn.sampled_spans, values)
 
-    def rewrite(self, messages: Sequence[Message]) -> None:
-        """Replace the history by `messages`: a full render, which extends the segment it continues or opens a new one."""
-        self._messages = list(messages)
-        self._openai = to_openai(messages)
-        self._pending = ()
-        self._is_canonical = False
-        ref = self._builder.rewrite(self._encoder.start(self._messages), turn=len(self.turns) - 1)
-        if ref is not None and self.turns:
-            self.turns[-1].spans.append(ref)
+    def rewrite(self, messages: Sequence[Message | Mapping[str, Any]]) -> Reply:
+        """Replace the history by `messages`; a `step` returns what this returns, or messages to be shown behind them.
+
+        The next prompt is a full render. It extends the segment that it continues token for token, or opens a new one, in
+        which everything that was sampled before is prompt. Before the first turn, the messages replace the prompt.
+        """
+        self._transcript.rewrite([Message.from_openai(m) for m in messages])
+        return Reply(goes_on=True)
+
+    def go_on(
+        self, addition: str | Sequence[int] | Ids = "", *, keep: str | int | None = None, is_trusted: bool = False
+    ) -> Reply:
+        """Let the next turn continue the last assistant message behind `addition`; a `step` returns what this returns.
+
+        `addition` is seen by the model and not trained. Sampled tokens behind what is kept are dropped and counted, the
+        token that ended the turn always: the message has not ended.
+
+            return episode.go_on(" But wait, that is wrong.", keep=turn.text.split("</think>")[0])
+
+        Args:
+            addition: A text, or ids.
+            keep: What stays of the last turn: a beginning of its `text`, or a number of its tokens; None keeps all of it.
+            is_trusted: Whether control tokens in the text are meant as such (a closing `</think>`); else they are text.
+
+        Raises:
+            SchedulerError: there is no turn to continue, or it does not begin with what is to be kept.
+        """
+        if not self.turns:
+            raise SchedulerError("there is no turn to go on with; `go_on` continues the last one")
+        turn, transcript = self.turns[-1], self._transcript
+        count, kept, rest = transcript.split(turn.completion, keep)
+        added: str | Ids = rest + addition if isinstance(addition, str) else np.asarray(addition, np.int32)
+        if rest and not isinstance(added, str):
+            added = np.concatenate([self._context.codec.encode_plain(rest), added])
+        dropped = transcript.builder.cut(turn.sampled_spans, keep=count)
+        self._shared.num_cut += dropped
+        self._response_tokens -= turn.num_tokens - count
+        if dropped:
+            turn.num_tokens = count
+        turn.text, turn.is_continued = kept, True
+        turn.message = transcript.read(turn.said_before + kept, turn=turn.index)
+        text = transcript.go_on(turn.said_before + kept, added, turn=turn.index, is_trusted=is_trusted)
+        turn.observation += (Message(role="assistant", content=text),)
+        return Reply(goes_on=True)
+
+    def fork(self, *, agent: str | None = None, messages: Sequence[Message | Mapping[str, Any]] | None = None) -> Episode:
+        """Return a second run that goes on from here by itself, with what waits to be shown; drive it as this one.
+
+        Its turns belong to the same trajectory, and it shares tools, interaction and reward with it. Limits hold along its
+        own history. Its tokens go into the same segment as long as it continues it alone; else into a segment of its own,
+        in which the tokens before the fork are prompt: each sampled token is trained once. Forks may run at the same time.
+
+        Args:
+            agent: The name of another agent, whose history begins with `messages`; None is the same agent.
+            messages: The history instead of this one's; needed for another agent.
+
+        Raises:
+            LifecycleError: the episode has no prompt yet; `prepare` it first.
+            SchedulerError: another agent without messages.
+        """
+        if not self._shared.is_started or not self._transcript.builder.is_open:
+            raise LifecycleError(f"episode {self.id!r} cannot be forked before it has a prompt; call `prepare` first")
+        if agent is not None and messages is None:
+            raise SchedulerError(f"the agent {agent!r} needs messages of its own; pass its system and user message")
+        number = len(self._shared.episodes)
+        other = Episode.__new__(Episode)
+        other.__dict__.update(self.__dict__)
+        other.id = f"{self._shared.episodes[0].id}#{number}"
+        other.lifecycle = Lifecycle()
+        other._seed = derive_seed(self._seed, "fork", number)
+        given = None if messages is None else [Message.from_openai(m) for m in messages]
+        other._transcript = self._transcript.fork(agent=agent, messages=given)
+        other.turns = list(self.turns) if agent is None else []
+        if agent is not None:
+            other._response_tokens = other._user_turns = 0
+            other._pending_user_reply = False
+        self._shared.episodes.append(other)
+        return other
+
+    def wait(self, awaitable: Awaitable[_Result]) -> _Result:
+        """Wait, in a plain method of a scheduler, for one of the async methods: `turn = episode.wait(episode.generate())`.
+
+        Raises:
+            SchedulerError: it was called on the event loop, which would then wait for itself.
+            LifecycleError: the episode has ended.
+        """
+        shared = self._shared
+        if shared.loop is None or _is_on_a_loop():
+            _discard(awaitable)
+            raise SchedulerError("`wait` is for plain methods, which run in a thread; in an async method, use await")
+
+        async def run() -> _Result:
+            if shared.is_closed:
+                _discard(awaitable)
+                raise LifecycleError(f"episode {self.id!r} has ended; a call that ran past its deadline still uses it")
+            return await awaitable
+
+        future = asyncio.run_coroutine_threadsafe(run(), shared.loop)
+        shared.waiting.add(future)
+        try:
+            return future.result()
+        finally:
+            shared.waiting.discard(future)
+
+    async def call(self, scheduler: MultiTurnScheduler, method: Any, *args: Any, has_deadline: bool = True) -> Any:
+        """Call a method that the scheduler's author wrote, plain or async; see `AuthorCalls.call`."""
+        return await self._context.calls.call(method, *args, is_shared=scheduler.shared, has_deadline=has_deadline)
 
     # What `run_episode` does.
 
+    def enter(self) -> None:
+        """Bind the episode to the running event loop."""
+        self._shared.loop = asyncio.get_running_loop()
+
     async def score_last_turn(self) -> None:
         """Ask the interaction for the score of a final turn that no reply scored."""
-        if self._partner is not None and self.turns and "interaction" not in self.turns[-1].timings:
-            score = await self._partner.final_score()
-            if score is not None:
-                self.turns[-1].scores["interaction"] = score
+        await self._shared.environment.score_last(self.turns or self._shared.turns)
 
     async def tool_rewards(self) -> dict[str, float | None]:
         """Return each tool's `calc_reward`."""
-        return await self._tools.finish()
+        return await self._shared.environment.tool_rewards()
 
     async def close(self) -> list[str]:
-        """Release the tools, finalize the interaction, free the engine's session; return what went wrong."""
-        problems = [str(p) for p in await self._tools.close()]
-        if self._partner is not None and (problem := await self._partner.close()) is not None:
-            problems.append(problem)
-        try:
-            await self._context.engine.end_session(self.id)
-        except EngineError as problem:
-            problems.append(str(problem))
+        """Release the tools, finalize the interaction, free the engine's sessions; return what went wrong."""
+        self._shared.is_closed = True
+        for future in list(self._shared.waiting):
+            future.cancel()
+        problems = await self._shared.environment.close()
+        for episode in self._shared.episodes:
+            try:
+                await self._context.engine.end_session(episode.id)
+            except EngineError as problem:
+                problems.append(str(problem))
         return problems
+
+    def end(self, state: RequestState) -> None:
+        """Move to the state that ends it, forks included."""
+        self.lifecycle.move(state)
+        for fork in self._shared.episodes[1:]:
+            if state is RequestState.COMPLETED:
+                fork.lifecycle.move(RequestState.SCORING)
+            fork.lifecycle.move(state)
 
     def trajectory(
         self, stop_reason: StopReason, *, error: str | None = None, extra: Mapping[str, float] | None = None
     ) -> Trajectory:
         """Return the record of the episode, without its reward."""
-        sampled = sum(len(t.completion.token_ids) for t in self.turns)
+        turns = self._shared.turns
         metrics: dict[str, float] = {
-            "num_turns": len(self.turns),
-            "sampled_tokens": sampled,
-            "prompt_tokens": self._prompt_tokens,
-            "context_tokens": len(self._builder.context) if self._builder.num_segments else 0,
-            "duration_s": time.monotonic() - self._started,
+            "num_turns": len(turns),
+            "sampled_tokens": sum(len(t.completion.token_ids) for t in turns),
+            "prompt_tokens": self._shared.prompt_tokens,
+            "context_tokens": self._transcript.num_tokens,
+            "duration_s": time.monotonic() - self._shared.started,
         }
+        if self._shared.num_cut:
+            metrics["dropped_cut"] = self._shared.num_cut
+        if len(self._shared.episodes) > 1:
+            metrics["num_forks"] = len(self._shared.episodes) - 1
         for name in ("generate", "tools", "interaction"):
-            metrics[f"{name}_s"] = sum(t.timings.get(name, 0.0) for t in self.turns)
-        metrics["prefilled_tokens"] = sum(t.completion.info.get("prefilled_tokens", 0) for t in self.turns)
+            metrics[f"{name}_s"] = sum(t.timings.get(name, 0.0) for t in turns)
+        metrics["prefilled_tokens"] = sum(t.completion.info.get("prefilled_tokens", 0) for t in turns)
         metrics.update(extra or {})
         return Trajectory(
             id=self.id,
             task=self.task,
-            segments=self._builder.build(),
-            turns=tuple(t.freeze() for t in self.turns),
+            segments=self._transcript.builder.build(),
+            turns=tuple(t.freeze() for t in turns),
             stop_reason=stop_reason,
             error=error,
             metrics=metrics,
@@ -261,16 +400,22 @@ class Episode:
     def check_tokens(self) -> dict[str, float]:
         """Compare the held ids with a full render of the same messages, if it is this episode's turn; return metrics.
 
-        A history that was rewritten holds full renders by construction and is not compared.
+        A history that was rewritten or rendered holds full renders by construction and is not compared.
         """
-        if not self.turns or not self._is_canonical or not self._context.is_sanity_due():
+        if not self._shared.turns or not self._context.is_sanity_due():
             return {}
-        full = self._encoder.full(self._messages)
-        found = sanity.check(self._builder.context, full, self._context.codec, mode=self._context.sanity_mode)
-        if found is None:
-            return {"sanity_checked": 1.0}
-        self._context.warn_of(found, where=self.id)
-        return {"sanity_checked": 1.0, f"sanity_{found.kind}": 1.0}
+        checked = [e._transcript for e in self._shared.episodes if e.turns and e._transcript.is_canonical]
+        if not checked:
+            return {}
+        metrics = {"sanity_checked": 1.0}
+        for transcript in checked:
+            found = sanity.check(
+                transcript.context, transcript.full_render(), self._context.codec, mode=self._context.sanity_mode
+            )
+            if found is not None:
+                self._context.warn_of(found, where=self.id)
+                metrics[f"sanity_{found.kind}"] = 1.0
+        return metrics
 
     # Private.
 
@@ -278,33 +423,23 @@ class Episode:
         self.lifecycle.move(state)
         logger.debug("%s/turn=%d %s", self.id, len(self.turns), state.value)
 
-    def _progress(self, *, num_pending: int = 0) -> limit_rules.Progress:
+    def _progress(self, *, num_new: int, length: int) -> limit_rules.Progress:
         return limit_rules.Progress(
-            elapsed_s=time.monotonic() - self._started,
+            elapsed_s=time.monotonic() - self._shared.started,
             turns=len(self.turns),
             user_turns=self._user_turns,
-            has_user_reply=self._pending_user_reply and bool(self._pending),
-            response_tokens=self._response_tokens + num_pending,
-            context_tokens=len(self._builder.context) + num_pending,
+            has_user_reply=self._pending_user_reply and self._transcript.has_pending,
+            response_tokens=self._response_tokens + num_new,
+            context_tokens=length,
         )
 
-    def _encode_pending(self) -> Ids:
-        """Encode what waits to be shown: the tokens between turns, the messages, the next generation prompt."""
-        if not self._pending:
-            return NO_IDS
-        sampled = self.turns[-1].completion.token_ids
-        return self._encoder.extend(self._pending, last_id=int(sampled[-1]) if len(sampled) else None)
-
-    def _show(self, ids: Ids) -> None:
-        """Append the encoded observation to the tokens, and its messages to the history."""
-        if not self._pending:
-            return
-        last = self.turns[-1]
-        last.spans.append(self._builder.observe(ids, turn=last.index))
-        self._response_tokens += len(ids)
-        self._messages += self._pending
-        self._openai += to_openai(self._pending)
-        self._pending = ()
+    def _show(self, prompt: Prompt) -> None:
+        """Show the model its next prompt; what is new belongs to the last turn, which drew it."""
+        last = self.turns[-1] if self.turns else None
+        ref = self._transcript.show(prompt, turn=-1 if last is None else last.index)
+        if ref is not None and last is not None:
+            last.spans.append(ref)
+        self._response_tokens += prompt.num_new
 
     def _is_short_of_room(self, at: limit_rules.Progress) -> bool:
         limit = self.limits.max_context
@@ -314,25 +449,32 @@ class Episode:
         """Apply the context policy; return whether the history was shortened so that the next turn fits."""
         room = (self.limits.max_context or 0) - self.limits.reserve
         shorter = shorten(
-            [*self._messages, *self._pending],
+            self._transcript.candidates(),
             policy=self.limits.context_policy,
-            num_prompt=len(self.task.prompt),
-            fits=lambda messages: len(self._encoder.start(messages)) <= room,
+            num_prompt=self._transcript.num_prompt,
+            fits=lambda messages: self._transcript.length_of(messages) <= room,
         )
         if shorter is None:
             return False
-        self.rewrite(shorter)
+        num_new = self._transcript.next_prompt().num_new
+        self._transcript.answer(())
+        self._transcript.rewrite(shorter)
+        self._show(self._transcript.next_prompt()._replace(num_new=num_new))
         return True
 
-    def _read(self, completion: Completion, index: int) -> Message:
-        """Read a completion as a message. Text is a view: nothing that is read here becomes tokens again."""
-        text = self._context.codec.decode_turn(completion.token_ids)
-        parsed = self._context.parser.parse(text, id_prefix=f"call_{index}")
-        return Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls, reasoning=parsed.reasoning)
+
+def _is_on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
-def _tool_messages(results: Sequence[ToolResult]) -> tuple[Message, ...]:
-    return tuple(Message(role="tool", content=r.content, tool_call_id=r.call_id, name=r.name) for r in results)
+def _discard(awaitable: Awaitable[Any]) -> None:
+    """Close a coroutine that nobody is going to await."""
+    if asyncio.iscoroutine(awaitable):
+        awaitable.close()
 
 
 async def run_episode(
@@ -351,14 +493,15 @@ async def run_episode(
         sampling: Overrides the context's sampling.
     """
     episode = Episode(context, task, id=id, seed=seed, sampling=sampling)
+    episode.enter()
     try:
         trajectory = await _run_and_score(context, episode)
     except BaseException as problem:
         is_cancelled = isinstance(problem, asyncio.CancelledError)
-        episode.lifecycle.move(RequestState.ABORTED if is_cancelled else RequestState.FAILED)
+        episode.end(RequestState.ABORTED if is_cancelled else RequestState.FAILED)
         raise
     ends = {StopReason.ERROR: RequestState.FAILED, StopReason.ABORTED: RequestState.ABORTED}
-    episode.lifecycle.move(ends.get(trajectory.stop_reason, RequestState.COMPLETED))
+    episode.end(ends.get(trajectory.stop_reason, RequestState.COMPLETED))
     return trajectory
 
 
@@ -371,7 +514,10 @@ async def _run_and_score(context: RolloutContext, episode: Episode) -> Trajector
     try:
         try:
             async with asyncio.timeout(context.limits.timeout_s) as clock:
-                stop = await scheduler.run(episode)
+                await episode.call(scheduler, scheduler.on_trajectory_start, episode)
+                stop = await episode.call(scheduler, scheduler.run, episode, has_deadline=False)
+                if not isinstance(stop, StopReason):
+                    raise SchedulerError(f"the scheduler's run returned {stop!r:.100}; return a StopReason")
         except TimeoutError:
             if not clock.expired():
                 raise
@@ -386,7 +532,7 @@ async def _run_and_score(context: RolloutContext, episode: Episode) -> Trajector
     except PolyturnError as problem:
         stop, error = StopReason.ERROR, one_line(problem)
     finally:
-        problems = await _close(episode)
+        problems = await _close(episode, scheduler)
     if problems:
         extra["close_errors"] = float(len(problems))
     trajectory = episode.trajectory(stop, error=error, extra=extra)
@@ -401,9 +547,9 @@ async def _run_and_score(context: RolloutContext, episode: Episode) -> Trajector
     return trajectory
 
 
-async def _close(episode: Episode) -> list[str]:
+async def _close(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:
     """Close the episode even while it is being cancelled; the cancellation goes on once everything is released."""
-    closing = asyncio.ensure_future(episode.close())
+    closing = asyncio.ensure_future(_let_go(episode, scheduler))
     cancelled: asyncio.CancelledError | None = None
     while not closing.done():
         try:
@@ -413,3 +559,15 @@ async def _close(episode: Episode) -> list[str]:
     if cancelled is not None:
         raise cancelled
     return closing.result()
+
+
+async def _let_go(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:
+    """Tell the scheduler that its trajectory ended, and release everything; return what went wrong."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await episode.call(scheduler, scheduler.on_trajectory_end, episode)
+        said = []
+    except (PolyturnError, TimeoutError) as problem:
+        said = [one_line(problem)]
+        logger.warning("%s: on_trajectory_end failed: %s", episode.id, said[0])
+    return said + await episode.close()

@@ -23,6 +23,14 @@ class LiveTurn:
     completion: Completion
     cut_by: StopReason
     """The limit that gave the completion its budget: the reason to stop, if the completion was cut."""
+    text: str = ""
+    """What was sampled, as text: reasoning and calls included, without the token that ends a turn."""
+    said_before: str = ""
+    """What the same message said before, where the turn goes on with one; `message` has both."""
+    num_tokens: int = 0
+    """How many of the sampled tokens are kept."""
+    is_continued: bool = False
+    """Whether the next turn goes on with the same message."""
     spans: list[SpanRef] = field(default_factory=list)
     tool_results: tuple[ToolResult, ...] = ()
     observation: tuple[Message, ...] = ()
@@ -34,6 +42,11 @@ class LiveTurn:
     def finish_reason(self) -> FinishReason:
         """Why the completion stopped."""
         return self.completion.finish_reason
+
+    @property
+    def sampled_spans(self) -> list[SpanRef]:
+        """The spans of the completion, one for each policy version."""
+        return self.spans[: len(self.completion.policy_versions)]
 
     def freeze(self) -> Turn:
         """Return the turn as a record."""
@@ -47,4 +60,5 @@ class LiveTurn:
             scores=self.scores,
             info=self.info,
             timings=self.timings,
+            is_continued=self.is_continued,
         )

@@ -1,8 +1,10 @@
-"""MultiTurnScheduler: the one multi-turn loop, and the three places where an author may decide.
+"""MultiTurnScheduler: the one multi-turn loop, and the places where an author may decide.
 
-    run             the loop itself: limits, generation, `check_finished`, `step`, recording
-    step            what the environment answers to a turn: None (nothing), a text, messages, or a `Reply`
-    check_finished  whether the episode ends right after a turn, before anything answers it
+    run                  the loop itself: limits, generation, `on_turn_end`, `check_finished`, `step`, recording
+    step                 what answers a turn: nothing, a text, messages, a `Reply`, `episode.rewrite(…)`, `episode.go_on(…)`
+    check_finished       whether the episode ends right after a turn, before anything answers it
+    on_trajectory_start  before the prompt is encoded          on_trajectory_end   once, on every exit
+    on_turn_end          after each completion
 
 The default answers tool calls first, else lets the row's interaction answer, else ends. A scheduler of one's own is short:
 
@@ -13,15 +15,15 @@ The default answers tool calls first, else lets the row's interaction answer, el
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.errors import PolyturnError, SchedulerError, one_line
+from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
+from polyturn.rollout.calls import is_ours
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
@@ -35,6 +37,8 @@ class Reply:
     messages: tuple[Message, ...] = ()
     is_done: bool = False
     """The episode is over; the messages are recorded and, as nothing follows them, not encoded."""
+    goes_on: bool = False
+    """The model speaks again although nothing answers it: the history was edited, or its message continues."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -58,13 +62,18 @@ class Reply:
 
 
 class MultiTurnScheduler:
-    """The default turn logic; subclass it and override `step`, `check_finished` or `run`."""
+    """The default turn logic; subclass it and override `step`, `check_finished`, a hook, or `run`.
+
+    Each of them may be plain or async. A plain one runs in a thread, where it blocks no other episode; it has a deadline
+    (`rollout.scheduler_timeout_s`), and waits for what is async with `episode.wait`. An async one ends with the episode's
+    own time limit.
+    """
 
     shared: bool = False
-    """Whether one object serves all trajectories; False gives each trajectory a shallow copy."""
+    """Whether one object serves all trajectories; its plain methods then take turns. False gives each a shallow copy."""
 
     async def run(self, episode: Episode) -> StopReason:
-        """Drive `episode` to its end and return why it ended.
+        """Drive `episode`, or a fork of one, to its end and return why it ended.
 
         Raises:
             PolyturnError: the engine, a plug-in or an invariant failed; the caller decides what that means.
@@ -75,11 +84,11 @@ class MultiTurnScheduler:
             turn = await episode.generate()
             if (reason := await self._finished(episode, turn)) is not None:
                 return reason
-            reply = Reply.of(await _call(self.step, episode, turn))
+            reply = Reply.of(await episode.call(self, self.step, episode, turn))
             episode.record(turn, reply)
             if reply.is_done:
                 return StopReason.ENV_DONE
-            if not reply.messages:
+            if not reply.messages and not reply.goes_on:
                 return StopReason.STOP
 
     async def step(self, episode: Episode, turn: LiveTurn) -> Any:
@@ -97,21 +106,31 @@ class MultiTurnScheduler:
         """
         return turn.cut_by if turn.finish_reason is FinishReason.LENGTH else None
 
+    def on_trajectory_start(self, episode: Episode) -> Any:
+        """Do what is to be done before the prompt is encoded; `episode.rewrite` replaces the prompt."""
+
+    def on_turn_end(self, episode: Episode, turn: LiveTurn) -> Any:
+        """Look at every completion, the last one included, before `check_finished` and `step`; scores go into `turn.scores`.
+
+        Return a StopReason, or True (which is ENV_DONE), to end the episode here; None and False decide nothing.
+        """
+
+    def on_trajectory_end(self, episode: Episode) -> Any:
+        """Let go of what the trajectory held. Called exactly once on every exit, also on errors and cancellation."""
+
     async def _finished(self, episode: Episode, turn: LiveTurn) -> StopReason | None:
         if turn.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
-        answer = await _call(self.check_finished, episode, turn)
-        if isinstance(answer, StopReason):
-            return answer
-        return StopReason.STOP if answer else None
-
-
-async def _call(method: Callable[..., Any], episode: Episode, turn: LiveTurn) -> Any:
-    """Call an author's method, plain or async, and name it if it raises."""
-    try:
-        answer = method(episode, turn)
-        return await answer if inspect.isawaitable(answer) else answer
-    except PolyturnError:
-        raise
-    except Exception as problem:
-        raise SchedulerError(f"the scheduler's {method.__name__} raised {one_line(problem)}") from problem
+        for method, meaning in ((self.on_turn_end, StopReason.ENV_DONE), (self.check_finished, StopReason.STOP)):
+            answer = method(episode, turn) if is_ours(method) else await episode.call(self, method, episode, turn)
+            if answer is None:
+                continue
+            if isinstance(answer, StopReason):
+                return answer
+            if answer not in (False, True):
+                raise SchedulerError(
+                    f"the scheduler's {method.__name__} returned {answer!r:.100}; return a StopReason, True, False or None"
+                )
+            if answer:
+                return meaning
+        return None

@@ -1,0 +1,93 @@
+"""Environment: the tools and the interaction of one episode, from their start to their release.
+
+Separate from the episode, which keeps tokens and turns: everything here is foreign code that may raise, hang or score, and
+what matters is that each start has exactly one end. Forks of an episode share it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from polyturn.core.errors import LifecycleError
+from polyturn.core.messages import Message
+from polyturn.core.task import Task
+from polyturn.core.trajectory import ToolResult
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.scheduler import Reply
+
+
+class Environment:
+    """What answers the turns of one task."""
+
+    def __init__(self, context: RolloutContext, task: Task, *, id: str) -> None:
+        self._id = id
+        self._task = task
+        self._tools = context.tools.session(id)
+        self._partner = context.partner_for(task)
+
+    @property
+    def has_partner(self) -> bool:
+        """Whether the task's row names an interaction."""
+        return self._partner is not None
+
+    async def start(self) -> tuple[Message, ...]:
+        """Create the tools and start the interaction; return what the tools say at once, for the prompt."""
+        said = await self._tools.start(self._task)
+        if self._partner is not None:
+            await self._partner.start(self._id)
+        return _tool_messages(said)
+
+    async def call_tools(self, turn: LiveTurn) -> Reply:
+        """Run the turn's tool calls; a call that fails is an observation like any other."""
+        began = time.monotonic()
+        turn.tool_results = await self._tools.call(turn.message.tool_calls)
+        turn.timings["tools"] = time.monotonic() - began
+        for result in turn.tool_results:
+            if result.reward is not None:
+                key = f"tool/{result.name}"
+                turn.scores[key] = turn.scores.get(key, 0.0) + result.reward
+        return Reply(messages=_tool_messages(turn.tool_results))
+
+    async def ask_partner(self, turn: LiveTurn, messages: list[dict[str, Any]]) -> Reply:
+        """Let the interaction answer the turn and score it.
+
+        Raises:
+            InteractionError: it raised, was late, or answered something that cannot be understood.
+        """
+        if self._partner is None:
+            raise LifecycleError(f"task {self._task.id!r} has no interaction; ask `has_partner` first")
+        began = time.monotonic()
+        answer = await self._partner.reply(messages)
+        turn.timings["interaction"] = time.monotonic() - began
+        if answer.score is not None:
+            turn.scores["interaction"] = answer.score
+        return Reply(
+            messages=(Message(role="user", content=answer.content, name=None),),
+            is_done=answer.is_done,
+            info=dict(answer.metadata),
+        )
+
+    async def score_last(self, turns: Sequence[LiveTurn]) -> None:
+        """Ask the interaction for the score of a final turn that no reply scored."""
+        if self._partner is not None and turns and "interaction" not in turns[-1].timings:
+            score = await self._partner.final_score()
+            if score is not None:
+                turns[-1].scores["interaction"] = score
+
+    async def tool_rewards(self) -> dict[str, float | None]:
+        """Return each tool's `calc_reward`."""
+        return await self._tools.finish()
+
+    async def close(self) -> list[str]:
+        """Release the tools and finalize the interaction; return what went wrong."""
+        problems = [str(p) for p in await self._tools.close()]
+        if self._partner is not None and (problem := await self._partner.close()) is not None:
+            problems.append(problem)
+        return problems
+
+
+def _tool_messages(results: Sequence[ToolResult]) -> tuple[Message, ...]:
+    return tuple(Message(role="tool", content=r.content, tool_call_id=r.call_id, name=r.name) for r in results)

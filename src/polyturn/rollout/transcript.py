@@ -1,0 +1,322 @@
+"""Transcript: one place in an episode's history, as messages and as the tokens that the model is shown.
+
+Separate from the episode, which acts on the world, because this is where it is decided what the next prompt is:
+
+    append    held ids + the encoded new messages     the default: the model keeps all it wrote, reasoning included
+    continue  held ids + a text or ids                the same assistant message goes on behind it
+    render    the template writes the whole history   `renders_history`, and after any edit (`rewrite`)
+
+A rendered prompt extends the segment that it continues token for token; otherwise a new segment starts, in which what was
+sampled before is prompt. Nothing is encoded before the next generation needs it, and sampled ids are never re-made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyturn.core.arrays import Ids, ids_array
+from polyturn.core.builder import TrajectoryBuilder
+from polyturn.core.errors import SchedulerError, TemplateError
+from polyturn.core.generation import Completion
+from polyturn.core.messages import Message, to_openai
+from polyturn.core.trajectory import SpanRef
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.parsers import ToolCallParser
+
+NO_IDS = ids_array([])
+
+
+class Prompt(NamedTuple):
+    """What the model is going to be shown."""
+
+    ids: Ids
+    """What is appended; the whole prompt if `is_whole`."""
+    is_whole: bool
+    num_new: int
+    """Tokens that the environment adds, each counted once however often the history is rendered."""
+    length: int
+    """Tokens of the whole prompt."""
+
+
+class Transcript:
+    """The history of one agent up to one place."""
+
+    def __init__(
+        self,
+        encoder: DeltaEncoder,
+        parser: ToolCallParser,
+        messages: Sequence[Message],
+        *,
+        renders_history: bool = False,
+        builder: TrajectoryBuilder | None = None,
+    ) -> None:
+        """Begin with `messages` as the prompt.
+
+        Args:
+            encoder: Of the tools that the agent may call.
+            parser: Reads what the model wrote.
+            messages: The prompt.
+            renders_history: Render the whole history before every turn, as an inference server does.
+            builder: Where the tokens go; a fork of another transcript's.
+        """
+        self.builder = builder or TrajectoryBuilder()
+        self.is_canonical = not renders_history
+        """Whether the held ids are meant to equal a full render of the messages."""
+        self._encoder = encoder
+        self._parser = parser
+        self._renders_history = renders_history
+        self._set_prompt(messages)
+        self._pending: tuple[Message, ...] = ()
+        self._last_id: int | None = None
+        self._is_edited = False
+        self._is_open_message = False
+        self._said = ""
+        """The text so far of the assistant message that goes on, while `_is_open_message`."""
+        self._addition = NO_IDS
+        self.text = ""
+        """What was sampled last, as text."""
+
+    # Reading.
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far, as the model is shown it."""
+        return tuple(self._messages)
+
+    @property
+    def openai(self) -> list[dict[str, Any]]:
+        """The same as OpenAI-style dicts, in a list of the caller's own."""
+        return list(self._openai)
+
+    @property
+    def context(self) -> Ids:
+        """[T] the ids of the next prompt, once it is shown."""
+        return self.builder.context
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the model has been shown and has written."""
+        return len(self.builder.context) if self.builder.is_open else 0
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether messages wait to be shown."""
+        return bool(self._pending)
+
+    @property
+    def said(self) -> str:
+        """What the assistant message that goes on says already; "" when the next turn opens one."""
+        return self._said if self._is_open_message else ""
+
+    # Writing. None of these encodes a message.
+
+    def extend_prompt(self, messages: Sequence[Message]) -> None:
+        """Add messages to the prompt, before it is shown."""
+        if messages:
+            self._set_prompt([*self._messages, *messages])
+
+    def answer(self, messages: tuple[Message, ...]) -> None:
+        """Let `messages` be shown before the next turn.
+
+        Raises:
+            SchedulerError: the assistant message is to go on.
+        """
+        if messages and self._is_open_message:
+            raise SchedulerError("a step that lets the assistant message go on cannot answer it with messages as well")
+        self._pending = messages
+
+    def rewrite(self, messages: Sequence[Message]) -> None:
+        """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown."""
+        self._is_open_message, self._addition = False, NO_IDS
+        if not self.builder.is_open:
+            self._set_prompt(messages)
+            return
+        self._messages = list(messages)
+        self._openai = to_openai(messages)
+        self._is_edited = True
+        self.is_canonical = False
+
+    def sample(self, completion: Completion, *, turn: int) -> tuple[Message, tuple[SpanRef, ...]]:
+        """Append a completion as it was sampled; return how it reads, and its spans."""
+        self.text = text = self._encoder.codec.decode_turn(completion.token_ids)
+        if self._is_open_message:
+            text = self._said + text
+            self._messages.pop()
+            self._openai.pop()
+        self._is_open_message = False
+        message = self.read(text, turn=turn)
+        self._messages.append(message)
+        self._openai.append(message.to_openai())
+        self._last_id = int(completion.token_ids[-1]) if len(completion.token_ids) else None
+        return message, self.builder.sample(completion, turn=turn)
+
+    def read(self, text: str, *, turn: int) -> Message:
+        """Read a text as a message. Text is a view: nothing that is read here becomes tokens again."""
+        parsed = self._parser.parse(text, id_prefix=f"call_{turn}")
+        return Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls, reasoning=parsed.reasoning)
+
+    def go_on(self, said: str, addition: str | Ids, *, turn: int, is_trusted: bool = False) -> str:
+        """Let the next turn continue the assistant message, which says `said`, behind `addition`.
+
+        Args:
+            said: The text that the message keeps; its tokens are those that the builder holds now.
+            addition: What follows it, a masked observation.
+            turn: The last turn.
+            is_trusted: Whether control tokens in the text are meant as such; given ids always are.
+
+        Returns:
+            The addition as text.
+        """
+        codec = self._encoder.codec
+        if isinstance(addition, str):
+            self._addition = codec.encode(addition) if is_trusted else codec.encode_plain(addition)
+            text = addition
+        else:
+            self._addition = ids_array(addition)
+            text = codec.decode(self._addition)
+        self._said, self._is_open_message, self.is_canonical = said + text, True, False
+        self._messages[-1] = self.read(self._said, turn=turn)
+        self._openai[-1] = self._messages[-1].to_openai()
+        return text
+
+    def split(self, completion: Completion, keep: str | int | None) -> tuple[int, str, str]:
+        """Say how much of a completion stays when its message goes on after `keep`.
+
+        Args:
+            completion: The last one.
+            keep: The text that stays, a beginning of what it says; or a number of tokens; None keeps all but the token that
+                ends the turn.
+
+        Returns:
+            The number of ids that stay, their text, and the text that stays beyond them because it ends inside a token.
+
+        Raises:
+            SchedulerError: the completion does not begin like that, or has fewer tokens.
+        """
+        codec, ids = self._encoder.codec, completion.token_ids
+        ends = len(ids) > 0 and int(ids[-1]) in codec.stop_token_ids
+        total = len(ids) - 1 if ends else len(ids)
+        text = codec.decode(ids[:total])
+        if keep is None:
+            return total, text, ""
+        if isinstance(keep, int):
+            if not 0 <= keep <= len(ids):
+                raise SchedulerError(f"a completion of {len(ids)} tokens cannot keep {keep} of them")
+            count = min(keep, total)
+            return count, codec.decode(ids[:count]), ""
+        if not text.startswith(keep):
+            raise SchedulerError(
+                f"the turn cannot keep {keep[:80]!r}, because it says {text[:80]!r}; keep a beginning of `turn.text`, or "
+                "edit the history with `rewrite`"
+            )
+        low, high = 0, total  # the most ids whose text is a beginning of what stays
+        while low < high:
+            middle = (low + high + 1) // 2
+            if len(codec.decode(ids[:middle])) <= len(keep):
+                low = middle
+            else:
+                high = middle - 1
+        while low and not keep.startswith(codec.decode(ids[:low])):
+            low -= 1  # a character that is cut in the middle decodes to something else
+        kept = codec.decode(ids[:low])
+        return low, kept, keep[len(kept) :]
+
+    # What the model is shown next.
+
+    def next_prompt(self) -> Prompt:
+        """Encode what waits to be shown: the tokens between turns, the messages, the next generation prompt.
+
+        Raises:
+            TemplateError: the template cannot render it.
+        """
+        if not self.builder.is_open or self._is_edited or (self._renders_history and self._pending):
+            return self._rendered()
+        ids = self._addition if self._is_open_message else NO_IDS
+        if self._pending:
+            ids = self._encoder.extend(self._pending, last_id=self._last_id)
+        return Prompt(ids, False, len(ids), self.num_tokens + len(ids))
+
+    def show(self, prompt: Prompt, *, turn: int) -> SpanRef | None:
+        """Append what `next_prompt` returned, and the messages to the history; return the span, if any was added."""
+        ref: SpanRef | None = None
+        if prompt.is_whole:
+            ref = self.builder.rewrite(prompt.ids, turn=turn)
+        elif len(prompt.ids) or self._pending:
+            ref = self.builder.observe(prompt.ids, turn=turn)
+        self._messages += self._pending
+        self._openai += to_openai(self._pending)
+        self._pending, self._addition, self._is_edited = (), NO_IDS, False
+        return ref
+
+    def fork(self, *, agent: str | None = None, messages: Sequence[Message] | None = None) -> Transcript:
+        """Return a transcript that goes on from here by itself; with `agent`, one that begins with `messages`."""
+        other = Transcript(
+            self._encoder,
+            self._parser,
+            self._messages if messages is None else messages,
+            renders_history=self._renders_history,
+            builder=self.builder.fork(agent=agent),
+        )
+        if agent is not None:
+            return other
+        other.num_prompt, other.is_canonical, other._last_id = self.num_prompt, self.is_canonical, self._last_id
+        other._is_open_message, other._said, other._addition = self._is_open_message, self._said, self._addition
+        other._pending, other._is_edited = self._pending, self._is_edited
+        if messages is not None:
+            other._pending, other._is_open_message, other._addition = (), False, NO_IDS
+            other._is_edited, other.is_canonical = True, False
+        return other
+
+    def full_render(self) -> Ids:
+        """Return the ids of the whole conversation as the template writes it, for the sanity check."""
+        return self._encoder.full(self._messages)
+
+    def candidates(self) -> list[Message]:
+        """Return the history and what waits to be shown, for a policy that leaves some of it out."""
+        return [*self._messages, *self._pending]
+
+    def length_of(self, messages: Sequence[Message]) -> int:
+        """Return how many tokens the prompt of `messages` has."""
+        return len(self._encoder.start(messages))
+
+    def _set_prompt(self, messages: Sequence[Message]) -> None:
+        self._messages = list(messages)
+        self._openai = to_openai(messages)
+        self.num_prompt = len(self._messages)
+        """How many leading messages are the prompt."""
+
+    def _rendered(self) -> Prompt:
+        """Render the whole history; keep held ids that spell just what the template writes."""
+        ids = self._encoder.start([*self._messages, *self._pending])
+        if not self.builder.is_open:
+            return Prompt(ids, True, 0, len(ids))
+        held = self.builder.context
+        if self.builder.continues(ids):
+            return Prompt(ids, True, len(ids) - len(held), len(ids))
+        added = self._appended()
+        if added is None:
+            return Prompt(ids, True, max(0, len(ids) - len(held)), len(ids))
+        if not self._is_edited:
+            kept = np.concatenate([held, added])
+            if self._spells(kept, ids):
+                ids = kept
+        return Prompt(ids, True, len(added), len(ids))
+
+    def _appended(self) -> Ids | None:
+        """Encode what waits as an addition; None where this template cannot be added to."""
+        if not self._pending:
+            return NO_IDS
+        try:
+            return self._encoder.extend(self._pending, last_id=self._last_id)
+        except TemplateError:
+            return None
+
+    def _spells(self, kept: Ids, rendered: Ids) -> bool:
+        """Return whether both are the same text and the same control tokens, in whatever tokens."""
+        codec = self._encoder.codec
+        return np.array_equal(codec.control_in(kept), codec.control_in(rendered)) and codec.decode(kept) == codec.decode(
+            rendered
+        )
