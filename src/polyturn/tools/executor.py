@@ -40,6 +40,7 @@ from polyturn.core.trajectory import ToolResult
 from polyturn.tools import results
 from polyturn.tools.base import BaseTool, check_names
 from polyturn.tools.bounded import Bounded, DeadlineError
+from polyturn.tools.forms import methods_of
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.outcome import finite, normalize, to_response
 from polyturn.tools.validate import arguments_problem
@@ -93,6 +94,7 @@ class ToolBox:
         self.max_abandoned = max_abandoned
         self.schemas = {name: _schema_of(tool) for name, tool in self.tools.items()}
         self.bounded = {name: Bounded(name=f"tool-{name}", timeout_s=timeout_s) for name in self.tools}
+        self.methods = {name: methods_of(tool) for name, tool in self.tools.items()}
         self.live_ids: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
         self.late: set[asyncio.Task[None]] = set()
@@ -131,6 +133,21 @@ class ToolBox:
     def num_abandoned(self) -> int:
         """How many calls run on although their deadline has passed."""
         return sum(map(self._abandoned, self.tools))
+
+    def number_or_none(self, name: str, value: Any) -> float | None:
+        """Return what `calc_reward` returned as a reward; a list of texts, as some tools return, is no opinion.
+
+        Raises:
+            RewardError: it is neither that nor a finite number nor None.
+        """
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            return finite(value, what="calc_reward")
+        if f"{name}: texts" not in self._warned:
+            self._warned.add(f"{name}: texts")
+            logger.warning("tool %r: calc_reward returned a list of texts, which is no reward; none is counted", name)
+        return None
 
     def check_abandoned(self) -> None:
         """Check that the tools keep their deadlines on the whole.
@@ -238,11 +255,11 @@ class ToolSession:
         self._is_finished = True
         rewards: dict[str, float | None] = {}
         for name, instance_id in self._ids.items():
-            tool, kwargs = self._box.tools[name], self._kwargs.get(name, _NO_KWARGS).calc_reward_kwargs
+            methods, kwargs = self._box.methods[name], self._kwargs.get(name, _NO_KWARGS).calc_reward_kwargs
             bounded = self._box.bounded[name]
             try:
-                value = await bounded.run(tool.calc_reward, instance_id, **kwargs)
-                rewards[name] = None if value is None else finite(value, what="calc_reward")
+                value = await bounded.run(methods.calc_reward, instance_id, **kwargs)
+                rewards[name] = self._box.number_or_none(name, value)
             except Exception as problem:
                 raise RewardError(f"tool {name!r}: calc_reward failed: {one_line(problem)}") from problem
         return rewards
@@ -271,7 +288,7 @@ class ToolSession:
     # ---- one tool ---------------------------------------------------------------------------------------------------
 
     async def _create(self, name: str, said: dict[str, ToolResult]) -> None:
-        tool, kwargs = self._box.tools[name], self._kwargs.get(name, _NO_KWARGS).create_kwargs
+        methods, kwargs = self._box.methods[name], self._kwargs.get(name, _NO_KWARGS).create_kwargs
         bounded, loop = self._box.bounded[name], asyncio.get_running_loop()
 
         def on_late(returned: Any) -> None:
@@ -281,7 +298,7 @@ class ToolSession:
                 logger.warning("tool %r: create of episode %s ended after the run", name, self._episode_id)
 
         async def create() -> Any:
-            returned = await bounded.call(tool.create, self._episode_id, on_late=on_late, **kwargs)
+            returned = await bounded.call(methods.create, self._episode_id, on_late=on_late, **kwargs)
             self._own(name, returned)  # at once: nothing may come between a create and our knowing of it
             return returned
 
@@ -325,7 +342,7 @@ class ToolSession:
         arguments = copy.deepcopy(dict(call.arguments))  # the tool may keep or change them; the record must not
         if not (isinstance(tool, BaseTool) and tool.checks_own_arguments):
             parameters = self._box.schemas[call.name].get("function", {}).get("parameters") or {}
-            if wrong := arguments_problem(arguments, parameters):
+            if wrong := arguments_problem(arguments, parameters, also=self._box.methods[call.name].also_reads):
                 return self._failed(call, results.SCHEMA, f"{wrong} (tool {call.name!r})")
         if inspect.iscoroutinefunction(tool.execute):
             return await self._execute(tool, call, arguments)
@@ -363,10 +380,10 @@ class ToolSession:
 
     async def _release(self, name: str, problems: list[str]) -> None:
         instance_id = self._ids.pop(name)
-        tool, kwargs = self._box.tools[name], self._kwargs.get(name, _NO_KWARGS).release_kwargs
+        methods, kwargs = self._box.methods[name], self._kwargs.get(name, _NO_KWARGS).release_kwargs
         bounded = self._box.bounded[name]
         try:
-            await bounded.run(tool.release, instance_id, is_owed=True, **kwargs)
+            await bounded.run(methods.release, instance_id, is_owed=True, **kwargs)
         except Exception as problem:
             problems.append(f"tool {name!r}: release failed for episode {self._episode_id!r}: {one_line(problem)}")
             logger.warning("%s", problems[-1])

@@ -85,11 +85,11 @@ async def test_create_gets_the_rows_kwargs_as_it_takes_them(kind: type[Base], sa
     ],
 )
 async def test_execute_may_return_any_form(returned: Any, text: str) -> None:
-    class Any_(Flat):
+    class Returns(Flat):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             return returned
 
-    result, _ = await use(Any_({}))
+    result, _ = await use(Returns({}))
     assert (result.content, result.error) == (text, None)
 
 
