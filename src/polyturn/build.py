@@ -117,6 +117,8 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
         sampling=_sampling(config.rollout.sampling, config.rollout.limits),
         interaction_timeout_s=config.rollout.interaction_timeout_s,
         require_interaction_name=config.compat.require_interaction_name,
+        renders_history=config.rollout.use_inference_chat_template or template.strategy == "segment",
+        scheduler_timeout_s=config.rollout.scheduler_timeout_s,
         sanity_mode=config.rollout.tokenization_sanity_check_mode,
         sanity_every=config.rollout.sanity_every,
     )
@@ -364,6 +366,7 @@ def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.clip_dual,
             aggregation=algorithm.aggregate,
+            segment_weight=algorithm.segment_weight,
             kl_coef=algorithm.kl_coef,
             kl_estimator=algorithm.kl_estimator,
             entropy_coef=algorithm.entropy_coef,

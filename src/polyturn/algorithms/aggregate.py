@@ -5,6 +5,10 @@
 The coefficients are computed once, before the batch is cut into micro-batches, so gradients add up exactly however it is
 cut (I7). Weights and sequence means belong to the *trajectory*: one that was cut into two segments counts once.
 
+Segments share the weight of their trajectory token by token. How much that is, is `segment_weight`: with per_token a
+trajectory's own W, so that one with many segments weighs more; with per_trajectory its weights are first scaled to the
+mean W of the batch, so that none weighs more than another. Neither depends on where a trajectory was cut.
+
     w_t = loss weight, W = sum of w over a trajectory's samples, N = trajectories with any weight
     token-mean                w_t / sum of all w            every token counts the same
     seq-mean-token-sum        w_t / N                       long trajectories count more
@@ -22,11 +26,16 @@ from numpy.typing import NDArray
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.sample import TrainSample
 
+SEGMENT_WEIGHTS = ("per_token", "per_trajectory")
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def loss_coefs(
-    samples: Sequence[TrainSample], *, mode: str = "token-mean", norm_length: float | None = None
+    samples: Sequence[TrainSample],
+    *,
+    mode: str = "token-mean",
+    norm_length: float | None = None,
+    segment_weight: str = "per_token",
 ) -> list[NDArray[np.float64]]:
     """Return for each sample [T] the coefficient of each token's loss.
 
@@ -35,13 +44,18 @@ def loss_coefs(
         mode: One of `MODES`.
         norm_length: The constant of seq-mean-token-sum-norm, for instance the most tokens a trajectory may sample; None
             takes the largest W of the batch.
+        segment_weight: One of `SEGMENT_WEIGHTS`.
 
     Raises:
-        UnknownNameError: no such mode.
+        UnknownNameError: no such mode or segment weight.
         ConfigError: `norm_length` is not positive.
     """
     if mode not in MODES:
         raise UnknownNameError(f"there is no aggregation mode {mode!r}.{did_you_mean(mode, MODES)}")
+    if segment_weight not in SEGMENT_WEIGHTS:
+        raise UnknownNameError(
+            f"there is no segment weight {segment_weight!r}.{did_you_mean(segment_weight, SEGMENT_WEIGHTS)}"
+        )
     if norm_length is not None and not norm_length > 0:
         raise ConfigError(f"norm_length is {norm_length}; it must be positive, or None for the longest of the batch")
     weights = [s.loss_weights.astype(np.float64) for s in samples]
@@ -52,6 +66,14 @@ def loss_coefs(
     live = [total for total in totals.values() if total > 0]
     if not live:
         return weights
+    if segment_weight == "per_trajectory":
+        mean = sum(live) / len(live)
+        weights = [
+            w * (mean / total) if (total := totals[s.id.group, s.id.trajectory]) > 0 else w
+            for s, w in zip(samples, weights, strict=True)
+        ]
+        totals = {key: mean if total > 0 else total for key, total in totals.items()}
+        live = [mean] * len(live)
     if mode == "token-mean":
         return [w / sum(live) for w in weights]
     if mode == "seq-mean-token-mean":

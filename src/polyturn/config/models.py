@@ -37,6 +37,8 @@ class ModelConfig(_Model):
     train_tokenizer: TrainTokenizerConfig | None = None
     chat_template: str | None = None
     """File with a chat template that replaces the tokenizer's own."""
+    template_kwargs: dict[str, Any] = {}
+    """Passed to the chat template at every render, for instance {enable_thinking: false}."""
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     @model_validator(mode="after")
@@ -74,6 +76,10 @@ class DataConfig(_Model):
 
     train: TaskSourceConfig | None = None
     shuffle: bool = True
+    sampler: str | None = None
+    """`file.py:Class` of a Curriculum, which chooses the tasks of each epoch; the default visits every task once."""
+    drop_long_prompts: bool = False
+    """Leave out the tasks whose prompt is longer than rollout.limits.max_prompt_tokens instead of refusing the run."""
 
 
 class SamplingConfig(_Model):
@@ -108,7 +114,7 @@ class ToolsConfig(_Model):
     file: str | None = None
     """YAML or JSON with a `tools` list."""
     functions: list[str] = []
-    """`file.py:function` of functions decorated with @polyturn.tool."""
+    """`file.py:function` of functions decorated with @polyturn.tool; `file.py` alone means every tool in it."""
     timeout_s: float = Field(60.0, gt=0)
     max_parallel_calls: int = Field(16, ge=1)
     """Calls of one turn beyond this many are answered as skipped."""
@@ -129,6 +135,11 @@ class RolloutConfig(_Model):
     """Reads tool calls from the model's text."""
     scheduler: str | None = None
     """`file.py:Class` of a MultiTurnScheduler; the default answers tool calls first, else asks the interaction."""
+    scheduler_timeout_s: float = Field(60.0, gt=0)
+    """Deadline of each plain (not async) method of the scheduler; such a method runs in a thread."""
+    use_inference_chat_template: bool = False
+    """Sample each turn from the whole history as the chat template renders it, without the reasoning of earlier turns if the
+    template leaves it out; a history that this changes becomes several segments. False keeps all the model wrote."""
     max_concurrent: int = Field(256, ge=1)
     """Live episodes at any moment."""
     max_failed_share: float = Field(0.1, ge=0, le=1)
@@ -223,6 +234,9 @@ class AlgorithmConfig(_Model):
     clip_high: float = Field(0.28, ge=0)
     clip_dual: float | None = Field(None, gt=1)
     aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    segment_weight: Literal["per_token", "per_trajectory"] = "per_token"
+    """How much a trajectory's segments weigh together: as its tokens do (per_token), or as much as any other trajectory
+    (per_trajectory). Either way each of its tokens weighs the same, wherever the history was cut into segments."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL term against the weights at the start of the run; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -242,6 +256,8 @@ class OptimConfig(_Model):
     eps: float = 1e-8
     weight_decay: float = 0.0
     warmup_steps: int = Field(0, ge=0)
+    warmup_ratio: float = Field(0.0, ge=0, le=1)
+    """The warm-up as a share of the steps; used where `warmup_steps` is 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """The learning rate at the end of the schedule, as a share of `lr`."""
@@ -252,6 +268,8 @@ class TrainConfig(_Model):
     """The training loop."""
 
     steps: int = Field(100, ge=0)
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the tasks, which replace `steps` once the tasks are counted; a last step that is not full is not taken."""
     groups_per_step: int = Field(32, ge=1)
     group_size: int = Field(8, ge=1)
     minibatches: int = Field(1, ge=1)

@@ -214,7 +214,7 @@ class Trajectory(Record):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The whole conversation: the prompt, then each turn's message and what it drew; branches in order of their turns."""
+        """The whole conversation: the prompt, then each turn's message and what it drew; forks in order of their turns."""
         out = list(self.task.prompt)
         for turn in self.turns:
             if not turn.is_continued:

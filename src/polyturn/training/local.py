@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from polyturn.algorithms.aggregate import MODES, loss_coefs
+from polyturn.algorithms.aggregate import MODES, SEGMENT_WEIGHTS, loss_coefs
 from polyturn.algorithms.kl import kl_estimators
 from polyturn.algorithms.losses import ppo_clip
 from polyturn.batching.layout import LayoutSettings, MicroBatch, layout, scatter_back
@@ -50,6 +50,8 @@ class LossSettings:
     dual_clip: float | None = None
     aggregation: str = "token-mean"
     """One of `algorithms.aggregate.MODES`."""
+    segment_weight: str = "per_token"
+    """One of `algorithms.aggregate.SEGMENT_WEIGHTS`."""
     norm_length: float | None = None
     """The constant of seq-mean-token-sum-norm; None takes the longest trajectory of the batch."""
     kl_coef: float = 0.0
@@ -65,6 +67,10 @@ class LossSettings:
         if self.aggregation not in MODES:
             raise UnknownNameError(
                 f"there is no aggregation mode {self.aggregation!r}.{did_you_mean(self.aggregation, MODES)}"
+            )
+        if self.segment_weight not in SEGMENT_WEIGHTS:
+            raise UnknownNameError(
+                f"there is no segment weight {self.segment_weight!r}.{did_you_mean(self.segment_weight, SEGMENT_WEIGHTS)}"
             )
         if self.old_logprobs not in ("sample", "rollout"):
             raise ConfigError(f"loss.old_logprobs is {self.old_logprobs!r}; it must be 'sample' or 'rollout'")
@@ -193,7 +199,12 @@ class LocalPolicy:
         """
         settings = self.loss_settings
         if coefs is None:
-            coefs = loss_coefs(samples, mode=settings.aggregation, norm_length=settings.norm_length)
+            coefs = loss_coefs(
+                samples,
+                mode=settings.aggregation,
+                norm_length=settings.norm_length,
+                segment_weight=settings.segment_weight,
+            )
         entropy_grad = settings.entropy_coef != 0
         return self._accumulate(samples, coefs, self._policy_terms, entropy_grad=entropy_grad)
 
