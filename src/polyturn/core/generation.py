@@ -39,6 +39,8 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     """The id that ends a turn; it is kept in the completion and trained."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Ids that are never sampled, such as those that stand for an image. As top-k, it leaves the logprobs as they are."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -17,6 +17,7 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,13 @@ from polyturn.core.arrays import Ids
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.checks import check_attention, check_request
 from polyturn.engines.kv_cache import SlotCache
+from polyturn.engines.media import ShownPrompt, ShownPrompts
 from polyturn.engines.sampling import sample
 from polyturn.engines.shared_module import share_parameters
 from polyturn.engines.slots import MIN_SHARED_PREFIX, EngineStats, Running, Slots
+from polyturn.tokens.multimodal import MediaProcessor
 
 ROWS_PER_THREAD = 8
 """Deterministic mode pads decoding so that each thread gets a multiple of this many rows: with fewer or ragged ones the
@@ -63,6 +67,7 @@ class EmbeddedEngine:
         seed: int = 0,
         max_burst_s: float = 0.05,
         version: int = 0,
+        media: MediaProcessor | None = None,
     ) -> None:
         """Take a model to sample from; its parameters are shared, not copied.
 
@@ -82,17 +87,19 @@ class EmbeddedEngine:
             seed: Seeds the requests that bring no seed.
             max_burst_s: The longest time between two yields to the event loop, unless one step takes longer.
             version: The policy version of the parameters now.
+            media: The model's processor, for requests that show images, videos or sounds; None for text.
 
         Raises:
             ConfigError: the model has layers other than full attention, or a number is out of range.
         """
         config = model.config.get_text_config()
         limit = max_context or int(config.max_position_embeddings)
-        _check_attention(config.to_dict(), limit)
+        check_attention(config.to_dict(), limit)
         for name, value in (("num_slots", num_slots), ("max_context", limit), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
         self.module = share_parameters(model)
+        self._shown = None if media is None else ShownPrompts(model, media)
         self.stats = EngineStats()
         self.version = version
         self._device = next(self.module.parameters()).device
@@ -120,7 +127,13 @@ class EmbeddedEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         """Seeded, with logprobs in training's meaning."""
-        return EngineCapabilities(seeded=True, logprobs=True, pause_modes=("keep",), max_context=self._max_context)
+        return EngineCapabilities(
+            seeded=True,
+            logprobs=True,
+            media=self._shown is not None,
+            pause_modes=("keep",),
+            max_context=self._max_context,
+        )
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; `info` says how many prompt tokens were prefilled.
@@ -129,14 +142,22 @@ class EmbeddedEngine:
         and what came after it. A prompt plus `max_tokens` beyond the context ends there, with LENGTH.
 
         Raises:
-            EngineError: the prompt is empty or does not fit, the request has media, its id is live, or the engine is
-                closed or broke.
+            EngineError: the prompt is empty or does not fit, its media are not those of its ids or there is no processor
+                for them, its id is live, or the engine is closed or broke.
         """
-        self._check(request)
+        if self._is_closed:
+            raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
+        check_request(request, live=self._requests, max_context=self._max_context, has_processor=self._shown is not None)
         seed = request.sampling.seed
         uniform = random.Random(self._seeds.getrandbits(64) if seed is None else seed)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        running = Running(request=request, future=future, uniform=uniform, versions=[(0, self.version)])
+        running = Running(
+            request=request,
+            future=future,
+            uniform=uniform,
+            versions=[(0, self.version)],
+            shown=None if self._shown is None else self._shown.of(request),
+        )
         self._requests[request.request_id] = running
         self._waiting.append(running)
         if self._pump_task is None or self._pump_task.done():
@@ -196,22 +217,6 @@ class EmbeddedEngine:
             self._pump_task.cancel()
         self._sessions.clear()
         self._cache = SlotCache(num_slots=1, max_context=1)
-
-    def _check(self, request: GenerateRequest) -> None:
-        if self._is_closed:
-            raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
-        if request.media:
-            raise EngineError(f"request {request.request_id!r} has media, and the embedded engine serves text only")
-        if request.request_id in self._requests:
-            raise EngineError(f"request id {request.request_id!r} is live already; use a fresh id for every request")
-        length = len(request.prompt_ids)
-        if length == 0:
-            raise EngineError(f"request {request.request_id!r} has an empty prompt; give at least one token")
-        if length >= self._max_context:
-            raise EngineError(
-                f"request {request.request_id!r} has a prompt of {length} tokens and the context holds {self._max_context}, "
-                "the completion included; shorten the history or raise max_context"
-            )
 
     def _load(self, weights: Mapping[str, Any]) -> None:
         own = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
@@ -292,12 +297,12 @@ class EmbeddedEngine:
     def _place(self, running: Running, copies: list[tuple[int, int, int]]) -> bool:
         """Put the request into a slot; False when it has to wait for one, or for a prefix that is being computed."""
         slots, request = self._slots, running.request
-        prompt, length = request.prompt_ids, len(request.prompt_ids)
+        prompt, length = running.keys, len(request.prompt_ids)
         slot = self._sessions.get(request.session_id, -1)
         shared = 0
         if slot >= 0 and slots.running[slot] is None:
             own = min(int(slots.cached[slot]), length - 1)
-            cached = _common_prefix(slots.ids[slot], prompt, own)
+            cached = running.before(_common_prefix(slots.ids[slot], prompt, own))
             self.stats.reused_tokens += cached
         else:
             cached = 0
@@ -310,6 +315,7 @@ class EmbeddedEngine:
             if evicted is not None:
                 self._sessions.pop(evicted, None)
                 self.stats.evictions += 1
+            shared = running.before(shared)
             if shared < MIN_SHARED_PREFIX:
                 shared = 0
             elif donor == slot:
@@ -329,7 +335,8 @@ class EmbeddedEngine:
     def _fill(self, slot: int, running: Running, cached: int) -> None:
         slots, request, sampling = self._slots, running.request, running.request.sampling
         length = len(request.prompt_ids)
-        slots.ids[slot, cached:length] = request.prompt_ids[cached:]
+        slots.ids[slot, cached:length] = running.keys[cached:]
+        slots.rope_offset[slot] = 0 if running.shown is None else running.shown.offset
         slots.cached[slot], slots.known[slot], slots.prompt[slot] = cached, length, length
         slots.limit[slot] = min(length + sampling.max_tokens, self._max_context)
         slots.temperature[slot], slots.top_p[slot], slots.top_k[slot] = sampling.temperature, sampling.top_p, sampling.top_k
@@ -346,6 +353,9 @@ class EmbeddedEngine:
     def _prefill(self, rows: NDArray[np.int64], todo: NDArray[np.int64]) -> None:
         """Run one chunk of some of the rows that need prefill: rows of similar length, at most 8 chunks' worth of tokens."""
         slots = self._slots
+        for row in rows.tolist():
+            if (running := slots.running[row]) is not None and running.shown is not None:
+                return self._prefill_shown(row, running.shown)
         todo = np.minimum(todo, self._prefill_chunk)
         order = np.argsort(todo, kind="stable")[::-1]
         most = 1 if self._deterministic else max(1, 8 * self._prefill_chunk // int(todo[order[0]]))
@@ -371,6 +381,26 @@ class EmbeddedEngine:
         slots.cached[rows] += todo
         self.stats.prefill_steps += 1
 
+    def _prefill_shown(self, row: int, shown: ShownPrompt) -> None:
+        """Run one chunk of a prompt that shows media, with the inputs of those in the chunk."""
+        slots = self._slots
+        start, last = int(slots.cached[row]), int(slots.known[row]) - 1
+        end = min(shown.behind(min(start + self._prefill_chunk, last)), last)
+        positions = np.arange(start, end)[None]
+        extent = end if start == 0 else self._extent(end)
+        self._cache.aim(
+            rows=self._tensor(np.array([row])),
+            write_slots=self._tensor(np.full_like(positions, row)),
+            positions=self._tensor(positions),
+            extent=extent,
+            is_fresh=start == 0,
+        )
+        ids = shown.ids(slots.ids[row, start:end], start)[None]
+        rope = shown.positions(start, end)[..., None, :]
+        self._forward(self.module.base_model, ids, positions, extent, rope=rope, inputs=shown.inputs(start, end))
+        slots.cached[row] = end
+        self.stats.prefill_steps += 1
+
     def _decode(self, rows: NDArray[np.int64]) -> None:
         """Feed the last known token of every running slot and sample the next."""
         slots = self._slots
@@ -386,7 +416,9 @@ class EmbeddedEngine:
         positions[rows, 0], ids[rows, 0], write_slots[rows, 0] = cached, slots.ids[rows, cached], rows
         extent = self._extent(int(cached.max()) + 1)
         self._cache.aim(rows=None, write_slots=self._tensor(write_slots), positions=self._tensor(positions), extent=extent)
-        logits = self._forward(self.module, ids, positions, extent).logits[:, -1]
+        rope = positions.copy()
+        rope[rows, 0] += slots.rope_offset[rows]
+        logits = self._forward(self.module, ids, positions, extent, rope=rope).logits[:, -1]
         self._sample(rows, logits)
         self.stats.decode_steps += 1
 
@@ -405,6 +437,7 @@ class EmbeddedEngine:
                 top_p=self._tensor(slots.top_p[rows]),
                 top_k=self._tensor(slots.top_k[rows]),
                 uniform=self._tensor(uniform),
+                banned=self._banned(running, logits.shape[1]),
             )
         tokens = tokens_B.cpu().numpy()
         known = slots.known[rows]
@@ -421,19 +454,41 @@ class EmbeddedEngine:
             self._finish(ended, FinishReason.STOP if has_stopped[index] else FinishReason.LENGTH)
         self.stats.sampling_s += time.perf_counter() - start
 
-    def _forward(self, module: Any, ids: NDArray[Any], positions: NDArray[np.int64], extent: int) -> Any:
-        """Run `module` on [B, Q] ids at `positions`, each looking at the positions up to its own, of `extent`."""
+    def _banned(self, running: list[Running | None], vocab: int) -> Tensor | None:
+        """Return [B, V] which tokens are not to be drawn; None if all are allowed."""
+        banned = [() if r is None else r.request.sampling.banned_token_ids for r in running]
+        if not any(banned):
+            return None
+        mask = np.zeros((len(banned), vocab), np.bool_)
+        for index, tokens in enumerate(banned):
+            mask[index, list(tokens)] = True
+        return self._tensor(mask)
+
+    def _forward(
+        self,
+        module: Any,
+        ids: NDArray[Any],
+        positions: NDArray[np.int64],
+        extent: int,
+        *,
+        rope: NDArray[np.int64] | None = None,
+        inputs: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Any:
+        """Run `module` on [B, Q] ids at `positions`, each looking at the positions up to its own, of `extent`.
+
+        `rope` are the positions in the model's sense, [B, Q] or [3, B, Q], where they differ; `inputs` are of media.
+        """
         start = time.perf_counter()
         with torch.inference_mode():
-            position_ids = self._tensor(positions)
-            hidden = torch.arange(extent, device=self._device) > position_ids.unsqueeze(-1)
+            hidden = torch.arange(extent, device=self._device) > self._tensor(positions).unsqueeze(-1)
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
             out = module(
                 input_ids=self._tensor(ids.astype(np.int64, copy=False)),
                 attention_mask=mask.unsqueeze(1),
-                position_ids=position_ids,
+                position_ids=self._tensor(positions if rope is None else rope),
                 past_key_values=self._cache,
                 use_cache=True,
+                **{k: v.to(self._device, self._dtype if v.is_floating_point() else None) for k, v in inputs.items()},
             )
         self.stats.forward_s += time.perf_counter() - start
         return out
@@ -528,17 +583,3 @@ def _common_prefix(a: Ids, b: Ids, length: int) -> int:
     """Return how many of the first `length` ids agree."""
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
-
-
-def _check_attention(config: Mapping[str, Any], max_context: int) -> None:
-    """Refuse a model whose layers would need another mask or another cache than full attention."""
-    window = config.get("sliding_window")
-    layers = config.get("layer_types") or ["full_attention" if window is None else "sliding_attention"]
-    kinds = sorted(set(layers))
-    is_full = kinds == ["full_attention"]
-    if is_full or (window is not None and window >= max_context and set(kinds) <= {"full_attention", "sliding_attention"}):
-        return
-    raise ConfigError(
-        f"the embedded engine computes full attention, and this model has {kinds} layers (window {window}) for a context of "
-        f"{max_context} tokens; lower max_context to the window or use a served engine"
-    )

@@ -24,7 +24,15 @@ class Sampled(NamedTuple):
     """[B] float32."""
 
 
-def sample(logits: Tensor, *, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> Sampled:
+def sample(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    uniform: Tensor,
+    banned: Tensor | None = None,
+) -> Sampled:
     """Draw one token per row by inverting the cumulative distribution at `uniform`.
 
     Args:
@@ -33,20 +41,22 @@ def sample(logits: Tensor, *, temperature: Tensor, top_p: Tensor, top_k: Tensor,
         top_p: [B] float32 in (0, 1]; applied after top-k, to what top-k leaves.
         top_k: [B] int64; 0 or less means no limit.
         uniform: [B] float64 in [0, 1); what makes the draw random, so the same number gives the same token.
+        banned: [B, V] tokens that are not drawn. As top-k, it changes the draw and not the logprobs.
     """
     is_greedy = temperature == 0
     logprobs = torch.log_softmax(logits.float() / torch.where(is_greedy, 1.0, temperature).unsqueeze(1), dim=-1)
+    drawn_from = logprobs if banned is None else logprobs.masked_fill(banned, float("-inf"))
     if bool(is_greedy.all()):
-        tokens = logprobs.argmax(dim=-1)
+        tokens = drawn_from.argmax(dim=-1)
     else:
-        probs = logprobs.exp()
+        probs = drawn_from.exp()
         limited = torch.nonzero((top_p < 1) | (top_k > 0)).squeeze(1)
         if len(limited):
             probs[limited] = _keep_top(probs[limited], top_p=top_p[limited], top_k=top_k[limited])
         # In float64, because single precision loses the tail of a vocabulary of 150,000.
         cdf = torch.cumsum(probs, dim=-1, dtype=torch.float64)
         tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1]).unsqueeze(1), right=True).squeeze(1)
-        tokens = torch.where(is_greedy, logprobs.argmax(dim=-1), tokens)
+        tokens = torch.where(is_greedy, drawn_from.argmax(dim=-1), tokens)
     return Sampled(tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from polyturn.core.arrays import Ids
 from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.engines.media import ShownPrompt
 
 MIN_SHARED_PREFIX = 8
 """Copying a shorter prefix costs more than computing it."""
@@ -55,6 +56,17 @@ class Running:
     versions: list[tuple[int, int]]
     slot: int = -1
     prefilled: int = 0
+    shown: ShownPrompt | None = None
+    """The prompt's media; None for text."""
+
+    @property
+    def keys(self) -> Ids:
+        """[T] what tells the prompt from others: its ids, and media by what they show."""
+        return self.request.prompt_ids if self.shown is None else self.shown.keys
+
+    def before(self, index: int) -> int:
+        """Return `index`, or where the medium starts that a cut there would divide."""
+        return index if self.shown is None else self.shown.before(index)
 
 
 @dataclass(slots=True)
@@ -62,7 +74,7 @@ class Slots:
     """What every slot holds, as arrays over slots, so that a decoding step does no Python work per row."""
 
     ids: NDArray[np.int32]
-    """[N, max_context] the known ids."""
+    """[N, max_context] the known ids; negative where the model reads a medium's features (see `media.ShownPrompt`)."""
     logprobs: NDArray[np.float32]
     """[N, max_context] of the sampled ones."""
     cached: NDArray[np.int64]
@@ -79,6 +91,8 @@ class Slots:
     top_p: NDArray[np.float32]
     top_k: NDArray[np.int64]
     last_used: NDArray[np.int64]
+    rope_offset: NDArray[np.int64]
+    """[N] what is added to a sampled token's index to get its position; 0 unless the prompt shows media."""
     running: list[Running | None] = field(default_factory=list)
     clock: int = 0
     session: list[str | None] = field(default_factory=list)
@@ -99,6 +113,7 @@ class Slots:
             top_p=np.ones(n, np.float32),
             top_k=np.zeros(n, np.int64),
             last_used=np.zeros(n, np.int64),
+            rope_offset=np.zeros(n, np.int64),
             running=[None] * n,
             session=[None] * n,
         )
@@ -107,7 +122,7 @@ class Slots:
         """Exchange the slots first[i] and second[i]."""
         to, origin = first + second, second + first
         arrays = (self.cached, self.known, self.limit, self.prompt, self.stop)
-        for array in (*arrays, self.temperature, self.top_p, self.top_k, self.last_used):
+        for array in (*arrays, self.temperature, self.top_p, self.top_k, self.last_used, self.rope_offset):
             array[to] = array[origin]
         width = int(self.known[to].max(initial=0))
         self.ids[to, :width] = self.ids[origin, :width]

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.arrays import Ids
-from polyturn.core.media import Media
+from polyturn.core.media import KINDS, Media
 from polyturn.tokens.multimodal import MediaProcessor
 
 _TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
@@ -55,6 +55,8 @@ class MediaRows:
         self._rope_takes = frozenset(inspect.signature(self._rope_index).parameters) if self._rope_index else frozenset()
         self.takes = frozenset(inspect.signature(base.forward).parameters)
         """The arguments of the model's forward pass."""
+        self.type_numbers = {kind: number for number, kind in enumerate(KINDS, start=1)}
+        """What stands for a kind's features in `RowInputs.types`."""
 
     @property
     def has_rope_index(self) -> bool:

@@ -1,0 +1,192 @@
+"""The embedded engine on prompts that show images: the trainer's logprobs, the cache between turns, equal ids that
+show something else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from polyturn.core.errors import EngineError
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.core.media import Media
+from polyturn.core.messages import Message
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.multimodal import MediaProcessor
+from polyturn.training.local import LocalPolicy
+from polyturn.training.optim import OptimSettings
+
+TOKENIZER = vision_tokenizer()
+CODEC = Codec(TOKENIZER)
+PROCESSOR = MediaProcessor(tiny_processor(TOKENIZER), CODEC)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def sharp_model() -> torch.nn.Module:
+    """Return the tiny model with weights large enough that a wrong position or picture shows in its logprobs."""
+    model = tiny_vision_model(TOKENIZER)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(6 if "language_model" in name else 3)
+    return model
+
+
+def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
+    return Image.new("RGB", (width, height), color)
+
+
+def shown(*parts: object) -> tuple[np.ndarray, tuple[Media, ...]]:
+    """Return the ids and media of a user's message with the generation prompt."""
+    content = tuple({"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts)
+    message = Message(role="user", content=content)
+    return PROCESSOR.expand(CODEC.encode(CODEC.render([message], add_generation_prompt=True)), [message]), message.media
+
+
+_count = iter(range(10**9))
+
+
+def ask(ids: np.ndarray, media: Sequence[Media], *, session: str | None = None, **sampling: object) -> GenerateRequest:
+    name = f"r{next(_count)}"
+    options = {"max_tokens": 12, "banned_token_ids": PROCESSOR.token_ids, **sampling}
+    return GenerateRequest(
+        request_id=name, session_id=session or name, prompt_ids=ids, media=tuple(media), sampling=SamplingParams(**options)
+    )
+
+
+async def ask_all(engine: EmbeddedEngine, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(engine.generate(r)) for r in requests]
+    return [t.result() for t in tasks]
+
+
+def trainer_logprobs(
+    model: torch.nn.Module, ids: np.ndarray, media: Sequence[Media], completion: Completion, temperature: float = 1.0
+) -> np.ndarray:
+    """Return what the trainer computes for the completion behind the prompt `ids`."""
+    token_ids = np.concatenate([ids, completion.token_ids])
+    weights = np.concatenate([np.zeros(len(ids)), np.ones(len(completion.token_ids))])
+    sample = TrainSample(
+        id=SampleId("g", "t", 0),
+        token_ids=token_ids,
+        loss_weights=weights,
+        turn_ids=np.zeros(len(token_ids), np.int32),
+        media=tuple(media),
+        temperature=temperature,
+    )
+    policy = LocalPolicy(model, optim=OptimSettings(), media=PROCESSOR)
+    return policy.score([sample])[0][len(ids) :]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("prefill_chunk", [256, 5])
+async def test_logprobs_equal_the_trainers(temperature: float, prefill_chunk: int) -> None:
+    """I8: prompts with several images of several sizes and one without, together in one batch."""
+    model = sharp_model()
+    engine = EmbeddedEngine(model, media=PROCESSOR, prefill_chunk=prefill_chunk)
+    prompts = [
+        shown(picture("red"), "Which?"),
+        shown("Compare ", picture("red", 84, 56), " with ", picture("blue", 28, 84), ", please."),
+        shown("No picture at all."),
+        shown(picture("green", 112, 112)),
+    ]
+    completions = await ask_all(engine, [ask(*p, temperature=temperature, seed=i) for i, p in enumerate(prompts)])
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = trainer_logprobs(model, *prompt, completion, temperature)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+async def test_a_later_turn_that_shows_another_image_prefills_only_what_is_new() -> None:
+    model = sharp_model()
+    engine = EmbeddedEngine(model, media=PROCESSOR)
+    ids, media = shown(picture("red", 56, 56), "Which?")
+    more = ids
+    for turn in range(3):
+        completion = await engine.generate(ask(ids, media, session="s", seed=turn))
+        np.testing.assert_allclose(completion.logprobs, trainer_logprobs(model, ids, media, completion), atol=1e-4)
+        if turn:
+            assert completion.info["prefilled_tokens"] == len(more) + 1  # the last sampled token was never fed
+        more, new = shown("and now ", picture("blue", 28, 28 * (turn + 1)))
+        ids, media = np.concatenate([ids, completion.token_ids, more]), (*media, *new)
+
+
+async def test_prompts_with_equal_ids_and_other_pictures_share_nothing_behind_the_picture() -> None:
+    model = sharp_model()
+    engine = EmbeddedEngine(model, media=PROCESSOR)
+    before = "Here is a picture that I want to ask something about. "
+    red, blue = (shown(before, picture(color), " Tell me everything that you can see in it.") for color in ("red", "blue"))
+    assert red[0].tolist() == blue[0].tolist()
+    first = await engine.generate(ask(*red, seed=1))
+    second, again = await engine.generate(ask(*blue, seed=1)), await engine.generate(ask(*red, seed=1))
+    assert first.token_ids.tolist() == again.token_ids.tolist() != second.token_ids.tolist()
+    np.testing.assert_allclose(second.logprobs, trainer_logprobs(model, *blue, second), atol=1e-4)
+    assert 0 < second.info["prefilled_tokens"] < len(blue[0])
+    assert again.info["prefilled_tokens"] < second.info["prefilled_tokens"]
+
+
+async def test_a_session_whose_picture_changed_does_not_reuse_its_cache() -> None:
+    model = sharp_model()
+    engine = EmbeddedEngine(model, media=PROCESSOR, share_prefixes=False)
+    red, blue = shown(picture("red"), "Which?"), shown(picture("blue"), "Which?")
+    await engine.generate(ask(*red, session="s", seed=1))
+    completion = await engine.generate(ask(*blue, session="s", seed=1))
+    np.testing.assert_allclose(completion.logprobs, trainer_logprobs(model, *blue, completion), atol=1e-4)
+
+
+async def test_a_weight_update_in_the_middle_computes_prompt_and_pictures_anew() -> None:
+    model = sharp_model()
+    engine = EmbeddedEngine(model, media=PROCESSOR, max_burst_s=0.0)
+    ids, media = shown(picture("red", 56, 84), "Which?")
+    running = asyncio.create_task(engine.generate(ask(ids, media, max_tokens=40, seed=3)))
+    while engine.stats.decoded_tokens < 5:  # noqa: ASYNC110 (the engine runs on this loop)
+        await asyncio.sleep(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    await engine.update_weights(1)
+    completion = await running
+    (_, _), (changed, version) = completion.policy_versions
+    assert version == 1
+    expected = trainer_logprobs(model, ids, media, completion)
+    np.testing.assert_allclose(completion.logprobs[changed:], expected[changed:], atol=1e-4)
+
+
+async def test_banned_tokens_are_not_sampled_and_leave_the_logprobs_as_they_are() -> None:
+    model = sharp_model()
+    engine = EmbeddedEngine(model, media=PROCESSOR)
+    ids, media = shown(picture("red"), "Which?")
+    free = await engine.generate(ask(ids, media, seed=1, temperature=0.0, max_tokens=1, banned_token_ids=()))
+    wanted = int(free.token_ids[0])
+    for temperature in (0.0, 1.0):
+        completion = await engine.generate(
+            ask(ids, media, seed=1, temperature=temperature, max_tokens=40, banned_token_ids=(wanted, *PROCESSOR.token_ids))
+        )
+        assert wanted not in completion.token_ids
+        expected = trainer_logprobs(model, ids, media, completion)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+async def test_media_and_ids_that_do_not_belong_together_are_refused() -> None:
+    engine = EmbeddedEngine(tiny_vision_model(TOKENIZER), media=PROCESSOR)
+    ids, media = shown(picture("red"), "Which?")
+    with pytest.raises(EngineError, match="tokens that stand for media, and no media"):
+        await engine.generate(ask(ids, ()))
+    with pytest.raises(EngineError, match="features for other media than the 1"):
+        await engine.generate(ask(ids, shown(picture("red", 56, 56))[1]))
+    with pytest.raises(EngineError, match="2 media and its ids show 1"):
+        await engine.generate(ask(ids, media * 2))
+    with pytest.raises(EngineError, match="must follow"):
+        await engine.generate(ask(ids[: 1 + np.flatnonzero(np.isin(ids, PROCESSOR.token_ids))[-1]], media))
+    assert EmbeddedEngine(tiny_vision_model(TOKENIZER)).capabilities.media is False
+    assert engine.capabilities.media is True
