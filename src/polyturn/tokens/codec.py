@@ -16,7 +16,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.messages import Message
+from polyturn.tokens.delimiters import find_delimiters
 from polyturn.tokens.template import ChatTemplate
 from polyturn.tokens.turn_ends import Span, TurnEnds, common_length, find_turn_ends
 
@@ -72,6 +73,9 @@ class Codec:
         longest_first = sorted(added.values(), key=len, reverse=True)
         self._control_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._control_ids = {text: i for i, text in added.items()}
+        self._normalizes = self._backend.normalizer is not None and any(
+            t.normalized for t in tokenizer.added_tokens_decoder.values()
+        )
 
     # What the tokenizer is.
 
@@ -98,6 +102,17 @@ class Codec:
         """
         eos = self.tokenizer.eos_token_id
         return tuple(dict.fromkeys([*self.turn_ends.stops, *([] if eos is None else [int(eos)])]))
+
+    @functools.cached_property
+    def delimiters(self) -> frozenset[int]:
+        """The control tokens that open or close turns, roles and media."""
+        return find_delimiters(self)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that the tokenizer names as begin, end and padding."""
+        named = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
+        return frozenset(int(i) for i in named if i is not None)
 
     @functools.cached_property
     def generation_prompt(self) -> str:
@@ -193,16 +208,50 @@ class Codec:
         """Return where the texts of control tokens stand in `text`."""
         return [Span(m.start(), m.end(), self._control_ids[m[0]]) for m in self._control_text.finditer(text)]
 
-    def fence(self, text: str, marker: str) -> str:
-        """Return environment text with each piece that reads like a control token between two markers."""
-        return self._control_text.sub(lambda m: marker + m[0] + marker, text)
+    def fence(self, text: str, marker: str, *, only: Collection[int] | None = None) -> str:
+        """Return environment text with each piece that reads like a control token fenced by markers.
+
+        Args:
+            text: The text.
+            marker: A word that occurs nowhere else.
+            only: Fence these tokens and leave the others to be recognised; None fences all.
+        """
+        if self._normalizes and only is None and not self.has_control(text) and self.has_control(self._normalized(text)):
+            return self.enclose(text, marker)
+        return self._control_text.sub(
+            lambda m: m[0] if only is not None and self._control_ids[m[0]] not in only else self.enclose(m[0], marker), text
+        )
+
+    def enclose(self, text: str, marker: str) -> str:
+        """Return `text` fenced as a whole."""
+        return f"{marker}b{text}{marker}e" if text else text
+
+    def defuse(self, text: str) -> str:
+        """Return `text` with each control text broken by a space: for templates that let no fence through."""
+        return self._control_text.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)
 
     def encode_fenced(self, text: str, marker: str) -> Ids:
-        """Return the ids of template text in which the pieces between markers are environment text."""
-        pieces = text.split(marker)
-        if len(pieces) == 1:
+        """Return the ids of template text in which fenced pieces are environment text.
+
+        Raises:
+            FenceError: a fence is torn, because the template cut the text inside it.
+        """
+        if marker not in text:
             return self.encode(text)
-        return _join([self.encode_plain(p) if i % 2 else self.encode(p) for i, p in enumerate(pieces) if p])
+        pieces = re.split(f"{marker}([be])", text)
+        signs = pieces[1::2]
+        if marker in "".join(pieces[0::2]) or signs != ["b", "e"] * (len(signs) // 2):
+            raise FenceError(f"the fences {signs} do not match")
+        parts = [self.encode_plain(p) if i % 2 else self.encode(p) for i, p in enumerate(pieces[0::2]) if p]
+        return _join(parts)
+
+    def _normalized(self, text: str) -> str:
+        normalizer = self._backend.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text.encode("utf-8", "replace").decode()))
+
+
+class FenceError(Exception):
+    """Markers around environment text that the template did not keep in pairs."""
 
 
 def load_codec(

@@ -1,11 +1,12 @@
-"""DeltaEncoder: what the template writes between two completions, encoded without looking at the history.
+"""DeltaEncoder: what the template writes between two completions, encoded without looking at what the history says.
 
     held      ...<|im_start|>assistant\\nLet me add.<tool_call>{...}</tool_call><|im_end|>
     extend    \\n<|im_start|>user\\n<tool_response>\\n4\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n
 
-The new messages are rendered after a short base conversation (system, user, an assistant's turn; with as many tool calls,
-under the same names and ids, as tool messages follow), and what stands after the base's last turn is the delta: first
-the token that ends a turn, dropped when the completion ended with one, then the messages, then the generation prompt.
+The new messages are rendered after a short base conversation that has the *shape* the delta may depend on: a system message
+where the history has one, an earlier tool result where it has one, an assistant's turn with as many calls, under the same
+names and ids, as tool messages follow. What stands behind the base's last turn is the delta: first the token that ends a
+turn, dropped when the completion ended with one, then the messages, then the generation prompt.
 
 Environment text cannot speak in control tokens. Text without control tokens is encoded in one go with the template text
 around it, which keeps the ids equal to those of a full render (invariant I5). Control text inside it is fenced (see
@@ -15,15 +16,19 @@ around it, which keeps the ids equal to those of a full render (invariant I5). C
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from polyturn.core.arrays import Ids, ids_array
-from polyturn.core.errors import TemplateError
+from polyturn.core.errors import ConfigError, TemplateError, did_you_mean
 from polyturn.core.messages import Message, ToolCall
-from polyturn.tokens.codec import Codec
+from polyturn.tokens.codec import Codec, FenceError
+from polyturn.tokens.frames import Frame, find_frame, map_text, shape, unused_word, values, with_slots
+from polyturn.tokens.turn_ends import behind_anchor, split_turn
+
+ESCAPES = ("delimiters", "all", "none")
+"""Which control texts in a prompt are ordinary text: those that open and close turns and media, all, or none."""
 
 _SYSTEM = Message(role="system", content="You are a helpful assistant.")
 _USER = Message(role="user", content="Hi")
@@ -33,60 +38,72 @@ the other): what stands behind the last of them is the end of that turn, then th
 that no template trims, escapes or otherwise changes it."""
 _MAX_PROMPTS = 64
 """Prompts whose ids are kept, so that the members of a group encode theirs once."""
-_SLOT = re.compile(r"Zq7Slot(\d+)(content|name|id)Z")
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """What a template writes around the contents of one shape of new messages."""
+class _Past(NamedTuple):
+    """What a base conversation takes over from a history."""
 
-    literals: tuple[str, ...]
-    """Template text; between literals i and i + 1 stands slot i."""
-    slots: tuple[tuple[int, str], ...]
-    """(index of the message, "content", "name" or "id")."""
-    control: tuple[int, ...]
-    """The control tokens of the template text, in order: encoding with real contents must give exactly these."""
-
-    def fill(self, values: Mapping[tuple[int, str], str]) -> str:
-        out = [self.literals[0]]
-        for slot, literal in zip(self.slots, self.literals[1:], strict=True):
-            out += (values[slot], literal)
-        return "".join(out)
+    system: bool
+    results: bool
+    """A tool answered an earlier turn."""
 
 
 class DeltaEncoder:
     """Encodes prompts, and what follows a completion, for one set of tools. Shared by all episodes that have them."""
 
-    def __init__(self, codec: Codec, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        escape_prompts: str = "delimiters",
+        escape_observations: bool = True,
+    ) -> None:
+        """Make an encoder.
+
+        Args:
+            codec: The tokenizer and template.
+            tools: The schemas that every render shows.
+            escape_prompts: One of `ESCAPES`: what of a prompt's text that reads like control tokens is ordinary text.
+            escape_observations: Tool results, user replies and calls are ordinary text, whatever they say.
+
+        Raises:
+            ConfigError: `escape_prompts` is not one of `ESCAPES`.
+        """
+        if escape_prompts not in ESCAPES:
+            raise ConfigError(f"escape_prompts cannot be {escape_prompts!r}.{did_you_mean(escape_prompts, ESCAPES)}")
         self.codec = codec
         self.tools = tuple(tools)
-        self._frames: dict[tuple[object, ...], _Frame | None] = {}
+        self._escape_prompts = escape_prompts
+        self._escape_observations = escape_observations
+        self._frames: dict[tuple[object, ...], Frame | None] = {}
         self._controls: dict[tuple[object, ...], tuple[int, ...]] = {}
         """The template's own control tokens around the shapes that have no frame."""
-        self._takes_system: bool | None = None
         self._prompts: dict[tuple[object, ...], Ids] = {}
 
-    def start(self, messages: Sequence[Message]) -> Ids:
+    def start(self, messages: Sequence[Message], *, num_prompt: int | None = None) -> Ids:
         """Return the ids of a whole conversation and the generation prompt.
 
-        The prompt is its owner's text, encoded as rendered; environment text in it (tool results, and user messages
-        behind an assistant's turn, as a rewritten history has them) is protected as in `extend`.
+        Args:
+            messages: The conversation.
+            num_prompt: How many leading messages are the task's prompt, which is its owner's text; the rest is encoded as
+                environment text. None takes what stands before the first assistant's turn, without tool messages.
 
         Raises:
             TemplateError: the template cannot render the messages.
         """
-        key = _prompt_key(messages)
+        key = _prompt_key(messages, num_prompt)
         if key is None:
-            return self._whole(messages, add_generation_prompt=True)
+            return self._whole(messages, num_prompt, add_generation_prompt=True)
         if key not in self._prompts:
             if len(self._prompts) >= _MAX_PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
-            self._prompts[key] = self._whole(messages, add_generation_prompt=True)
+            self._prompts[key] = self._whole(messages, num_prompt, add_generation_prompt=True)
         return self._prompts[key]
 
-    def full(self, messages: Sequence[Message]) -> Ids:
+    def full(self, messages: Sequence[Message], *, num_prompt: int | None = None) -> Ids:
         """Return the ids of a whole conversation without generation prompt: what the sanity check compares with."""
-        return self._whole(messages, add_generation_prompt=False)
+        return self._whole(messages, num_prompt, add_generation_prompt=False)
 
     def assistant(self, message: Message) -> Ids:
         """Return the ids that a model would have to sample to say `message`: everything behind the generation prompt, up
@@ -112,228 +129,239 @@ class DeltaEncoder:
         """What a template writes before a turn of the shortest conversation."""
         return self.codec.render([_USER], tools=self.tools, add_generation_prompt=True)
 
-    def extend(self, new: Sequence[Message], *, last_id: int | None) -> Ids:
+    def extend(self, new: Sequence[Message], *, last_id: int | None, history: Sequence[Message] = ()) -> Ids:
         """Return the ids that follow a completion: the rest of its turn, the new messages, the generation prompt.
 
         Args:
             new: The messages that answer the completion, at least one.
             last_id: The completion's last token; None for an empty one. Unless it ends a turn, the completion was cut, and
                 the template's end token is written first.
+            history: The messages before `new`. Only their roles are looked at; nothing they say is rendered.
 
         Raises:
             TemplateError: the template cannot render the messages.
         """
-        ids = self._encode_new(new)
+        ids = self._encode_new(new, self._past(history))
         if last_id is None or not len(ids):
             return ids
-        is_end = last_id in self.codec.stop_token_ids and int(ids[0]) == self.codec.turn_end
+        is_end = last_id in self.codec.stop_token_ids and int(ids[0]) in self.codec.turn_ends.past
         return ids[1:] if is_end or int(ids[0]) == last_id else ids
 
-    def _encode_new(self, new: Sequence[Message]) -> Ids:
+    def delta_text(self, new: Sequence[Message], *, history: Sequence[Message] = ()) -> str:
+        """Return the text that `extend` encodes, from the end token of the completion's turn on.
+
+        Raises:
+            TemplateError: the template cannot render the messages.
+        """
+        return self._render_delta(new, self._past(history))
+
+    # New messages.
+
+    def _encode_new(self, new: Sequence[Message], past: _Past) -> Ids:
         codec = self.codec
-        values = _values(new)
-        shape = _shape(new)
-        if shape is None:
-            return self._encode_rendered(new)
-        if shape not in self._frames:
-            self._frames[shape] = self._build_frame(new)
-        frame = self._frames[shape]
+        form = shape(new)
+        if form is None:
+            return self._encode_rendered(new, past)
+        key = (past, *form)
+        if key not in self._frames:
+            render = functools.partial(self._render_delta, past=past)
+            self._frames[key] = find_frame(new, render, self._control_of)
+            self._check_is_read(new, past)
+        frame = self._frames[key]
         if frame is None:
-            return self._encode_rendered(new)
-        if not any(map(codec.has_control, values.values())):
-            ids = codec.encode(frame.fill(values))
-            if tuple(codec.control_in(ids).tolist()) == frame.control:
-                return ids
-            # Template and content together spell a control token, or the tokenizer reads one in other text.
-            marker = _marker(values.values())
-            return codec.encode_fenced(frame.fill({k: marker + v + marker for k, v in values.items()}), marker)
-        marker = _marker(values.values())
-        return codec.encode_fenced(frame.fill({k: codec.fence(v, marker) for k, v in values.items()}), marker)
-
-    # Frames: one real render for each shape of messages instead of one for each turn.
-
-    def _build_frame(self, new: Sequence[Message]) -> _Frame | None:
-        """Render the shape of `new` with placeholders; None if this template treats contents in a way of its own."""
-        marked = [_with_slots(index, message) for index, message in enumerate(new)]
-        pieces = _SLOT.split(self._render_delta(marked))
-        frame = _Frame(
-            literals=tuple(pieces[0::3]),
-            slots=tuple((int(i), f) for i, f in zip(pieces[1::3], pieces[2::3], strict=True)),
-            control=tuple(self.codec.control_in(self.codec.encode("".join(pieces[0::3]))).tolist()),
-        )
-        for index, message in enumerate(marked):
-            if message.text and (index, "content") not in frame.slots:
-                self._check_is_read(marked, index)
-                return None
-        for trial in (new, *([_with_text(i, m, t) for i, m in enumerate(new)] for t in _TRIALS)):
-            if frame.fill(_values(trial)) != self._render_delta(trial):
-                return None
-        return frame
-
-    def _check_is_read(self, marked: Sequence[Message], index: int) -> None:
-        """Raise unless what message `index` says makes a difference to the text: the template only spells it differently."""
-        other = [replace(m, content="Two words.") if i == index else m for i, m in enumerate(marked)]
-        if self._render_delta(other) == self._render_delta(marked):
-            role = marked[index].role
-            raise TemplateError(
-                f"the chat template leaves out what a {role} message says, so the model would never read it; use a template "
-                f"that renders {role} messages"
-            )
-
-    def _encode_rendered(self, new: Sequence[Message]) -> Ids:
-        values = _values(new)
-        marker = _marker(values.values())
-        fenced = [_map_text(m, lambda text: self.codec.fence(text, marker)) for m in new]
-        ids = self.codec.encode_fenced(self._render_delta(fenced), marker)
-        shape = _shape(new)
-        expected = self._controls.get(shape) if shape is not None else None
-        if expected is None:
-            plain = [_map_text(m, lambda text: "x" if text.strip() else text) for m in new]
-            expected = tuple(self.codec.control_in(self.codec.encode(self._render_delta(plain))).tolist())
-            if shape is not None:
-                self._controls[shape] = expected
-        if tuple(self.codec.control_in(ids).tolist()) == expected:
+            return self._encode_rendered(new, past)
+        if not self._escape_observations:
+            return codec.encode(frame.fill(new))
+        marker = unused_word(values(new).values(), "Zq7Fence")
+        text = frame.fill(new, lambda text: codec.fence(text, marker))
+        ids = codec.encode_fenced(text, marker)
+        if tuple(codec.control_in(ids).tolist()) == frame.control:
             return ids
-        closed = [_map_text(m, lambda text: marker + text + marker if text else text) for m in new]
-        return self.codec.encode_fenced(self._render_delta(closed), marker)
+        # Template and content together spell a control token, or the tokenizer reads one in other text.
+        return codec.encode_fenced(frame.fill(new, lambda text: codec.enclose(text, marker)), marker)
 
-    def _render_delta(self, new: Sequence[Message]) -> str:
+    def _control_of(self, text: str) -> tuple[int, ...]:
+        return tuple(self.codec.control_in(self.codec.encode(text)).tolist())
+
+    def _check_is_read(self, new: Sequence[Message], past: _Past) -> None:
+        """Raise if what one of `new` says makes no difference to the text."""
+        marked = with_slots(new)
+        text = self._render_delta(marked, past)
+        for index, message in enumerate(marked):
+            if not message.text or message.text in text:
+                continue
+            other = [replace(m, content="Two words.") if i == index else m for i, m in enumerate(marked)]
+            if self._render_delta(other, past) == text:
+                raise TemplateError(
+                    f"the chat template leaves out what a {message.role} message says, so the model would never read it; "
+                    f"use a template that renders {message.role} messages"
+                )
+
+    def _encode_rendered(self, new: Sequence[Message], past: _Past) -> Ids:
+        codec = self.codec
+        if not self._escape_observations:
+            return codec.encode(self._render_delta(new, past))
+        marker = unused_word(values(new).values(), "Zq7Fence")
+        expected = self._expected_control(new, past)
+        changes: tuple[Callable[[str], str], ...] = (
+            lambda text: codec.fence(text, marker),
+            lambda text: codec.enclose(text, marker) if text else text,
+            codec.defuse,
+        )
+        ids = None
+        for change in changes:
+            try:
+                ids = codec.encode_fenced(self._render_delta([map_text(m, change) for m in new], past), marker)
+            except FenceError:
+                continue
+            if tuple(codec.control_in(ids).tolist()) == expected:
+                return ids
+        if ids is None:
+            raise TemplateError(
+                f"the chat template tears up what a {new[-1].role} message says; use one that renders contents as they are"
+            )
+        return ids
+
+    def _expected_control(self, new: Sequence[Message], past: _Past) -> tuple[int, ...]:
+        """Return the control tokens that the template writes around `new`, whatever they say."""
+        form = shape(new)
+        found = self._controls.get((past, *form)) if form is not None else None
+        if found is None:
+            plain = [map_text(m, lambda text: "x" if text.strip() else text) for m in new]
+            found = self._control_of(self._render_delta(plain, past))
+            if form is not None:
+                self._controls[past, *form] = found
+        return found
+
+    def _render_delta(self, new: Sequence[Message], past: _Past) -> str:
         """Return what the template writes from the end of the assistant's turn on."""
-        anchor = _marker(_values(new).values(), _ANCHOR)
-        base = self._base(new, anchor)
-        rendered = self.codec.render([*base, *new], tools=self.tools, add_generation_prompt=True)
-        _, found, behind = rendered.rpartition(anchor)
-        if not found:
+        codec = self.codec
+        anchor = unused_word(values(new).values(), _ANCHOR)
+        for base in self._bases(new, past, anchor):
+            text = codec.try_render([*base, *new], tools=self.tools, add_generation_prompt=True)
+            if text is not None:
+                break
+        else:
+            base = next(self._bases(new, past, anchor))
+            text = codec.render([*base, *new], tools=self.tools, add_generation_prompt=True)
+        behind = behind_anchor(text, anchor)
+        if behind is None:
             raise TemplateError(
                 "the chat template leaves out what an assistant's turn says; use one that renders assistant messages"
             )
-        end = self.codec.turn_end
-        if end is not None:
-            position = behind.find(self.codec.control_tokens[end])
-            if position >= 0:
-                return behind[position:]
-        alone = self.codec.render(base, tools=self.tools).rpartition(anchor)[2]
-        if not behind.startswith(alone):
+        alone = behind_anchor(codec.try_render(base, tools=self.tools), anchor)
+        split = split_turn(alone, behind, codec.turn_ends, codec)
+        if split is None:
             raise TemplateError(
                 "the chat template changes how an assistant's turn ends when messages follow it; incremental encoding needs "
-                f"a template that only appends (it wrote {alone[:40]!r}, then {behind[:40]!r})"
+                f"a template that only appends (it wrote {(alone or '')[:40]!r}, then {behind[:40]!r})"
             )
-        return behind[len(alone) :]
+        return behind[split:]
 
-    def _base(self, new: Sequence[Message], anchor: str) -> list[Message]:
-        """Return a conversation that `new` can follow: a system message where the template takes one, a user, a turn."""
+    # The base conversation.
+
+    def _past(self, history: Sequence[Message]) -> _Past:
+        if not history:
+            return _Past(self._takes_system, results=False)
+        last = max((i for i, m in enumerate(history) if m.role == "assistant"), default=0)
+        return _Past(history[0].role == "system", results=any(m.role == "tool" for m in history[:last]))
+
+    @functools.cached_property
+    def _takes_system(self) -> bool:
+        return self.codec.try_render([_SYSTEM, _USER], tools=self.tools) is not None
+
+    def _bases(self, new: Sequence[Message], past: _Past, anchor: str) -> Iterator[list[Message]]:
+        """Yield conversations that `new` can follow: what the past asks for, then what a stricter template may allow."""
         calls: list[ToolCall] = []
         for index, message in enumerate(new):
             if message.role != "tool":
                 break
             call_id = message.tool_call_id or f"call_{index}"
-            name = message.name if message.name and not self.codec.has_control(message.name) else "tool"
-            calls.append(ToolCall(id=call_id, name=name, arguments={"x": anchor}))
-        turn = Message(role="assistant", content=anchor, tool_calls=tuple(calls))
-        if self._takes_system is None:
-            self._takes_system = self._renders([_SYSTEM, _USER])
-        return [_SYSTEM, _USER, turn] if self._takes_system else [_USER, turn]
+            calls.append(ToolCall(id=call_id, name=message.name or "tool", arguments={"x": anchor}))
+        start = [_SYSTEM, _USER] if past.system else [_USER]
+        earlier = ToolCall(id="call_e_0", name="tool", arguments={"x": "1"})
+        round_ = [
+            Message(role="assistant", content="", tool_calls=(earlier,)),
+            Message(role="tool", content="1", tool_call_id=earlier.id, name=earlier.name),
+        ]
+        prefixes = [[*start, *round_], start] if past.results else [start]
+        for prefix in (*prefixes, [_USER]):
+            for made in (tuple(calls), tuple(calls[:1])):
+                yield [*prefix, Message(role="assistant", content=anchor, tool_calls=made)]
 
-    def _renders(self, messages: Sequence[Message]) -> bool:
-        try:
-            self.codec.render(messages, tools=self.tools)
-        except TemplateError:
-            return False
-        return True
+    # Whole conversations.
 
-    def _whole(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Ids:
+    def _whole(self, messages: Sequence[Message], num_prompt: int | None, *, add_generation_prompt: bool) -> Ids:
         codec = self.codec
-        first_turn = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
-        foreign = {i for i, m in enumerate(messages) if m.role == "tool" or (m.role == "user" and i > first_turn)}
-        texts = [text for i in foreign for text in _values([messages[i]]).values()]
-        text = codec.render(messages, tools=self.tools, add_generation_prompt=add_generation_prompt)
-        if not any(map(codec.has_control, texts)):
+
+        def render(shown: Sequence[Message]) -> str:
+            return codec.render(shown, tools=self.tools, add_generation_prompt=add_generation_prompt)
+
+        text = render(messages)
+        marker = unused_word([text], "Zq7Fence")
+        fenced = [self._fenced(m, self._is_own(messages, i, num_prompt), marker) for i, m in enumerate(messages)]
+        if fenced == list(messages):
             return codec.encode(text)
-        marker = _marker([text])
-        fenced = [_map_text(m, lambda t: codec.fence(t, marker)) if i in foreign else m for i, m in enumerate(messages)]
-        text = codec.render(fenced, tools=self.tools, add_generation_prompt=add_generation_prompt)
-        return codec.encode_fenced(text, marker)
+        try:
+            return codec.encode_fenced(render(fenced), marker)
+        except FenceError:  # the template cuts contents at a word that stands inside a fence
+            shown = [m if m is f else map_text(m, codec.defuse) for m, f in zip(messages, fenced, strict=True)]
+            return codec.encode(render(shown))
+
+    def _is_own(self, messages: Sequence[Message], index: int, num_prompt: int | None) -> bool:
+        """Return whether message `index` is the text of the task's owner."""
+        if num_prompt is not None:
+            return index < num_prompt
+        first_turn = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
+        return index < first_turn and messages[index].role != "tool"
+
+    def _fenced(self, message: Message, is_own: bool, marker: str) -> Message:
+        """Return `message` with what must not speak in control tokens between markers; the message itself if nothing."""
+        codec, prompts = self.codec, self._escape_prompts
+
+        def all_of(text: str) -> str:
+            return codec.fence(text, marker)
+
+        def delimiters_of(text: str) -> str:
+            return codec.fence(text, marker, only=codec.delimiters)
+
+        if is_own:
+            fenced = message if prompts == "none" else map_text(message, all_of if prompts == "all" else delimiters_of)
+        elif not self._escape_observations:
+            return message
+        elif message.role == "assistant":
+            fenced = self._fenced_turn(message, delimiters_of, all_of)
+        else:
+            fenced = map_text(message, all_of)
+        return message if fenced == message else fenced
+
+    def _fenced_turn(self, turn: Message, delimiters_of: Callable[[str], str], all_of: Callable[[str], str]) -> Message:
+        """Fence a past turn: nothing in it ends or opens a turn, and a call's name and arguments are ordinary text."""
+        calls = tuple(
+            replace(c, raw=delimiters_of(c.raw))
+            if c.error is not None
+            else replace(
+                c, name=all_of(c.name), arguments={all_of(k): _map_value(v, all_of) for k, v in c.arguments.items()}
+            )
+            for c in turn.tool_calls
+        )
+        turn = map_text(turn, delimiters_of)
+        return replace(turn, tool_calls=calls, reasoning=None if turn.reasoning is None else delimiters_of(turn.reasoning))
 
 
-_TRIALS = (
-    "Two words.",
-    "a \"quote\", a \\ and a {brace}: <b>1 < 2 & 3</b>\n\n\tnext 'line' é 日",
-    '{"a": [1, null]}',
-    "  padded\n\n",
-)
-"""Contents that show whether a template trims, escapes or otherwise changes what it is given."""
+def _map_value(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(str(k)): _map_value(v, change) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_value(v, change) for v in value]
+    return value
 
 
-def _kind(text: str) -> str:
-    if not text:
-        return "empty"
-    if not text.strip():
-        return "blank"
-    return "text" if text == text.strip() else "padded"
-
-
-def _shape(new: Sequence[Message]) -> tuple[object, ...] | None:
-    """Return what the frame of `new` depends on; None where only a real render will do."""
-    shape: list[object] = []
-    for m in new:
-        if not isinstance(m.content, str) or m.tool_calls or m.reasoning is not None:
-            return None
-        kind = _kind(m.content)
-        if kind == "blank":
-            return None
-        shape.append((m.role, kind, m.name is None, m.tool_call_id is None))
-    return tuple(shape)
-
-
-def _prompt_key(messages: Sequence[Message]) -> tuple[object, ...] | None:
+def _prompt_key(messages: Sequence[Message], num_prompt: int | None) -> tuple[object, ...] | None:
     """Return what the ids of a prompt depend on; None for one that holds a turn, which is not asked for twice."""
     if any(m.role == "assistant" or m.tool_calls or m.reasoning or not isinstance(m.content, str) for m in messages):
         return None
-    return tuple((m.role, m.content, m.name, m.tool_call_id) for m in messages)
-
-
-def _values(new: Sequence[Message]) -> dict[tuple[int, str], str]:
-    """Return the environment's texts by slot."""
-    out: dict[tuple[int, str], str] = {}
-    for index, m in enumerate(new):
-        out[index, "content"] = m.text
-        if m.name is not None:
-            out[index, "name"] = m.name
-        if m.tool_call_id is not None:
-            out[index, "id"] = m.tool_call_id
-    return out
-
-
-def _with_slots(index: int, m: Message) -> Message:
-    return replace(
-        m,
-        content=f"Zq7Slot{index}contentZ" if m.text else "",
-        name=None if m.name is None else f"Zq7Slot{index}nameZ",
-        tool_call_id=None if m.tool_call_id is None else f"Zq7Slot{index}idZ",
-    )
-
-
-def _with_text(index: int, m: Message, text: str) -> Message:
-    """Return `m` with a trial content of the same kind, and a trial name and id."""
-    kind = _kind(m.text)
-    content = {"empty": "", "text": text.strip(), "padded": f" \n{text.strip()}{index} \n"}[kind]
-    name = None if m.name is None else f"trial_{index}"
-    return replace(m, content=content, name=name, tool_call_id=None if m.tool_call_id is None else f"call_9_{index}")
-
-
-def _map_text(m: Message, change: Callable[[str], str]) -> Message:
-    content = m.content
-    if isinstance(content, str):
-        content = change(content)
-    else:
-        content = tuple({**p, "text": change(str(p["text"]))} if "text" in p else p for p in content)
-    return replace(m, content=content, name=None if m.name is None else change(m.name))
-
-
-def _marker(texts: Iterable[str], stem: str = "Zq7Fence") -> str:
-    """Return a word that starts with `stem` and occurs in none of `texts`."""
-    texts = list(texts)
-    number = 0
-    while any(f"{stem}{number}Z" in t for t in texts):
-        number += 1
-    return f"{stem}{number}Z"
+    return (num_prompt, *((m.role, m.content, m.name, m.tool_call_id) for m in messages))

@@ -1,0 +1,68 @@
+"""Delimiters: the control tokens that open or close turns, roles and media, found by rendering.
+
+Separate from control tokens at large, because a prompt's owner may mean the others: a system prompt that explains <think>
+or <tool_call> wants the token the model knows, and nobody's prompt wants to end its own turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from polyturn.core.messages import Message, ToolCall
+from polyturn.tokens.turn_ends import Renderer, Span, TurnEnds
+
+_MEDIA: tuple[Mapping[str, Any], ...] = (
+    {"type": "image", "image": "x"},
+    {"type": "image_url", "image_url": {"url": "x"}},
+    {"type": "video", "video": "x"},
+    {"type": "audio", "audio": "x"},
+)
+
+
+class _Codec(Renderer, Protocol):
+    @property
+    def control_tokens(self) -> Mapping[int, str]: ...
+
+    @property
+    def turn_ends(self) -> TurnEnds: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+
+def find_delimiters(codec: _Codec) -> frozenset[int]:
+    """Return the tokens that the template writes around messages and media, without the tags inside a turn."""
+    known = set(codec.control_tokens.values())
+    user, system = Message(role="user", content="Hi"), Message(role="system", content="Be brief.")
+    found = {*codec.turn_ends.stops, *codec.turn_ends.past, *codec.special_ids}
+    for messages in ([user], [system, user]):
+        found |= {s.id for s in _spans(codec, messages)}
+    for messages in _with_turns(user):
+        found |= {s.id for s in _spans(codec, messages) if not _is_tag(codec.control_tokens[s.id], known)}
+    for part in _MEDIA:
+        found |= {s.id for s in _spans(codec, [Message(role="user", content=({"type": "text", "text": "Hi"}, part))])}
+    return frozenset(found)
+
+
+def _with_turns(user: Message) -> Iterator[list[Message]]:
+    call = ToolCall(id="call_0_0", name="probe", arguments={"key": "value"})
+    answer = Message(role="assistant", content="Hello")
+    calling = Message(role="assistant", content="", tool_calls=(call,))
+    result = Message(role="tool", content="4", tool_call_id=call.id, name=call.name)
+    yield [user, answer, user]
+    yield [user, calling, result]
+    yield [user, answer, result]
+
+
+def _spans(codec: Renderer, messages: list[Message]) -> list[Span]:
+    texts = (codec.try_render(messages, add_generation_prompt=opened) for opened in (False, True))
+    return [s for text in texts if text is not None for s in codec.control_spans(text)]
+
+
+def _is_tag(text: str, known: set[str]) -> bool:
+    """Return whether `text` is one of a pair such as <think> and </think>."""
+    if not (text.startswith("<") and text.endswith(">")) or text[1:2] in "|｜" or text[-2:-1] in "|｜":
+        return False
+    partner = text.replace("</", "<", 1) if text.startswith("</") else text.replace("<", "</", 1)
+    return partner in known

@@ -1,0 +1,183 @@
+"""Frames: what a template writes around new messages, learned from one render and filled in for every later turn.
+
+    a tool message  ->  "<|im_end|>\\n<|im_start|>user\\n<tool_response>\\n" SLOT "\\n</tool_response><|im_end|>\\n…"
+
+A frame is only used where it gives what a real render gives on trial contents; how a template spells a content (as it is,
+trimmed, as JSON) is found the same way. Here are also the small functions on messages that encoding and framing share.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from polyturn.core.messages import Message
+
+SlotKey: TypeAlias = tuple[int, str]
+"""(index of the message, "content", "name" or "id")."""
+
+_SLOT = re.compile(r"Zq7Slot(\d+)(content|name|id)Z")
+
+SPELLINGS: Mapping[str, Callable[[str], str]] = {
+    "as it is": lambda text: text,
+    "trimmed": str.strip,
+    "without outer newlines": lambda text: text.strip("\n"),
+    "without leading newlines": lambda text: text.lstrip("\n"),
+    "without leading space": str.lstrip,
+    "without trailing space": str.rstrip,
+    "as JSON": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "as ASCII JSON": lambda text: json.dumps(text)[1:-1],
+    "trimmed, as JSON": lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
+}
+"""How templates write a content, from the commonest on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a template writes around the contents of one shape of new messages."""
+
+    literals: tuple[str, ...]
+    """Template text; between literals i and i + 1 stands slot i."""
+    slots: tuple[SlotKey, ...]
+    control: tuple[int, ...]
+    """The control tokens of the template text, in order: encoding with real contents must give exactly these."""
+    spelling: Mapping[str, str]
+    """role -> the key of `SPELLINGS` that its contents are written with."""
+
+    def fill(self, new: Sequence[Message], change: Callable[[str], str] = lambda text: text) -> str:
+        """Return the text of `new`, each environment text spelled as the template does it and then changed."""
+        texts = values(new)
+        out = [self.literals[0]]
+        for slot, literal in zip(self.slots, self.literals[1:], strict=True):
+            text = texts[slot]
+            if slot[1] == "content":
+                text = SPELLINGS[self.spelling[new[slot[0]].role]](text)
+            out += (change(text), literal)
+        return "".join(out)
+
+
+def find_frame(
+    new: Sequence[Message], render: Callable[[Sequence[Message]], str], control: Callable[[str], tuple[int, ...]]
+) -> Frame | None:
+    """Learn the frame of the shape of `new`; None if the template treats contents in a way of its own.
+
+    Args:
+        new: Messages of the shape, with any contents.
+        render: Returns what the template writes for new messages.
+        control: Returns the control tokens of template text.
+    """
+    marked = with_slots(new)
+    pieces = _SLOT.split(render(marked))
+    literals = tuple(pieces[0::3])
+    slots = tuple((int(i), field) for i, field in zip(pieces[1::3], pieces[2::3], strict=True))
+    if any(m.text and (index, "content") not in slots for index, m in enumerate(marked)):
+        return None
+    trials = [new, *([_with_text(i, m, text) for i, m in enumerate(new)] for text in _TRIALS)]
+    rendered = [render(trial) for trial in trials]
+    for spelling in _spellings({m.role for m in new}):
+        frame = Frame(literals, slots, control("".join(literals)), spelling)
+        if all(frame.fill(trial) == text for trial, text in zip(trials, rendered, strict=True)):
+            return frame
+    return None
+
+
+def _spellings(roles: set[str]) -> Iterator[dict[str, str]]:
+    """Yield ways to spell the contents of `roles`: all alike, then every mixture of two."""
+    for spelling in SPELLINGS:
+        yield dict.fromkeys(roles, spelling)
+    if len(roles) == 2:
+        one, other = sorted(roles)
+        for a in SPELLINGS:
+            for b in SPELLINGS:
+                yield {one: a, other: b}
+
+
+_TRIALS = (
+    "Two words.",
+    "a \"quote\", a \\ and a {brace}: <b>1 < 2 & 3</b>\n\n\tnext 'line' é 日",
+    '{"a": [1, null]}',
+    "  padded\n\n",
+    "\n\nnewlines\n",
+)
+"""Contents that show whether a template trims, escapes or otherwise changes what it is given."""
+
+
+def _kind(text: str) -> str:
+    if not text:
+        return "empty"
+    if not text.strip():
+        return "blank"
+    return "text" if text == text.strip() else "padded"
+
+
+def shape(new: Sequence[Message]) -> tuple[object, ...] | None:
+    """Return what the frame of `new` depends on; None where only a real render will do."""
+    out: list[object] = []
+    for m in new:
+        if not isinstance(m.content, str) or m.tool_calls or m.reasoning is not None:
+            return None
+        kind = _kind(m.content)
+        if kind == "blank":
+            return None
+        out.append((m.role, kind, m.name is None, m.tool_call_id is None))
+    return tuple(out)
+
+
+def values(new: Sequence[Message]) -> dict[SlotKey, str]:
+    """Return the environment's texts by slot."""
+    out: dict[SlotKey, str] = {}
+    for index, m in enumerate(new):
+        out[index, "content"] = m.text
+        if m.name is not None:
+            out[index, "name"] = m.name
+        if m.tool_call_id is not None:
+            out[index, "id"] = m.tool_call_id
+    return out
+
+
+def with_slots(new: Sequence[Message]) -> list[Message]:
+    """Return `new` with a placeholder for every environment text."""
+    return [
+        replace(
+            m,
+            content=f"Zq7Slot{index}contentZ" if m.text else "",
+            name=None if m.name is None else f"Zq7Slot{index}nameZ",
+            tool_call_id=None if m.tool_call_id is None else f"Zq7Slot{index}idZ",
+        )
+        for index, m in enumerate(new)
+    ]
+
+
+def _with_text(index: int, m: Message, text: str) -> Message:
+    """Return `m` with a trial content of the same kind, and a trial name and id."""
+    padded = text if text != text.strip() else f" \n{text}{index} \n"
+    content = {"empty": "", "text": text.strip(), "padded": padded}[_kind(m.text)]
+    name = None if m.name is None else f"trial_{index}"
+    return replace(m, content=content, name=name, tool_call_id=None if m.tool_call_id is None else f"call_9_{index}")
+
+
+def map_text(m: Message, change: Callable[[str], str]) -> Message:
+    """Return `m` with its environment texts changed: content, name and call id."""
+    content = m.content
+    if isinstance(content, str):
+        content = change(content)
+    else:
+        content = tuple({**p, "text": change(str(p["text"]))} if "text" in p else p for p in content)
+    return replace(
+        m,
+        content=content,
+        name=None if m.name is None else change(m.name),
+        tool_call_id=None if m.tool_call_id is None else change(m.tool_call_id),
+    )
+
+
+def unused_word(texts: Iterable[str], stem: str) -> str:
+    """Return a word that starts with `stem` and occurs in none of `texts`."""
+    texts = list(texts)
+    number = 0
+    while any(f"{stem}{number}Z" in t for t in texts):
+        number += 1
+    return f"{stem}{number}Z"
