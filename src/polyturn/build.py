@@ -7,8 +7,10 @@ Everything that can be wrong with a configuration is found here, before any trai
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,8 @@ from polyturn.core.registry import import_attr
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.data.conversations import generate_conversations, read_conversations
-from polyturn.data.dataset import DatasetSummary, TaskDataset, check_tasks, generate_tasks
+from polyturn.data.dataset import DatasetSummary, Subset, TaskDataset, check_tasks, generate_tasks
+from polyturn.data.sampler import Curriculum, TaskSampler
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rewards.router import RewardRouter
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.training.local import LocalPolicy
     from polyturn.training.loop import Trainer, TrainObserver
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +147,18 @@ def build_codec(place: Place, *, checkpoint: Path | None = None) -> Codec:
         if not file.is_file():
             raise ConfigError(f"there is no file {str(file)!r}; model.chat_template names a Jinja file")
         template = file.read_text(encoding="utf-8")
+    kwargs = model.template_kwargs
     source = model.tokenizer or model.path
     if checkpoint is not None:
-        codec = load_codec(str(checkpoint), chat_template=template)
+        codec = load_codec(str(checkpoint), chat_template=template, template_kwargs=kwargs)
     elif model.train_tokenizer is not None:
         texts = import_attr(model.train_tokenizer.corpus, base=place.base)()
-        codec = Codec(train_tokenizer(texts, vocab_size=model.train_tokenizer.vocab_size, chat_template=template))
+        trained = train_tokenizer(texts, vocab_size=model.train_tokenizer.vocab_size, chat_template=template)
+        codec = Codec(trained, template_kwargs=kwargs)
     elif source is not None:
-        codec = load_codec(_folder_or_name(source, place.base), revision=model.revision, chat_template=template)
+        codec = load_codec(
+            _folder_or_name(source, place.base), revision=model.revision, chat_template=template, template_kwargs=kwargs
+        )
     else:
         raise ConfigError("set model.tokenizer or model.path: the run has no tokenizer")
     codec.tokenizer.chat_template = codec.chat_template  # so that an exported model carries the template it was trained with
@@ -186,6 +195,9 @@ def build_tools(place: Place) -> ToolBox:
     if tools.file is not None:
         found += initialize_tools_from_config(place.base / tools.file)
     for name in tools.functions:
+        if name.endswith(".py"):
+            found += _tools_in(name, place)
+            continue
         function = import_attr(name, base=place.base)
         if not isinstance(function, BaseTool):
             raise ConfigError(
@@ -200,6 +212,16 @@ def build_tools(place: Place) -> ToolBox:
         max_result_chars=tools.max_result_chars,
         truncate_side=tools.truncate_side,
     )
+
+
+def _tools_in(file: str, place: Place) -> list[BaseTool]:
+    """Return every tool that a Python file holds, in the order in which it defines them."""
+    found = {id(v): v for v in import_attr(f"{file}:__dict__", base=place.base).values() if isinstance(v, BaseTool)}
+    if not found:
+        raise ConfigError(
+            f"rollout.tools.functions names {file!r}, which has no tool; decorate functions with @polyturn.tool"
+        )
+    return list(found.values())
 
 
 def build_interactions(place: Place) -> Mapping[str, Any]:
@@ -274,6 +296,88 @@ def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
     _check_use(parts.context, {name: _read_tasks(parts, tasks, name=name)})
 
 
+def fitting(parts: Parts, tasks: Sequence[Task], *, name: str) -> Sequence[Task]:
+    """Return the tasks whose prompts fit, where `data.drop_long_prompts` asks for that; else all of them.
+
+    Raises:
+        DataError: not one fits.
+    """
+    if not parts.place.config.data.drop_long_prompts:
+        return tasks
+    with Progress(f"measure {name}", len(tasks)) as bar:
+        kept = [i for i, task in enumerate(tasks) if (bar.advance(), _too_long(parts, task, name=name))[1] is None]
+    if not kept:
+        raise DataError(
+            f"{name}: data.drop_long_prompts leaves none of its {len(tasks)} tasks; their prompts have more than "
+            f"{_prompt_limit(parts)} tokens, so raise rollout.limits.max_prompt_tokens"
+        )
+    if len(kept) < len(tasks):
+        logger.info("%s: left out %d of %d tasks with long prompts", name, len(tasks) - len(kept), len(tasks))
+    return Subset(tasks, kept)
+
+
+def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
+    """Decide what depends on the tasks: those that are left out, and the number of steps of a run that counts epochs.
+
+    Raises:
+        DataError: no task is left, or they do not fill one step.
+    """
+    eval_sets = tasks.eval_sets
+    if eval_sets:
+        held_out = fitting(parts, eval_sets[0].tasks, name="evaluation.data")
+        eval_sets = [dataclasses.replace(one, tasks=held_out) for one in eval_sets]
+    tasks = RunTasks(train=fitting(parts, tasks.train, name="data.train"), eval_sets=eval_sets)
+    config = parts.place.config
+    train = config.train
+    if train.epochs is None:
+        return parts, tasks
+    visits = build_sampler(parts.place, tasks.train)().visits(train.epochs)
+    if visits < train.groups_per_step:
+        raise DataError(
+            f"train.epochs is {train.epochs} and data.train has {len(tasks.train)} tasks, which do not fill one step of "
+            f"train.groups_per_step = {train.groups_per_step}; lower it, or give more tasks"
+        )
+    train = train.model_copy(update={"steps": visits // train.groups_per_step, "epochs": None})
+    place = Place(config=config.model_copy(update={"train": train}), base=parts.place.base)
+    return dataclasses.replace(parts, place=place), tasks
+
+
+def build_sampler(place: Place, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
+    """Return what makes the order of tasks anew, from the start.
+
+    Raises:
+        ConfigError: `data.sampler` names no Curriculum.
+    """
+    data, seed = place.config.data, place.config.seed
+    if data.sampler is None:
+        return functools.partial(TaskSampler, len(tasks), seed=seed, shuffle=data.shuffle)
+    found = import_attr(data.sampler, base=place.base)
+    if not isinstance(found, type) or not issubclass(found, Curriculum):
+        raise ConfigError(
+            f"data.sampler names {data.sampler!r}, which is no Curriculum; inherit polyturn.data.sampler.Curriculum"
+        )
+    return functools.partial(found, tasks, seed=seed, shuffle=data.shuffle)
+
+
+def _prompt_limit(parts: Parts) -> int:
+    longest = parts.place.config.rollout.limits.max_prompt_tokens
+    return parts.max_context - 1 if longest is None else min(longest, parts.max_context - 1)
+
+
+def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
+    """Return the length of a prompt that is too long, in tokens; None for the others."""
+    context, limit = parts.context, _prompt_limit(parts)
+    try:
+        text = context.codec.render(task.prompt, tools=context.encoder_for(task).tools, add_generation_prompt=True)
+    except TemplateError as problem:
+        raise TemplateError(f"{name}, task {task.id!r}: {problem}") from problem
+    # A token is at least a byte, so only a text with more bytes than the limit has tokens needs to be encoded.
+    if len(text.encode()) <= limit:
+        return None
+    length = len(context.codec.encode(text))
+    return length if length > limit else None
+
+
 def _check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> None:
     """Refuse a run whose interactions, or whose tools, not one task uses: it would be single-turn without a word."""
     which = f"not one of the {sum(s.num_tasks for s in found.values())} tasks of {' and '.join(found)}"
@@ -296,18 +400,12 @@ def _read_tasks(parts: Parts, tasks: Sequence[Task], *, name: str) -> DatasetSum
 
     def check(task: Task) -> None:
         context.rewarder.check([task], tools=context.tools.tools)
-        encoder = context.encoder_for(task)
-        limit = parts.max_context - 1 if longest is None else min(longest, parts.max_context - 1)
-        try:
-            text = context.codec.render(task.prompt, tools=encoder.tools, add_generation_prompt=True)
-        except TemplateError as problem:
-            raise TemplateError(f"{name}, task {task.id!r}: {problem}") from problem
-        # A token is at least a byte, so only a text with more bytes than the limit has tokens needs to be encoded.
-        if len(text.encode()) > limit and (length := len(context.codec.encode(text))) > limit:
+        if (length := _too_long(parts, task, name=name)) is not None:
+            limit = _prompt_limit(parts)
             which = "rollout.limits.max_prompt_tokens" if limit == longest else "the model's context"
             raise DataError(
                 f"{name}, task {task.id!r}: its prompt has {length} tokens and {which} allows {limit}; "
-                "raise the limit, or leave the task out"
+                "raise the limit, or leave the task out (data.drop_long_prompts leaves out all such tasks)"
             )
         bar.advance()
 
@@ -348,6 +446,7 @@ def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per
     from polyturn.training.optim import OptimSettings
 
     algorithm = parts.place.config.algorithm
+    warmup = optim.warmup_steps or int(optim.warmup_ratio * steps)
     return LocalPolicy(
         parts.model,
         optim=OptimSettings(
@@ -356,9 +455,9 @@ def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per
             eps=optim.eps,
             weight_decay=optim.weight_decay,
             max_grad_norm=optim.max_grad_norm,
-            warmup_steps=optim.warmup_steps,
+            warmup_steps=warmup,
             schedule=optim.schedule,
-            total_steps=max(steps, optim.warmup_steps + 1),
+            total_steps=max(steps, warmup + 1),
             min_lr_ratio=optim.min_lr_ratio,
         ),
         loss=LossSettings(
@@ -419,6 +518,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         observer=observer,
         engine_busy_s=lambda: parts.engine.stats.busy_s,
         fingerprint=parts.context.codec.fingerprint,
+        sampler=build_sampler(place, tasks.train),
     )
 
 

@@ -28,7 +28,9 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     if not sets:
         raise ConfigError("evaluation.data is not set: there are no tasks to evaluate on")
     parts = build.build_parts(place, checkpoint=model_folder(checkpoint))
-    build.check_run(parts, sets[0].tasks, name="evaluation.data")
+    tasks = build.fitting(parts, sets[0].tasks, name="evaluation.data")
+    sets = [dataclasses.replace(one, tasks=tasks) for one in sets]
+    build.check_run(parts, tasks, name="evaluation.data")
     folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-eval")
     write_resolved(resolved, folder / "config.yaml")
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:

@@ -24,8 +24,9 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_ta
     config = place.config
     if config.data.train is None:
         raise ConfigError("data.train is not set: there are no tasks to run")
-    tasks = build.build_tasks(config.data.train, base=place.base, split="train")[:num_tasks]
     parts = build.build_parts(place, checkpoint=model_folder(checkpoint))
+    tasks = build.build_tasks(config.data.train, base=place.base, split="train")
+    tasks = build.fitting(parts, tasks, name="data.train")[:num_tasks]
     build.check_run(parts, tasks, name="data.train")
     folder = new_run_folder(Path(config.out) / f"{config.name}-rollout")
     write_resolved(resolved, folder / "config.yaml")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -47,19 +47,36 @@ ROWS = {
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
     """Train the run that `path` describes."""
+    train(*open_place(path, overrides), again=["polyturn", "train", str(path), *overrides], resume=resume, dry_run=dry_run)
+
+
+def train(
+    place: build.Place, resolved: Mapping[str, Any], *, again: Sequence[str], resume: bool | Literal["auto"], dry_run: bool
+) -> None:
+    """Train a run.
+
+    Args:
+        place: Its configuration.
+        resolved: The same as plain data that is safe to write.
+        again: The command that started it, without --resume.
+        resume: Whether it goes on from the latest checkpoint of its folder; "auto" where there is one.
+        dry_run: Check everything, show it, and stop.
+    """
     began = time.monotonic()
     out = Output()
-    place, resolved = open_place(path, overrides)
     config = place.config
     folder = Path(config.out) / config.name
     latest = Checkpoints(folder / "checkpoints").latest() if resume else None
+    if resume == "auto":
+        resume = latest is not None or warm_checkpoints(folder).latest() is not None
     if resume and latest is None and warm_checkpoints(folder).latest() is None:
         raise CheckpointError(
             f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without --resume, or name another "
             "run with name=…"
         )
     tasks = build.build_run_tasks(place)
-    parts = build.build_parts(place)
+    parts, tasks = build.settle(build.build_parts(place), tasks)
+    place, config = parts.place, parts.place.config
     build.check_training(parts, tasks)
     if dry_run:
         from polyturn.cli.dry_run import show
@@ -71,11 +88,11 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
     write_resolved(resolved, folder / "config.yaml")
     out.fact("run folder", folder)
     renamed = [] if folder.name == config.name else [f"name={folder.name}"]
-    again = shlex.join(["polyturn", "train", str(path), *overrides, *renamed, "--resume"])
+    line = shlex.join([*again, *renamed, "--resume"])
     with RunObserver(folder, total_steps=config.train.steps, console=stderr_console()) as observer:
         warm = Spent()
         if latest is None:
-            warm = warm_start(parts, observer, folder=folder, again=again)
+            warm = warm_start(parts, observer, folder=folder, again=line)
         trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)
         if latest is not None:
             trainer.resume(latest)
@@ -83,7 +100,7 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
         # What was imported and built lives as long as the run; the collector need not walk it again (0.3 s each time).
         gc.collect()
         gc.freeze()
-        state = asyncio.run(_until_done(trainer, parts, again=again))
+        state = asyncio.run(_until_done(trainer, parts, again=line))
     if state.reports.get("before") and state.reports.get("after"):
         out.table(report_table(state.reports["before"], state.reports["after"]))
     try:

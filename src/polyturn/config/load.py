@@ -26,7 +26,7 @@ from polyturn.config import schema
 from polyturn.config.schema import KeyPath, dotted, schema_table
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 
-__all__ = ["Loaded", "load_config", "schema_table", "write_resolved"]
+__all__ = ["Loaded", "load_config", "load_values", "schema_table", "write_resolved"]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -93,6 +93,27 @@ def load_config(
             sources.merge(values, f"in {file}")
     for override in overrides:
         _override(sources, override)
+    return _load(model, sources)
+
+
+def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mapping[KeyPath, str]) -> Loaded[ModelT]:
+    """Read a configuration that a program made.
+
+    Args:
+        model: The pydantic model.
+        values: The configuration as plain data.
+        origin: Where each value came from, for messages, for instance {("train", "steps"): "from trainer.steps"}.
+
+    Raises:
+        ConfigError: as `load_config` does.
+    """
+    sources = _Sources()
+    sources.merge(values, "")
+    sources.origin = dict(origin)
+    return _load(model, sources)
+
+
+def _load(model: type[ModelT], sources: _Sources) -> Loaded[ModelT]:
     written, raw_env = _resolve(model, sources)
     resolved = schema.with_instance_defaults(model, written)
     problems = [

@@ -161,6 +161,26 @@ class TaskDataset(Sequence[Task]):
         return task_from_row(source.row(number), index=index, split=self.split, source=str(source.path), row_number=number)
 
 
+class Subset(Sequence[Task]):
+    """Some of the tasks of a sequence."""
+
+    def __init__(self, tasks: Sequence[Task], indices: Sequence[int]) -> None:
+        self._tasks = tasks
+        self._indices = list(indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self._tasks[i] for i in self._indices[index]]
+        return self._tasks[self._indices[index]]
+
+
 def generate_tasks(path: str, *, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:
     """Call the task generator that `path` names, and return its tasks.
 

@@ -3,18 +3,23 @@
     TaskSampler(3, seed=0):  (0, 2) (0, 0) (0, 1) | (1, 1) (1, 2) (1, 0) | ...        pairs of (epoch, task)
 
 Separate so that the order is a value that a checkpoint can hold: five numbers, from which the rest of an epoch follows.
-In every epoch each task comes exactly once, also across a resume.
+In every epoch each task comes exactly once, also across a resume. A `Curriculum` chooses the tasks of each epoch itself:
+
+    class EasyFirst(Curriculum):
+        def choose(self, epoch):
+            return [i for i, task in enumerate(self.tasks) if epoch >= 5 or task.extra["level"] == "easy"]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.errors import CheckpointError, DataError
+from polyturn.core.task import Task
 
 
 class Visit(NamedTuple):
@@ -42,12 +47,29 @@ class TaskSampler:
 
     def next(self) -> Visit:
         """Return the next visit."""
-        if self._position == self.size:
+        if self._position == len(self._order):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._permutation()
         index = int(self._order[self._position])
         self._position += 1
         return Visit(self._epoch, index)
+
+    def choose(self, epoch: int) -> Sequence[int]:
+        """Return the tasks of an epoch, before they are shuffled: each of them once."""
+        return range(self.size)
+
+    def visits(self, epochs: int) -> int:
+        """Return how many visits the first `epochs` epochs have."""
+        return sum(len(self.choose(epoch)) for epoch in range(epochs))
+
+    def seek(self, visits: int) -> None:
+        """Go to the place after so many visits from the start."""
+        self._epoch, self._position = 0, visits
+        while self._position >= (size := len(self.choose(self._epoch))):
+            if size == 0:
+                raise DataError(_empty(self._epoch))
+            self._epoch, self._position = self._epoch + 1, self._position - size
+        self._order = self._permutation()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on from here."""
@@ -75,8 +97,30 @@ class TaskSampler:
         self._order = self._permutation()
 
     def _permutation(self) -> NDArray[np.int64]:
+        chosen = np.asarray(self.choose(self._epoch), dtype=np.int64)
+        if not len(chosen):
+            raise DataError(_empty(self._epoch))
+        if chosen.min() < 0 or chosen.max() >= self.size:
+            wrong = int(chosen.max() if chosen.max() >= self.size else chosen.min())
+            raise DataError(f"the sampler chose task {wrong} for epoch {self._epoch}; there are tasks 0 to {self.size - 1}")
         if not self._shuffle:
-            return np.arange(self.size)
+            return chosen
         # The raw stream of a bit generator is the part of NumPy's randomness that stays the same from release to release.
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, self._epoch]))
-        return np.argsort(bits.random_raw(self.size), kind="stable")
+        return chosen[np.argsort(bits.random_raw(len(chosen)), kind="stable")]
+
+
+class Curriculum(TaskSampler):
+    """A sampler that is told the tasks, so that a subclass can choose those of each epoch.
+
+    Whatever `choose` returns may depend on the epoch, the tasks and constants only: an epoch that is chosen again after a
+    resume must be the same one. A task may be chosen more than once, or never.
+    """
+
+    def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool = True) -> None:
+        self.tasks = tasks
+        super().__init__(len(tasks), seed=seed, shuffle=shuffle)
+
+
+def _empty(epoch: int) -> str:
+    return f"the sampler chose no task for epoch {epoch}; an epoch needs at least one"

@@ -111,6 +111,7 @@ class Trainer:
         observer: TrainObserver,
         engine_busy_s: Callable[[], float],
         fingerprint: str = "",
+        sampler: Callable[[], TaskSampler] | None = None,
     ) -> None:
         self.settings = settings
         self.state = LoopState()
@@ -125,6 +126,7 @@ class Trainer:
         self._observer = observer
         self._engine_busy_s = engine_busy_s
         self._fingerprint = fingerprint
+        self._new_sampler = sampler or partial(TaskSampler, len(tasks), seed=settings.seed, shuffle=settings.shuffle)
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> LoopState:
@@ -224,9 +226,8 @@ class Trainer:
 
     def _sampler(self) -> TaskSampler:
         """Return the order of tasks, at the first one that no step so far was trained on."""
-        sampler = TaskSampler(len(self._tasks), seed=self.settings.seed, shuffle=self.settings.shuffle)
-        epoch, position = divmod(self.state.step * self.settings.groups_per_step, sampler.size)
-        sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": position})
+        sampler = self._new_sampler()
+        sampler.seek(self.state.step * self.settings.groups_per_step)
         return sampler
 
     def _step(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.core.errors import CheckpointError, DataError
-from polyturn.data.sampler import TaskSampler
+from polyturn.core.task import InteractionRef, Task
+from polyturn.data.sampler import Curriculum, TaskSampler
 
 
 @given(size=st.integers(1, 40), seed=st.integers(0, 2**32), epochs=st.integers(1, 4), shuffle=st.booleans())
@@ -74,3 +75,70 @@ def test_nothing_to_sample_from_and_a_negative_seed_are_errors() -> None:
         TaskSampler(0, seed=0)
     with pytest.raises(DataError, match="seed is -1"):
         TaskSampler(3, seed=-1)
+
+
+@given(size=st.integers(1, 30), seed=st.integers(0, 99), visits=st.integers(0, 70), shuffle=st.booleans())
+def test_seeking_is_the_same_as_visiting(size: int, seed: int, visits: int, shuffle: bool) -> None:
+    walked, sought = (TaskSampler(size, seed=seed, shuffle=shuffle) for _ in range(2))
+    for _ in range(visits):
+        walked.next()
+    sought.seek(visits)
+    assert sought.next() == walked.next()
+
+
+STAGES = ("basic_math", "advanced_math", "competition_math")
+
+
+class ByStage(Curriculum):
+    """Epochs 0 and 1 are basic, 2 and 3 advanced, then come the competition's tasks and the basic ones again."""
+
+    def choose(self, epoch: int) -> list[int]:
+        wanted = {STAGES[min(epoch // 2, 2)]} | ({STAGES[0]} if epoch > 3 else set())
+        return [i for i, t in enumerate(self.tasks) if t.interaction is not None and t.interaction.name in wanted]
+
+
+def staged(*counts: int) -> list[Task]:
+    names = [name for name, count in zip(STAGES, counts, strict=True) for _ in range(count)]
+    return [Task(id=str(i), prompt=(), interaction=InteractionRef(name=name, kwargs={})) for i, name in enumerate(names)]
+
+
+def test_a_curriculum_changes_the_mix_of_interactions_by_epoch() -> None:
+    tasks = staged(3, 2, 4)
+    sampler = ByStage(tasks, seed=5)
+    visits = [sampler.next() for _ in range(sampler.visits(6))]
+    mix = [{tasks[v.task].interaction.name for v in visits if v.epoch == epoch} for epoch in range(6)]  # type: ignore[union-attr]
+    assert mix == [{STAGES[0]}] * 2 + [{STAGES[1]}] * 2 + [{STAGES[0], STAGES[2]}] * 2
+    assert len(visits) == 3 + 3 + 2 + 2 + 7 + 7
+    assert sorted(v.task for v in visits if v.epoch == 5) == [0, 1, 2, 5, 6, 7, 8]
+
+
+@given(before=st.integers(0, 40), seed=st.integers(0, 20))
+def test_a_curriculum_resumes_anywhere(before: int, seed: int) -> None:
+    tasks = staged(3, 1, 4)
+    whole, sought, loaded = (ByStage(tasks, seed=seed) for _ in range(3))
+    for _ in range(before):
+        whole.next()
+    sought.seek(before)
+    loaded.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    rest = [whole.next() for _ in range(20)]
+    assert rest == [sought.next() for _ in range(20)] == [loaded.next() for _ in range(20)]
+
+
+class Chooses(Curriculum):
+    chosen: tuple[int, ...] = ()
+
+    def choose(self, epoch: int) -> tuple[int, ...]:
+        return self.chosen
+
+
+def test_an_epoch_without_tasks_and_a_task_that_is_not_there_are_refused() -> None:
+    with pytest.raises(DataError, match="chose no task for epoch 0"):
+        Chooses(staged(1, 1, 1), seed=0)
+    beyond = type("Beyond", (Chooses,), {"chosen": (0, 3)})
+    with pytest.raises(DataError, match="chose task 3 for epoch 0; there are tasks 0 to 2"):
+        beyond(staged(1, 1, 1), seed=0)
+
+
+def test_a_task_may_be_chosen_more_than_once() -> None:
+    often = type("Often", (Chooses,), {"chosen": (1, 1, 2)})(staged(1, 1, 1), seed=0)
+    assert sorted(often.next().task for _ in range(3)) == [1, 1, 2]
