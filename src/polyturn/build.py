@@ -10,12 +10,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.config.models import LimitsConfig, OptimConfig, RunConfig, SamplingConfig, TaskSourceConfig
+from polyturn.config.models import (
+    LimitsConfig,
+    OptimConfig,
+    OverlongConfig,
+    RewardFunctionConfig,
+    RewardRateConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskSourceConfig,
+)
 from polyturn.core.errors import ConfigError, DataError, TemplateError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.registry import import_attr
@@ -26,7 +36,10 @@ from polyturn.data.dataset import DatasetSummary, Subset, TaskDataset, check_tas
 from polyturn.data.sampler import Curriculum, TaskSampler
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.interactions.registry import initialize_interactions_from_config
-from polyturn.rewards.router import RewardRouter
+from polyturn.rewards.calls import CallOptions, RateLimit
+from polyturn.rewards.code import Sandbox
+from polyturn.rewards.overlong import Overlong
+from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.pool import RolloutPool
@@ -110,13 +123,7 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
         parser=parsers.resolve(config.rollout.parser, base=place.base)(),
         tools=tools,
         interactions=build_interactions(place),
-        rewarder=RewardRouter(
-            config.reward.routes,
-            weights=config.reward.weights,
-            interaction_aggregate=config.reward.interaction,
-            timeout_s=config.reward.timeout_s,
-            base=place.base,
-        ),
+        rewarder=build_rewarder(place),
         scheduler=build_scheduler(place),
         limits=_limits(config.rollout.limits, max_context),
         sampling=_sampling(config.rollout.sampling, config.rollout.limits),
@@ -232,6 +239,53 @@ def build_interactions(place: Place) -> Mapping[str, Any]:
     if isinstance(source, str):
         return initialize_interactions_from_config(place.base / source)
     return initialize_interactions_from_config({"interaction": source}, base=place.base)
+
+
+def build_rewarder(place: Place) -> RewardRouter:
+    """Make what scores finished trajectories."""
+    reward = place.config.reward
+    return RewardRouter(
+        {source: _reward_ref(target) for source, target in reward.routes.items()},
+        function=None if reward.function is None else _reward_ref(reward.function),
+        weights=reward.weights,
+        interaction_aggregate=reward.interaction,
+        calls=CallOptions(
+            timeout_s=reward.timeout_s,
+            text=reward.text,
+            rate=_rate_limit(reward.rate),
+            batch_size=reward.batch_size,
+            batch_wait_s=reward.batch_wait_s,
+        ),
+        overlong=_overlong(reward.overlong, place.config.rollout.limits),
+        sandbox=Sandbox(
+            url=reward.sandbox.url,
+            memory_limit_mb=reward.sandbox.memory_limit_mb,
+            timeout_s=reward.sandbox.timeout_s,
+            slots=threading.Semaphore(reward.sandbox.max_concurrent),
+        ),
+        base=place.base,
+    )
+
+
+def _reward_ref(named: str | RewardFunctionConfig) -> RewardRef:
+    return RewardRef(target=named) if isinstance(named, str) else RewardRef(target=named.name, kwargs=named.kwargs)
+
+
+def _rate_limit(rate: RewardRateConfig) -> RateLimit | None:
+    of_tokens = None if rate.tokens_per_minute is None else rate.tokens_per_minute / rate.tokens_per_call
+    per_minute = min((r for r in (rate.calls_per_minute, of_tokens) if r is not None), default=None)
+    if rate.max_concurrent is None and per_minute is None:
+        return None
+    return RateLimit(max_concurrent=rate.max_concurrent, calls_per_minute=per_minute)
+
+
+def _overlong(config: OverlongConfig, limits: LimitsConfig) -> Overlong | None:
+    if config.buffer == 0:
+        return None
+    limit = config.max_tokens or limits.max_tokens
+    if limit is None:
+        raise ConfigError("reward.overlong has a buffer and no limit to be near to; set reward.overlong.max_tokens")
+    return Overlong(max_tokens=limit, buffer=config.buffer, penalty=config.penalty)
 
 
 def build_scheduler(place: Place) -> MultiTurnScheduler:

@@ -1,24 +1,37 @@
 """RewardFunction: one reward function, of any form, called safely.
 
-    def score(trajectory): ...                                                     the whole trajectory
-    def score(data_source, solution_str, ground_truth, extra_info=None): ...       its last answer, told by the names
+    def score(trajectory): ...                                                          the whole trajectory
+    def score(data_source, solution_str, ground_truth, extra_info=None): ...            what the model wrote, by the names
+    def score(data_sources, solution_strs, ground_truths, extra_infos=None): ...        many at once, as lists
 
-Both may be async; a plain one runs in a thread, unless it is a shipped one that takes microseconds. Both return a number,
-or a mapping with a "score" whose other keys are kept. A function that raises, is late or returns no finite number is a
-`RewardError`, never 0.0.
+Each may be async, and takes keyword arguments of its own from the config; a plain one runs in a thread, unless it is a
+shipped one that takes microseconds. It returns a number, or a mapping with a "score" whose other keys are kept; the last
+form returns a list of these. A function that raises, is late or returns no finite number is a `RewardError`, never 0.0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from polyturn.core.errors import ConfigError, RewardError, one_line
+from polyturn.core.messages import to_openai
+from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
-from polyturn.rewards.registry import QUICK, last_answer
+from polyturn.rewards.calls import Batch, CallOptions
+from polyturn.rewards.registry import CHECKS, QUICK
+from polyturn.rewards.written import written
 from polyturn.tools.bounded import Bounded
 from polyturn.tools.outcome import finite
+
+ANSWER = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What a function of one answer is told."""
+ANSWERS = {"data_sources": ANSWER[0], "solution_strs": ANSWER[1], "ground_truths": ANSWER[2], "extra_infos": ANSWER[3]}
+"""What a function of many answers is told, each a list."""
 
 
 class Score(NamedTuple):
@@ -29,21 +42,52 @@ class Score(NamedTuple):
 
 
 class RewardFunction:
-    """A reward function with its name and a deadline."""
+    """A reward function with its name, its own arguments and a deadline."""
 
-    def __init__(self, function: Callable[..., Any], *, name: str, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str,
+        kwargs: Mapping[str, Any] | None = None,
+        supplies: Mapping[str, Any] | None = None,
+        options: CallOptions | None = None,
+    ) -> None:
         """Read the function's form off its parameters.
 
+        Args:
+            function: The function.
+            name: What to call it in messages.
+            kwargs: Arguments of its own.
+            supplies: What the run can give to a function that has a parameter of that name.
+            options: How it is called.
+
         Raises:
-            ConfigError: it is no function, or its parameters fit neither form.
+            ConfigError: it is no function, or its parameters fit no form.
         """
         if not callable(function) or isinstance(function, type):
             raise ConfigError(f"reward {name!r} is {function!r:.100}; it must be a function")
         self.name = name
         self._function = function
+        parameters = _parameters(function, name=name)
+        self._kwargs = {**{k: v for k, v in (supplies or {}).items() if k in parameters}, **(kwargs or {})}
+        self._options = options or CallOptions()
         self._is_quick = any(function is quick for quick in QUICK)
-        self._bounded = Bounded(name=f"reward-{name}", timeout_s=timeout_s)
-        self._accepted = _answer_parameters(function, name=name)
+        self._bounded = Bounded(name=f"reward-{name}", timeout_s=self._options.timeout_s)
+        self._accepted = _told(parameters, self._kwargs, name=name)
+        self._batch: Batch[dict[str, Any]] | None = None
+        if self._accepted is not None and "solution_strs" in self._accepted:
+            self._batch = Batch(self._call_many, size=self._options.batch_size, wait_s=self._options.batch_wait_s)
+
+    def require(self) -> None:
+        """Check that the function can work at all.
+
+        Raises:
+            ConfigError: it is a shipped one, and what it needs is not there.
+        """
+        check = next((check for function, check in CHECKS if function is self._function), None)
+        if check is not None:
+            check(self._kwargs)
 
     async def __call__(self, trajectory: Trajectory, *, tool_rewards: Mapping[str, float | None]) -> Score:
         """Score a finished trajectory.
@@ -69,56 +113,93 @@ class RewardFunction:
 
     async def _call(self, trajectory: Trajectory, tool_rewards: Mapping[str, float | None]) -> Any:
         if self._is_quick:
-            return self._function(trajectory)
+            return self._function(trajectory, **self._kwargs)
         if self._accepted is None:
-            return await self._bounded.run(self._function, trajectory)
-        given = {
+            return await self._run(trajectory)
+        told = {
             "data_source": trajectory.task.data_source,
-            "solution_str": last_answer(trajectory),
+            "solution_str": written(trajectory, self._options.text),
             "ground_truth": trajectory.task.ground_truth,
             "extra_info": extra_info(trajectory, tool_rewards),
         }
-        return await self._bounded.run(self._function, **{k: v for k, v in given.items() if k in self._accepted})
+        if self._batch is not None:
+            return await self._batch(told)
+        return await self._run(**{k: v for k, v in told.items() if k in self._accepted})
+
+    async def _call_many(self, told: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+        assert self._accepted is not None
+        lists = {many: [one[key] for one in told] for many, key in ANSWERS.items() if many in self._accepted}
+        returned: Sequence[Any] = await self._run(**lists)
+        return returned
+
+    async def _run(self, *args: Any, **told: Any) -> Any:
+        async with self._options.rate or contextlib.nullcontext():
+            return await self._bounded.run(self._function, *args, **told, **self._kwargs)
 
 
 def extra_info(trajectory: Trajectory, tool_rewards: Mapping[str, float | None]) -> dict[str, Any]:
     """Return the rest of the row, and what happened in the episode under the names that such functions read.
 
     num_turns counts the prompt, every completion and every observation; turn_scores are the interaction's, tool_rewards
-    the step rewards, rollout_reward_scores the tools' rewards for the episode with the turn scores.
+    the step rewards, rollout_reward_scores the tools' rewards for the episode with the turn scores; messages is the whole
+    conversation in OpenAI's form.
     """
     turn_scores = [t.scores["interaction"] for t in trajectory.turns if "interaction" in t.scores]
     steps = [r.reward for t in trajectory.turns for r in t.tool_results if r.reward is not None]
     return {
-        **trajectory.task.extra,
+        **_of_row(trajectory.task),
         "num_turns": 1 + sum(1 + bool(t.observation) for t in trajectory.turns),
         "turn_scores": turn_scores,
         "tool_rewards": steps,
         "rollout_reward_scores": {**tool_rewards, "user_turn_rewards": turn_scores},
+        "messages": to_openai(trajectory.messages),
     }
 
 
-def _answer_parameters(function: Callable[..., Any], *, name: str) -> frozenset[str] | None:
-    """Return which arguments of the answer's form a function takes; None if it takes a trajectory."""
-    known = ("data_source", "solution_str", "ground_truth", "extra_info")
+def _of_row(task: Task) -> dict[str, Any]:
+    """Return the rest of a row, with those of its kwargs that functions read although the task has fields for them."""
+    out = dict(task.extra)
+    if task.interaction is not None and task.interaction.kwargs:
+        out["interaction_kwargs"] = dict(task.interaction.kwargs)
+    if task.tools_kwargs:
+        slots = [f.name for f in fields(ToolKwargs)]
+        out["tools_kwargs"] = {
+            tool: {slot: dict(of) for slot in slots if (of := attrgetter(slot)(kwargs))}
+            for tool, kwargs in task.tools_kwargs.items()
+        }
+    return out
+
+
+def _parameters(function: Callable[..., Any], *, name: str) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return inspect.signature(function).parameters
     except ValueError as problem:
         raise ConfigError(f"reward {name!r}: its parameters cannot be read; wrap it in a function") from problem
-    named = {p.name for p in parameters}
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if "solution_str" in named:
-        if unknown := [n for n in required if n not in known]:
+
+
+def _told(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, Any], *, name: str) -> frozenset[str] | None:
+    """Return which arguments of one answer, or of many, a function takes; None if it takes a trajectory."""
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_any and (unknown := sorted(set(kwargs) - set(parameters))):
+        raise ConfigError(
+            f"reward {name!r}: it does not take {unknown[0]!r}, set in its kwargs; it takes {list(parameters)}"
+        )
+    fixed = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p.name for p in fixed if p.default is p.empty and p.name not in kwargs]
+    known = next((form for form in (tuple(ANSWERS), ANSWER) if form[1] in parameters), None)
+    if known is not None:
+        if unfilled := [n for n in required if n not in known]:
             raise ConfigError(
-                f"reward {name!r}: it needs the parameter {unknown[0]!r}, which nothing fills; give it a default "
-                f"(filled are {', '.join(known)})"
+                f"reward {name!r}: it needs the parameter {unfilled[0]!r}, which nothing fills; give it a default, or set "
+                f"it in the kwargs of the function (filled are {', '.join(known)})"
             )
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return frozenset(known if takes_all else named)
-    takes_one = any(p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters)
+        if taken := sorted(set(kwargs) & set(known)):
+            raise ConfigError(f"reward {name!r}: its kwargs set {taken[0]!r}, which the run fills; drop it there")
+        return frozenset(known if takes_any else set(parameters) & set(known))
+    takes_one = any(p.kind is not p.KEYWORD_ONLY for p in fixed) or len(fixed) < len(parameters) - takes_any
     if len(required) > 1 or not takes_one:
         raise ConfigError(
-            f"reward {name!r}: it takes ({', '.join(p.name for p in parameters)}); write it as (trajectory), or as "
+            f"reward {name!r}: it takes ({', '.join(parameters)}); write it as (trajectory), or as "
             "(data_source, solution_str, ground_truth, extra_info=None)"
         )
     return None

@@ -1,23 +1,25 @@
 """Reward functions by name: the shipped ones, `pkg.mod:function`, `file.py:function`, or an entry point.
 
-`BUILT_IN_ROUTES` are the data_sources that need no route in a config. Shipped functions score the text of the last
-assistant message and call their scorer through its module, so that a replaced scorer is used.
+Shipped functions score what the model wrote, never what a tool or an interaction said, and call their scorer through its
+module, so that a replaced scorer is used. Which data_source leads to which of them by itself is `default.ROUTES`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyturn.core.errors import DataError
 from polyturn.core.registry import Registry
 from polyturn.core.trajectory import Trajectory
-from polyturn.rewards import exact_match, gsm8k
+from polyturn.rewards import code, exact_match, geo3k, gsm8k, math, math_dapo, search_r1
+from polyturn.rewards.default import ROUTES as BUILT_IN_ROUTES
+from polyturn.rewards.written import written
+
+__all__ = ["BUILT_IN_ROUTES", "CHECKS", "QUICK", "ground_truth", "last_answer", "rewards"]
 
 rewards: Registry[Any] = Registry("rewards")
 """Functions of one of the forms that `rewards.function.RewardFunction` reads."""
-
-BUILT_IN_ROUTES = {"openai/gsm8k": "gsm8k"}
-"""data_source -> name of a reward function."""
 
 
 @rewards.register("gsm8k")
@@ -38,13 +40,50 @@ def score_exact_match(trajectory: Trajectory) -> float:
     return exact_match.compute_score(last_answer(trajectory), ground_truth(trajectory))
 
 
-QUICK = (score_gsm8k, score_gsm8k_flexible, score_exact_match)
+@rewards.register("math")
+def score_math(trajectory: Trajectory) -> float:
+    r"""Score what the last answer has in its last `\boxed{…}`, as mathematics."""
+    return math.compute_score(last_answer(trajectory), ground_truth(trajectory))
+
+
+@rewards.register("math_dapo")
+def score_math_dapo(trajectory: Trajectory) -> dict[str, Any]:
+    """Score what follows `Answer:` in the last answer: 1 or -1."""
+    return math_dapo.compute_score(last_answer(trajectory), ground_truth(trajectory))
+
+
+@rewards.register("geo3k")
+def score_geo3k(trajectory: Trajectory) -> float:
+    r"""Score the last turn, its reasoning included: the answer in `\boxed{…}`, and the form."""
+    return geo3k.compute_score(written(trajectory, "turn"), ground_truth(trajectory))
+
+
+@rewards.register("search_r1")
+def score_search_r1(trajectory: Trajectory) -> float:
+    """Score what the last turn has in `<answer>`, by comparison with the right answers."""
+    return search_r1.compute_score(written(trajectory, "turn"), ground_truth(trajectory))
+
+
+@rewards.register("code")
+def score_code(trajectory: Trajectory, sandbox: code.Sandbox, continuous: bool = True) -> float:
+    """Score the program of the last answer: the share of the tests that it passes, or whether it passes all."""
+    return code.compute_score(last_answer(trajectory), ground_truth(trajectory), sandbox=sandbox, continuous=continuous)
+
+
+QUICK = (score_gsm8k, score_gsm8k_flexible, score_exact_match, score_math_dapo, score_search_r1)
 """Functions that take microseconds whatever the model wrote, and so are called without a thread."""
+
+CHECKS: tuple[tuple[Callable[..., Any], Callable[[Mapping[str, Any]], object]], ...] = (
+    (score_math, lambda kwargs: math.require()),
+    (score_geo3k, lambda kwargs: math.require()),
+    (score_code, lambda kwargs: kwargs["sandbox"].require()),
+)
+"""Functions that need something from outside, and what checks that it is there; it is given their own arguments."""
 
 
 def last_answer(trajectory: Trajectory) -> str:
     """Return the text of the model's last message; empty if it wrote none."""
-    return trajectory.turns[-1].message.text if trajectory.turns else ""
+    return written(trajectory, "answer")
 
 
 def ground_truth(trajectory: Trajectory) -> Any:

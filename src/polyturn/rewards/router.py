@@ -3,18 +3,21 @@
 outcome       the score of the function its data_source leads to; without a data_source the interaction's score;
               without an interaction the sum of the tools' rewards for the episode
 tool_step     the sum of the step rewards of its tool calls
+overlong      0 or less, for a response near the limit, where the run has such a penalty
 interaction   the interaction's score                     recorded, weighs 0 unless asked for
 tool/<name>   that tool's reward for the episode          recorded, weighs 0 unless asked for
 
-total = sum of weight x component, by default outcome + tool_step: nothing is counted twice.
+total = sum of weight x component, by default outcome + tool_step + overlong: nothing is counted twice.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +25,16 @@ from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNam
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
+from polyturn.rewards.calls import CallOptions
+from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import RewardFunction
+from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.registry import BUILT_IN_ROUTES, rewards
 
 Aggregate = Literal["last", "sum", "max", "mean"]
 
 DEFAULT_WEIGHTS = {"outcome": 1.0, "tool_step": 1.0}
+"""`overlong` always weighs 1: its penalty is its weight."""
 COMPONENTS = ("outcome", "tool_step", "interaction", "tool/<name>")
 EPISODE_ROUTES = ("interaction", "tools")
 """Route targets that are no functions: the data_source is scored by the episode's interaction, or by its tools."""
@@ -40,16 +47,30 @@ _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRef:
+    """A reward function, or the name of one, with arguments of its own."""
+
+    target: Callable[..., Any] | str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Target = Callable[..., Any] | str | RewardRef
+
+
 class RewardRouter:
     """Chooses a reward function by data_source, and combines it with what the episode itself scored."""
 
     def __init__(
         self,
-        routes: Mapping[str, Callable[..., Any] | str] | None = None,
+        routes: Mapping[str, Target] | None = None,
         *,
+        function: Target | None = None,
         weights: Mapping[str, float] | None = None,
         interaction_aggregate: Aggregate = "last",
-        timeout_s: float = 60.0,
+        calls: CallOptions | None = None,
+        overlong: Overlong | None = None,
+        sandbox: Sandbox | None = None,
         base: Path | None = None,
     ) -> None:
         """Resolve every route.
@@ -58,9 +79,13 @@ class RewardRouter:
             routes: data_source, or a glob over data_sources, to a reward function, a name of one, "interaction" or
                 "tools". An exact name wins over a glob, an earlier glob over a later one, all of them over the built-in
                 routes.
+            function: Scores every task that no route names, also those without a data_source; the built-in routes are
+                then unused.
             weights: Component to its weight; they replace `DEFAULT_WEIGHTS`.
             interaction_aggregate: How the scores of an interaction's turns become one.
-            timeout_s: Deadline of a reward function.
+            calls: How reward functions are called.
+            overlong: The penalty for long responses.
+            sandbox: Where programs run, for functions that have a parameter `sandbox`.
             base: The folder that relative file paths start from.
 
         Raises:
@@ -73,8 +98,13 @@ class RewardRouter:
             )
         self.weights = _checked_weights(DEFAULT_WEIGHTS if weights is None else weights)
         self._aggregate = _AGGREGATES[interaction_aggregate]
-        resolve = _Resolver(timeout_s=timeout_s, base=base)
+        self._overlong = overlong
+        options, sandbox = calls or CallOptions(), sandbox or Sandbox(url=None)
+        resolve = _Resolver(options=options, sandbox=sandbox, base=base)
         self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
+        self._function = None if function is None else resolve(function)
+        # What is shipped asks no service that has a rate.
+        resolve = _Resolver(options=dataclasses.replace(options, rate=None), sandbox=sandbox, base=base)
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
 
     def route(self, data_source: str) -> RewardFunction | str:
@@ -83,13 +113,8 @@ class RewardRouter:
         Raises:
             UnknownNameError: nothing does.
         """
-        if data_source in self._routes:
-            return self._routes[data_source]
-        for pattern, target in self._routes.items():
-            if fnmatch.fnmatchcase(data_source, pattern):
-                return target
-        if data_source in self._built_in:
-            return self._built_in[data_source]
+        if (found := _match(self._routes, data_source) or self._function or _match(self._built_in, data_source)) is not None:
+            return found
         raise UnknownNameError(
             f"no reward for the data_source {data_source!r}; add a route for it under reward.routes (to a function, "
             f"'interaction' or 'tools').{did_you_mean(data_source, [*self._routes, *self._built_in])}"
@@ -103,11 +128,13 @@ class RewardRouter:
             tools: Names of the tools that a task may call if it selects none itself.
 
         Raises:
-            ConfigError: a data_source leads nowhere.
+            ConfigError: a data_source leads nowhere, or to a function that lacks what it needs.
             DataError: a task has nothing that could score it.
         """
         for task in tasks:
             target = self._target(task)
+            if isinstance(target, RewardFunction):
+                target.require()
             has_tools = bool(tools if task.tools is None else task.tools)
             if (target == "interaction" and task.interaction is None) or (target == "tools" and not has_tools):
                 raise DataError(
@@ -135,6 +162,9 @@ class RewardRouter:
         if said is not None:
             components["interaction"] = said
         total = math.fsum(weight * components.get(name, 0.0) for name, weight in self.weights.items())
+        if self._overlong is not None:
+            components["overlong"] = self._overlong.score(trajectory)
+            total += components["overlong"]
         if not math.isfinite(total):
             raise RewardError(f"trajectory {trajectory.id!r}: the reward is {total}, from the components {components}")
         return Reward(total=total, components=components, info=info)
@@ -160,25 +190,39 @@ class RewardRouter:
     def _target(self, task: Task) -> RewardFunction | str:
         if task.data_source is not None:
             return self.route(task.data_source)
+        if self._function is not None:
+            return self._function
         return "tools" if task.interaction is None else "interaction"
 
 
 class _Resolver:
-    """Turns route targets into reward functions, one object per function."""
+    """Turns route targets into reward functions."""
 
-    def __init__(self, *, timeout_s: float, base: Path | None) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, *, options: CallOptions, sandbox: Sandbox, base: Path | None) -> None:
+        self._options = options
+        self._sandbox = sandbox
         self._base = base
 
-    def __call__(self, target: Callable[..., Any] | str) -> RewardFunction | str:
+    def __call__(self, wanted: Target) -> RewardFunction | str:
+        target, kwargs = (wanted.target, dict(wanted.kwargs)) if isinstance(wanted, RewardRef) else (wanted, {})
         if isinstance(target, str) and target in EPISODE_ROUTES:
+            if kwargs:
+                raise ConfigError(f"the reward {target!r} is no function and takes no kwargs; it has {sorted(kwargs)}")
             return target
         function = rewards.resolve(target, base=self._base) if isinstance(target, str) else target
         if isinstance(target, str):
             name = target
         else:
             name = target.__name__ if inspect.isfunction(target) else type(target).__name__
-        return RewardFunction(function, name=name, timeout_s=self._timeout_s)
+        supplies = {"sandbox": self._sandbox}
+        return RewardFunction(function, name=name, kwargs=kwargs, supplies=supplies, options=self._options)
+
+
+def _match(routes: Mapping[str, RewardFunction | str], data_source: str) -> RewardFunction | str | None:
+    """Return where a data_source leads: an exact name wins over a glob, an earlier glob over a later one."""
+    if data_source in routes:
+        return routes[data_source]
+    return next((to for pattern, to in routes.items() if fnmatch.fnmatchcase(data_source, pattern)), None)
 
 
 def _checked_weights(weights: Mapping[str, float]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import ToolResult, Trajectory, Turn
+from polyturn.rewards.calls import CallOptions
 from polyturn.rewards.router import RewardRouter
 
 GSM8K = "openai/gsm8k"
@@ -179,6 +180,12 @@ async def test_a_function_of_the_answers_form_is_told_by_its_names() -> None:
         "turn_scores": [0.5, 1.0],
         "tool_rewards": [-0.25],
         "rollout_reward_scores": {"t": 0.75, "user_turn_rewards": [0.5, 1.0]},
+        "messages": [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "first"},
+            {"role": "user", "content": "fb"},
+            {"role": "assistant", "content": "last"},
+        ],
     }
 
 
@@ -243,7 +250,7 @@ async def hangs_politely(trajectory: Trajectory) -> float:
     ],
 )
 async def test_a_reward_that_fails_is_an_error_never_zero(function: Any, message: str) -> None:
-    router = RewardRouter({"x": function}, timeout_s=0.05)
+    router = RewardRouter({"x": function}, calls=CallOptions(timeout_s=0.05))
     with pytest.raises(RewardError, match=message):
         await router.score(trajectory(turn("x"), data_source="x"))
 

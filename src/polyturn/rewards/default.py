@@ -1,0 +1,74 @@
+"""`default_compute_score`: one function that scores whatever has a known data_source, for code that calls such a function.
+
+    default_compute_score("openai/gsm8k", "… #### 72", "72")   ->  1.0
+
+A run needs it not: `RewardRouter` has the same routes. Scorers are called through their modules, so that a replaced one is
+used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from polyturn.rewards import code, geo3k, gsm8k, math, math_dapo, search_r1
+
+MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "numina_*")
+DAPO = ("math_dapo", "math", "math_dapo_reasoning", "aime*")
+CODE = ("codecontests", "apps", "codeforces", "taco")
+
+ROUTES: Mapping[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    **dict.fromkeys(MATH, "math"),
+    **dict.fromkeys(DAPO, "math_dapo"),
+    **dict.fromkeys(CODE, "code"),
+    "hiyouga/geometry3k": "geo3k",
+    "searchR1_*": "search_r1",
+}
+"""data_source, exact or as a glob, to the name of its scorer."""
+
+_SCORERS: Mapping[str, Callable[..., Any]] = {
+    "gsm8k": lambda text, truth: gsm8k.compute_score(text, truth),
+    "math": lambda text, truth: math.compute_score(text, truth),
+    "math_dapo": lambda text, truth: math_dapo.compute_score(text, truth),
+    "geo3k": lambda text, truth: geo3k.compute_score(text, truth),
+    "search_r1": lambda text, truth: search_r1.compute_score(text, truth),
+}
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: AbstractContextManager[Any] | None = None,
+    memory_limit_mb: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Return the score of a text, a number or a mapping with a "score".
+
+    Args:
+        data_source: Chooses the scorer.
+        solution_str: What the model wrote.
+        ground_truth: The right answer, in the form of that scorer.
+        extra_info: Not used; callers of this interface pass it.
+        sandbox_fusion_url: Where programs run.
+        concurrent_semaphore: Entered for each program.
+        memory_limit_mb: Memory of a program.
+        kwargs: Not used.
+
+    Raises:
+        NotImplementedError: no scorer is known for the data_source. Users match on the message.
+    """
+    name = next((to for pattern, to in ROUTES.items() if fnmatch.fnmatchcase(data_source, pattern)), None)
+    if name is None:
+        raise NotImplementedError(f"Reward function is not implemented for data_source={data_source!r}")
+    if name == "code":
+        slots = contextlib.nullcontext() if concurrent_semaphore is None else concurrent_semaphore
+        sandbox = code.Sandbox(url=sandbox_fusion_url, memory_limit_mb=memory_limit_mb or 1024, slots=slots)
+        return code.compute_score(solution_str, ground_truth, sandbox=sandbox, continuous=True)
+    return _SCORERS[name](solution_str, ground_truth)

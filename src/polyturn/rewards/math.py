@@ -1,0 +1,171 @@
+r"""The mathematics scorer: the answer in the last `\boxed{…}`, compared as mathematics.
+
+    "… so the sum is \boxed{\frac{1}{2}}."  against  "0.5"   ->  1.0
+
+Answers that look the same are equal. All others are compared by the math-verify library (pip install 'polyturn[math]') in
+a process of its own, because a model may write what no computer algebra ever finishes, such as 9^{9^{9^9}}: such an answer
+costs its time limit, its process is replaced, and it counts as wrong.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import json
+import logging
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from polyturn.core.errors import ConfigError, RewardError
+
+logger = logging.getLogger(__name__)
+
+MAX_CHARS = 1000
+"""A longer answer is no answer."""
+TIMEOUT_S = 10.0
+"""How long one comparison may take."""
+NUM_CHECKERS = 2
+"""Comparisons at once."""
+_START_S = 60.0
+_PLAIN = (
+    *((mark, "") for mark in (r"\left", r"\right", r"\!", r"\,", r"\;", r"\ ")),
+    ("tfrac", "frac"),
+    ("dfrac", "frac"),
+)
+_NOTHING = re.compile(r"[\s$]")
+_MARKS = re.compile(r"\\f?box(?:ed)?\s*\{|[{}]")
+
+
+def compute_score(solution_str: Any, ground_truth: Any, *, score: float = 1.0, format_score: float = 0.0) -> float:
+    r"""Return `score` for the right answer, `format_score` for another boxed one, 0.0 where nothing is boxed.
+
+    Args:
+        solution_str: What the model wrote; anything but text has no answer in it.
+        ground_truth: The right answer, as LaTeX or plain text, boxed or not.
+        score: For the right answer.
+        format_score: For an answer in the right form that is wrong.
+    """
+    answer = last_boxed(solution_str) if isinstance(solution_str, str) else None
+    if answer is None:
+        return 0.0
+    return score if is_equal(answer, str(ground_truth)) else format_score
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return what stands in the last `\boxed{…}` (or `\fbox{…}`) of a text, with matched braces; None if nothing does."""
+    found: tuple[int, str] | None = None
+    open_at: list[tuple[bool, int]] = []  # of each open brace: whether it is a box's, and where its content begins
+    for mark in _MARKS.finditer(text):
+        if mark[0] != "}":
+            open_at.append((mark[0] != "{", mark.end()))
+        elif open_at:
+            is_box, start = open_at.pop()
+            if is_box and (found is None or start > found[0]):
+                found = start, text[start : mark.start()].strip()
+    return None if found is None else found[1]
+
+
+def is_equal(answer: str, truth: str) -> bool:
+    """Return whether two answers are the same mathematics; False where that cannot be found out in time."""
+    truth = last_boxed(truth) or truth
+    if len(answer) > MAX_CHARS:
+        return False
+    if _plain(answer) == _plain(truth):
+        return True
+    if not answer.strip() or not truth.strip():
+        return False
+    return _checkers.ask(truth, answer)
+
+
+def require() -> None:
+    """Check that mathematics can be compared.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            "answers in mathematics are compared by math-verify, which is not installed: pip install 'polyturn[math]'"
+        )
+
+
+def _plain(text: str) -> str:
+    for old, new in _PLAIN:
+        text = text.replace(old, new)
+    return _NOTHING.sub("", text).removesuffix(".")
+
+
+class _Checker:
+    """One process that compares answers; see `math_worker`."""
+
+    def __init__(self) -> None:
+        require()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "polyturn.rewards.math_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        if self._line(_START_S) != "ready":
+            self.close()
+            raise RewardError("the process that compares answers in mathematics does not start")
+
+    def ask(self, truth: str, answer: str) -> bool | None:
+        """Return whether they are equal; None if it was not found out, which leaves this process unusable."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([truth, answer]).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            return None
+        return {"true": True, "false": False}.get(self._line(TIMEOUT_S))
+
+    def _line(self, timeout_s: float) -> str:
+        """Return the next line; empty if there is none in time."""
+        assert self._process.stdout is not None
+        number, got, deadline = self._process.stdout.fileno(), b"", time.monotonic() + timeout_s
+        while not got.endswith(b"\n"):
+            ready, _, _ = select.select([number], [], [], max(0.0, deadline - time.monotonic()))
+            piece = os.read(number, 4096) if ready else b""
+            if not piece:
+                return ""
+            got += piece
+        return got.decode().strip()
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class _Checkers:
+    """At most `NUM_CHECKERS` processes, started when they are needed and used again."""
+
+    def __init__(self) -> None:
+        self._free = threading.Semaphore(NUM_CHECKERS)
+        self._idle: list[_Checker] = []
+
+    def ask(self, truth: str, answer: str) -> bool:
+        with self._free:
+            checker = self._idle.pop() if self._idle else _Checker()
+            verdict = checker.ask(truth, answer)
+            if verdict is None:
+                logger.debug("the answer %.80r could not be compared with %.80r in %g s", answer, truth, TIMEOUT_S)
+                checker.close()
+            else:
+                self._idle.append(checker)
+        return bool(verdict)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+_checkers = _Checkers()
+atexit.register(_checkers.close)
