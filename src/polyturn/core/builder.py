@@ -73,6 +73,8 @@ class TrajectoryBuilder:
         self._current = -1
         self._length = 0
         """How many tokens of the current segment stand before this place."""
+        self._num_media = 0
+        """How many of its media are shown before this place."""
         self._origin: Branch | None = None
         """Where another agent was called from."""
 
@@ -80,6 +82,11 @@ class TrajectoryBuilder:
     def context(self) -> Ids:
         """[T] the ids before this place, as a read-only view: what the engine is asked to continue."""
         return self._open_segment().ids[: self._length]
+
+    @property
+    def media(self) -> tuple[Any, ...]:
+        """The images and other media that the context shows."""
+        return tuple(self._open_segment().media[: self._num_media])
 
     @property
     def num_segments(self) -> int:
@@ -103,7 +110,7 @@ class TrajectoryBuilder:
         other = TrajectoryBuilder(agent=agent or self.agent)
         other._segments = self._segments
         if agent is None:
-            other._current, other._length = self._current, self._length
+            other._current, other._length, other._num_media = self._current, self._length, self._num_media
         else:
             other._origin = Branch(self._current, self._length)
         return other
@@ -111,7 +118,7 @@ class TrajectoryBuilder:
     def open(self, ids: ArrayLike, *, turn: int = -1, agent: str | None = None, parent: Branch | None = None) -> SpanRef:
         """Start a segment with the prompt `ids` and make it the one that grows."""
         self._segments.append(_Open(agent=agent or self.agent, parent=parent))
-        self._current, self._length = len(self._segments) - 1, 0
+        self._current, self._length, self._num_media = len(self._segments) - 1, 0, 0
         return self._append(Span(ids=ids_array(ids), source=SpanSource.PROMPT, turn=turn))
 
     def sample(self, completion: Completion, *, turn: int, weights: ArrayLike | None = None) -> tuple[SpanRef, ...]:
@@ -151,11 +158,11 @@ class TrajectoryBuilder:
         """Append what the environment and the template added after turn `turn`; these tokens weigh 0."""
         return self._append(Span(ids=ids_array(ids), source=SpanSource.OBSERVATION, turn=turn))
 
-    def rewrite(self, ids: ArrayLike, *, turn: int) -> SpanRef | None:
-        """Continue from the full prompt `ids`, wherever it came from.
+    def rewrite(self, ids: ArrayLike, *, turn: int, media: Sequence[Any] = ()) -> SpanRef | None:
+        """Continue from the full prompt `ids`, which shows `media`, wherever it came from.
 
-        It extends the longest segment of the agent that it continues token for token; when none does, a new segment
-        starts, which remembers where it branched. Nothing is repaired or re-aligned.
+        It extends the longest segment of the agent that it continues token for token, showing the same media; when none
+        does, a new segment starts, which remembers where it branched. Nothing is repaired or re-aligned.
 
         Returns:
             The span that was added; None when `ids` is exactly the segment so far.
@@ -164,18 +171,24 @@ class TrajectoryBuilder:
         best = -1
         for index, segment in enumerate(self._segments):
             is_longest = segment.agent == self.agent and (best < 0 or segment.length > self._segments[best].length)
-            if is_longest and self._continues(segment, new):
+            if is_longest and self._continues(segment, new) and segment.media == list(media[: len(segment.media)]):
                 best = index
         if best >= 0:
-            self._current, self._length = best, self._segments[best].length
+            segment = self._segments[best]
+            self._current, self._length, self._num_media = best, segment.length, len(segment.media)
             rest = new[self._length :].copy()  # a view would keep the whole prompt alive in the span
-            return self.observe(rest, turn=turn) if len(rest) else None
-        return self.open(new, turn=turn, parent=self._parent_of(new))
+            ref = self.observe(rest, turn=turn) if len(rest) else None
+        else:
+            ref = self.open(new, turn=turn, parent=self._parent_of(new))
+        self.add_media(*media[self._num_media :])
+        return ref
 
-    def continues(self, ids: ArrayLike) -> bool:
-        """Return whether the full prompt `ids` goes on token for token from what stands before this place."""
+    def continues(self, ids: ArrayLike, *, media: Sequence[Any] = ()) -> bool:
+        """Return whether the full prompt `ids`, which shows `media`, goes on token for token from what stands here."""
         new = ids_array(ids)
-        return self.is_open and len(new) >= self._length and bool(np.array_equal(self.context, new[: self._length]))
+        if not self.is_open or len(new) < self._length or self.media != tuple(media[: self._num_media]):
+            return False
+        return bool(np.array_equal(self.context, new[: self._length]))
 
     def cut(self, refs: Sequence[SpanRef], *, keep: int) -> int:
         """Drop all but the first `keep` tokens of the completion that was sampled last; return how many are gone.
@@ -236,8 +249,10 @@ class TrajectoryBuilder:
             start = end
 
     def add_media(self, *items: Any) -> None:
-        """Attach images or other media to the segment that grows now."""
-        self._grow_here().media.extend(items)
+        """Attach images or other media to the segment that grows now; call it behind the tokens that show them."""
+        if items:
+            self._grow_here().media.extend(items)
+            self._num_media += len(items)
 
     def span(self, ref: SpanRef) -> Span:
         """Return the span that `ref` names."""
@@ -259,7 +274,10 @@ class TrajectoryBuilder:
         segment = self._open_segment()
         if self._length == segment.length:
             return segment
+        shown = self.media
         self.open(self.context.copy(), parent=Branch(self._current, self._length))
+        self._segments[self._current].media.extend(shown)
+        self._num_media = len(shown)
         return self._segments[self._current]
 
     def _append(self, span: Span) -> SpanRef:

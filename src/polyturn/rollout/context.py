@@ -25,7 +25,8 @@ from polyturn.rollout.partner import Partner
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.tokens import sanity
 from polyturn.tokens.codec import Codec
-from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.media_encoder import MediaEncoder
+from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers import ToolCallParser
 from polyturn.tools.executor import ToolBox
 
@@ -58,23 +59,31 @@ class RolloutContext:
     sanity_every: int = 16
     """Every how many episodes the incremental ids are compared with a full render; 1 checks all, 0 none."""
 
+    media: MediaProcessor | None = None
+    """The model's processor, for messages that show images, videos or sounds; None for text."""
+
     calls: AuthorCalls = field(init=False)
     """Calls the scheduler's methods."""
     _num_finished: int = 0
     _warned: set[str] = field(default_factory=set)
-    _encoders: dict[tuple[str, ...], DeltaEncoder] = field(default_factory=dict)
+    _encoders: dict[tuple[str, ...], MediaEncoder] = field(default_factory=dict)
     _live_ids: set[tuple[str, str]] = field(default_factory=set)
     _partners: dict[str, Interaction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.calls = AuthorCalls(timeout_s=self.scheduler_timeout_s)
 
-    def encoder_for(self, task: Task) -> DeltaEncoder:
+    def encoder_for(self, task: Task) -> MediaEncoder:
         """Return the encoder for the tools that the task may call."""
         names = self.tools.select(task)
         if names not in self._encoders:
-            self._encoders[names] = DeltaEncoder(self.codec, tools=self.tools.schemas_of(task))
+            self._encoders[names] = MediaEncoder(self.codec, tools=self.tools.schemas_of(task), media=self.media)
         return self._encoders[names]
+
+    @property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """The tokens that stand for media, which no engine may sample."""
+        return () if self.media is None else self.media.token_ids
 
     def partner_for(self, task: Task) -> Partner | None:
         """Return the partner that the task's row names; None if it names none.

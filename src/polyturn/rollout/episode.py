@@ -163,6 +163,7 @@ class Episode:
             max_tokens=budget.tokens,
             seed=derive_seed(self._seed, number) if self._sampling.seed is None else self._sampling.seed,
             stop_token_ids=self._sampling.stop_token_ids or self._context.codec.stop_token_ids,
+            banned_token_ids=self._sampling.banned_token_ids or self._context.media_token_ids,
         )
         self._move(RequestState.GENERATING)
         began = time.monotonic()
@@ -172,8 +173,14 @@ class Episode:
                 session_id=self.id,
                 prompt_ids=transcript.context,
                 sampling=sampling,
+                media=transcript.builder.media,
             )
         )
+        if sampling.banned_token_ids and np.isin(completion.token_ids, sampling.banned_token_ids).any():
+            raise EngineError(
+                f"the engine sampled a token that it was told not to (one of {sampling.banned_token_ids}, which stand for "
+                "media); use an engine that heeds SamplingParams.banned_token_ids"
+            )
         index, said_before = len(self._shared.turns), transcript.said
         message, spans = transcript.sample(completion, turn=index)
         turn = LiveTurn(

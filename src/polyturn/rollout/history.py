@@ -49,4 +49,5 @@ def shorten(
 
 
 def _left_out(message: Message) -> Message:
-    return message if len(message.text) <= len(LEFT_OUT) else dataclasses.replace(message, content=LEFT_OUT)
+    is_short = len(message.text) <= len(LEFT_OUT) and not message.media
+    return message if is_short else dataclasses.replace(message, content=LEFT_OUT)

@@ -14,9 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.core.errors import InteractionError, LifecycleError, one_line
+from polyturn.core.errors import DataError, InteractionError, LifecycleError, one_line
+from polyturn.core.messages import Message
 from polyturn.core.protocols import Interaction
 from polyturn.core.task import InteractionRef
+from polyturn.tools.results import content_of
+from polyturn.tools.schema import ToolResponse
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,8 @@ class PartnerReply:
     """What an interaction answered to one turn."""
 
     is_done: bool
-    content: str
+    content: str | tuple[Mapping[str, Any], ...]
+    """Text, or parts in OpenAI's form, which may show images."""
     score: float | None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -81,7 +85,7 @@ class Partner:
         done, content, score, metadata = answer
         return PartnerReply(
             is_done=bool(done),
-            content="" if content is None else str(content),
+            content=self._content(content),
             score=None if score is None else self._number("generate_response", score),
             metadata=dict(metadata or {}),
         )
@@ -108,6 +112,17 @@ class Partner:
         finally:
             self._live_ids.discard((self.name, instance_id))
         return None
+
+    def _content(self, content: Any) -> str | tuple[Mapping[str, Any], ...]:
+        """Return what the interaction says: a text, a `ToolResponse` or a list of parts where it shows images."""
+        try:
+            if isinstance(content, ToolResponse):
+                return content_of(content, max_chars=None, side="middle")
+            if isinstance(content, list | tuple):
+                return Message.from_openai({"role": "user", "content": content}).content
+        except DataError as problem:
+            raise InteractionError(f"interaction {self.name!r}: generate_response: {problem}") from problem
+        return "" if content is None else str(content)
 
     def _live(self) -> str:
         if self._id is None:

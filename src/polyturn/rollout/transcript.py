@@ -21,6 +21,7 @@ from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.builder import TrajectoryBuilder
 from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.generation import Completion
+from polyturn.core.media import Media
 from polyturn.core.messages import Message, to_openai
 from polyturn.core.trajectory import SpanRef
 from polyturn.tokens.delta import DeltaEncoder
@@ -39,6 +40,8 @@ class Prompt(NamedTuple):
     """Tokens that the environment adds, each counted once however often the history is rendered."""
     length: int
     """Tokens of the whole prompt."""
+    media: tuple[Media, ...] = ()
+    """The images and other media that `ids` show."""
 
 
 class Transcript:
@@ -237,15 +240,16 @@ class Transcript:
         ids = self._addition if self._is_open_message else NO_IDS
         if self._pending:
             ids = self._encoder.extend(self._pending, last_id=self._last_id)
-        return Prompt(ids, False, len(ids), self.num_tokens + len(ids))
+        return Prompt(ids, False, len(ids), self.num_tokens + len(ids), _media(self._pending))
 
     def show(self, prompt: Prompt, *, turn: int) -> SpanRef | None:
         """Append what `next_prompt` returned, and the messages to the history; return the span, if any was added."""
         ref: SpanRef | None = None
         if prompt.is_whole:
-            ref = self.builder.rewrite(prompt.ids, turn=turn)
+            ref = self.builder.rewrite(prompt.ids, turn=turn, media=prompt.media)
         elif len(prompt.ids) or self._pending:
             ref = self.builder.observe(prompt.ids, turn=turn)
+            self.builder.add_media(*prompt.media)
         self._messages += self._pending
         self._openai += to_openai(self._pending)
         self._pending, self._addition, self._is_edited = (), NO_IDS, False
@@ -290,20 +294,21 @@ class Transcript:
 
     def _rendered(self) -> Prompt:
         """Render the whole history; keep held ids that spell just what the template writes."""
-        ids = self._encoder.start([*self._messages, *self._pending])
+        messages = [*self._messages, *self._pending]
+        ids, media = self._encoder.start(messages), _media(messages)
         if not self.builder.is_open:
-            return Prompt(ids, True, 0, len(ids))
+            return Prompt(ids, True, 0, len(ids), media)
         held = self.builder.context
-        if self.builder.continues(ids):
-            return Prompt(ids, True, len(ids) - len(held), len(ids))
+        if self.builder.continues(ids, media=media):
+            return Prompt(ids, True, len(ids) - len(held), len(ids), media)
         added = self._appended()
         if added is None:
-            return Prompt(ids, True, max(0, len(ids) - len(held)), len(ids))
+            return Prompt(ids, True, max(0, len(ids) - len(held)), len(ids), media)
         if not self._is_edited:
             kept = np.concatenate([held, added])
             if self._spells(kept, ids):
                 ids = kept
-        return Prompt(ids, True, len(added), len(ids))
+        return Prompt(ids, True, len(added), len(ids), media)
 
     def _appended(self) -> Ids | None:
         """Encode what waits as an addition; None where this template cannot be added to."""
@@ -320,3 +325,7 @@ class Transcript:
         return np.array_equal(codec.control_in(kept), codec.control_in(rendered)) and codec.decode(kept) == codec.decode(
             rendered
         )
+
+
+def _media(messages: Sequence[Message]) -> tuple[Media, ...]:
+    return tuple(medium for message in messages for medium in message.media)

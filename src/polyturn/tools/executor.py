@@ -305,6 +305,7 @@ class ToolSession:
         try:
             returned = await bounded.run(create)
             response = to_response(returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None)
+            content = self._content(response)
         except ToolStartError:
             raise
         except Exception as problem:
@@ -313,7 +314,7 @@ class ToolSession:
                 f"tools_kwargs[{name!r}]['create_kwargs']"
             ) from problem
         if not response.is_empty():
-            said[name] = ToolResult(call_id="", name=name, content=self._content(response))
+            said[name] = ToolResult(call_id="", name=name, content=content)
 
     def _own(self, name: str, returned: Any) -> None:
         """Take over what a `create` made; release it now if the episode has ended meanwhile."""
@@ -354,6 +355,7 @@ class ToolSession:
         began = time.perf_counter()
         try:
             outcome = normalize(await bounded.run(tool.execute, self._ids[call.name], arguments, **kwargs))
+            content = self._content(outcome.response)
         except DeadlineError as problem:
             return self._failed(call, results.TIMEOUT, f"{call.name!r} did not answer: {problem}", began=began)
         except ToolError as problem:
@@ -365,7 +367,7 @@ class ToolSession:
         return ToolResult(
             call_id=call.id,
             name=call.name,
-            content=self._content(outcome.response),
+            content=content,
             reward=outcome.reward,
             metrics=outcome.metrics,
             duration_s=time.perf_counter() - began,

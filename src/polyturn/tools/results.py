@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from polyturn.core.errors import ConfigError
+from polyturn.core.media import read_source, to_source
 from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.core.trajectory import ToolResult
+from polyturn.tokens.multimodal import load_image
 from polyturn.tools.schema import ToolResponse
 
 TruncateSide = Literal["left", "right", "middle"]
@@ -81,13 +83,28 @@ def check_side(side: str) -> None:
 
 
 def content_of(response: ToolResponse, *, max_chars: int | None, side: TruncateSide) -> str | tuple[Mapping[str, Any], ...]:
-    """Return a response as the content of a tool message: text, or images, videos and then text as parts."""
+    """Return a response as the content of a tool message: text, or images, videos and then text as parts.
+
+    Raises:
+        DataError: an image or video cannot be read.
+    """
     text = truncate(response.text or "", max_chars=max_chars, side=side)
-    parts: list[Mapping[str, Any]] = [{"type": "image", "image": item} for item in response.image or ()]
-    parts += [{"type": "video", "video": item} for item in response.video or ()]
+    parts: list[Mapping[str, Any]] = [{"type": "image", "image": _shown("image", item)} for item in response.image or ()]
+    parts += [{"type": "video", "video": _shown("video", item)} for item in response.video or ()]
     if not parts:
         return text
     return (*parts, {"type": "text", "text": text}) if text else tuple(parts)
+
+
+def _shown(kind: str, item: Any) -> Any:
+    """Return a medium as a record keeps it: whole, because a tool's file may be gone when it is looked at again."""
+    source = to_source(kind, item)
+    if not isinstance(source, str):
+        return source
+    whole = source if source.startswith("data:") else to_source(kind, read_source(source))
+    if kind == "image" and isinstance(item, str | bytes | bytearray | Mapping):
+        load_image(str(whole))
+    return whole
 
 
 def available(names: Sequence[str]) -> str:
