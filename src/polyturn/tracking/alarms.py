@@ -3,6 +3,9 @@
     alarms.feed(31, {"policy/entropy": 0.04, ...})
       ->  [Alarm("entropy_collapse", "step 31: policy/entropy is 0.04, for 3 steps in a row below 20 % of ... 0.9: ...")]
 
+One more alarm is absolute: trainer and engine disagree on the log-probabilities of sampled tokens. Where the disagreement
+starts says where it comes from (`diagnose`).
+
 Separate and pure: it is fed metrics and returns warnings, and whoever owns the run decides what to do with them. A resumed
 run is brought up to date by feeding it the metrics that are already written down.
 """
@@ -34,6 +37,18 @@ class AlarmThresholds:
     multi_turn: float = 1.5
     tool_errors_rise: float = 0.2
     """The share of failed tool calls, above the early one by this much."""
+    difference: float = 0.05
+    """Mean |logprob difference| between trainer and engine, in nats; bfloat16 engines stay below a third of it."""
+    difference_p99: float = 0.5
+    """Its 99th percentile."""
+    difference_first_token: float = 0.5
+    """Its mean over the first tokens of turns."""
+    k3: float = 0.01
+    """KL(engine || trainer)."""
+    difference_large: float = 0.5
+    """A mean difference that no numerics explain."""
+    growth: float = 3.0
+    """How many times larger it is behind turn 0, or at the first token of turns, when it starts there."""
 
 
 class Alarm(NamedTuple):
@@ -67,6 +82,7 @@ class Alarms:
         self._thresholds = thresholds or AlarmThresholds()
         self._rules = _rules(self._thresholds)
         self._watches = {rule.name: _Watch() for rule in self._rules}
+        self._disagreement: str | None = None
 
     def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
         """Take in the metrics of a step and return the alarms that it raises; each once, until its number has recovered.
@@ -80,6 +96,11 @@ class Alarms:
                 early = statistics.median(self._watches[rule.name].early)
                 what = f"{self._thresholds.patience} steps in a row " + rule.what.format(early=f"{early:.3g}")
                 raised.append(Alarm(rule.name, f"step {step}: {rule.metric} is {value:.3g}, for {what}; {rule.look}"))
+        if "policy/rollout_difference" in metrics:
+            found = diagnose(metrics, self._thresholds)
+            if found is not None and found.name != self._disagreement:
+                raised.append(Alarm(found.name, f"step {step}: {found.message}"))
+            self._disagreement = None if found is None else found.name
         return raised
 
     def _is_news(self, rule: _Rule, value: float) -> bool:
@@ -95,6 +116,61 @@ class Alarms:
             return False
         watch.is_raised = True
         return True
+
+
+def diagnose(metrics: Mapping[str, float | None], thresholds: AlarmThresholds | None = None) -> Alarm | None:
+    """Say whether trainer and engine disagree on sampled tokens, and what it looks like; None if they agree.
+
+    Args:
+        metrics: Those of one step, policy/rollout_… and buffer/staleness.
+        thresholds: When to speak.
+    """
+    t = thresholds or AlarmThresholds()
+
+    def number(name: str) -> float:
+        value = metrics.get(name)
+        return math.nan if value is None else float(value)
+
+    mean, p99, k3 = (number(f"policy/rollout_{n}") for n in ("difference", "difference_p99", "k3"))
+    first, behind = (number(f"policy/rollout_difference_{n}_token{s}") for n, s in (("first", ""), ("later", "s")))
+    opening = number("policy/rollout_difference_turn0")
+    later = [v for n in ("turn1", "turn2", "turn3plus") if not math.isnan(v := number(f"policy/rollout_difference_{n}"))]
+    latest = max(later, default=math.nan)
+    if not (mean > t.difference or p99 > t.difference_p99 or k3 > t.k3 or first > t.difference_first_token):
+        return None
+    what = f"engine and trainer disagree on sampled tokens by {mean:.3g} nats on average, {p99:.3g} at the 99th percentile"
+    if behind <= t.difference and first > t.growth * behind:
+        return Alarm(
+            "disagreement_scaffold",
+            f"{what}: scaffold. It is {first:.3g} at the first token of a turn and {behind:.3g} behind it, so the text that "
+            "opens a turn is not the same on both sides; compare the prompt that the engine gets with the generation prompt "
+            "that `polyturn check` shows",
+        )
+    if opening <= t.difference and latest > t.growth * opening:
+        return Alarm(
+            "disagreement_template",
+            f"{what}: template. It is {opening:.3g} in turn 0 and {latest:.3g} later, so later turns are trained in another "
+            "context than they were sampled in: something writes or tokenizes the history anew (a server's own template), or "
+            "a KV cache is wrong between turns; send token ids, and check all episodes with rollout.sanity_every: 1",
+        )
+    staleness = number("buffer/staleness")
+    if staleness > 0:
+        return Alarm(
+            "disagreement_stale",
+            f"{what}: stale weights. Tokens were sampled with weights up to {staleness:.0f} versions older than the "
+            "trainer's; lower train.max_staleness, or the learning rate",
+        )
+    if mean > t.difference_large:
+        return Alarm(
+            "disagreement_stale",
+            f"{what}: stale weights. It is as large in every turn, as if the engine sampled with other weights than its "
+            "version says; check that the weight update reaches it, and that both start from the same checkpoint",
+        )
+    return Alarm(
+        "disagreement_numerics",
+        f"{what}: numerics. It is small and the same everywhere, as different kernels, precision or a quantised cache make "
+        "it; give both sides one dtype, or keep algorithm.old_logprobs: trainer",
+    )
 
 
 def _rules(t: AlarmThresholds) -> tuple[_Rule, ...]:

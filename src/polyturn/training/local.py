@@ -32,6 +32,7 @@ from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge
 from polyturn.core.sample import TrainSample
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
+from polyturn.training.agreement import agreement
 from polyturn.training.forward import TargetForward, TargetScores
 from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
 
@@ -91,6 +92,8 @@ class _Terms(NamedTuple):
     """Detached figures per target, averaged over the targets of the step under their names."""
     parts_S: dict[str, Tensor]
     """Detached addends of `loss_S`, summed with the coefficients under their names."""
+    own_S: Tensor | None = None
+    """Detached log-probabilities under the weights that the step began with, where the engine's are there to compare."""
 
 
 @dataclass(slots=True)
@@ -285,6 +288,7 @@ class LocalPolicy:
         batches = self._lay_out(samples, coefs)
         clock.add("time/layout", start)
         parts: list[Metrics] = []
+        own: list[Tensor] = []
         self.model.train()
         try:
             for batch in batches:
@@ -295,6 +299,8 @@ class LocalPolicy:
                 parts.append(_batch_metrics(batch, scores, terms, float(loss.detach())))
                 if not math.isfinite(parts[-1]["loss/total"].value):
                     raise TrainingError(self._non_finite_message(samples, batch, scores, terms))
+                if terms.own_S is not None:
+                    own.append(terms.own_S)
                 start = clock.add("time/forward", start)
                 loss.backward()
                 clock.add("time/backward", start)
@@ -305,6 +311,8 @@ class LocalPolicy:
         spent = clock.seconds.get("time/forward", 0.0) + clock.seconds.get("time/backward", 0.0)
         times["time/forward_backward"] = Sum(spent)
         self.train_seconds += spent
+        if own:
+            times |= agreement(samples, scatter_back(batches, own, lengths=[len(s) for s in samples]))
         return _as_step(merge(parts)) | times
 
     def _policy_terms(self, batch: MicroBatch, scores: TargetScores) -> _Terms:
@@ -324,8 +332,11 @@ class LocalPolicy:
         parts_S = {"loss/policy": loss_S.detach()}
         stats_S = {f"policy/{name}": value for name, value in policy.stats.items()}
         stats_S["policy/advantage"] = batch.advantages_S
+        own_S: Tensor | None = None
         if batch.rollout_logprobs_S is not None:
-            stats_S["policy/rollout_difference"] = (logprobs_S.detach() - batch.rollout_logprobs_S).abs()
+            # Old ones that are the engine's own would only agree with themselves.
+            is_ours = batch.old_logprobs_S is not None and not torch.equal(batch.old_logprobs_S, batch.rollout_logprobs_S)
+            own_S = batch.old_logprobs_S if is_ours else logprobs_S.detach()
         if settings.kl_coef:
             ref_S = batch.ref_logprobs_S
             if ref_S is None:
@@ -340,7 +351,7 @@ class LocalPolicy:
             if settings.entropy_coef:
                 loss_S = loss_S - settings.entropy_coef * scores.entropy_S
                 parts_S["loss/entropy"] = -settings.entropy_coef * scores.entropy_S.detach()
-        return _Terms(loss_S, stats_S, parts_S)
+        return _Terms(loss_S, stats_S, parts_S, own_S)
 
     def _old_logprobs(self, batch: MicroBatch, logprobs_S: Tensor) -> Tensor:
         if self.loss_settings.old_logprobs == "sample":
@@ -394,8 +405,6 @@ def _batch_metrics(batch: MicroBatch, scores: TargetScores, terms: _Terms, total
     metrics["tokens/padding_share"] = Mean(batch.input_ids_BT.numel() - batch.num_tokens, batch.input_ids_BT.numel())
     if "policy/ratio" in terms.stats_S:
         metrics["policy/ratio_max"] = Max(float(terms.stats_S["policy/ratio"].max()))
-    if "policy/rollout_difference" in terms.stats_S:
-        metrics["policy/rollout_difference_max"] = Max(float(terms.stats_S["policy/rollout_difference"].max()))
     return metrics
 
 

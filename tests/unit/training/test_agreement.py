@@ -1,0 +1,117 @@
+"""Trainer and engine compared on the tokens that the engine sampled, and each fault named by where it starts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from polyturn.core.metrics import merge, reduce
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.tracking.alarms import Alarms, diagnose
+from polyturn.training.agreement import agreement
+
+TURNS, LENGTH = 5, 12
+
+
+def samples(count: int = 8) -> list[TrainSample]:
+    """Conversations of five turns: a prompt of 4, then 12 sampled tokens and 4 observed ones a turn."""
+    rng = np.random.default_rng(0)
+    is_sampled = np.array([0] * 4 + ([1] * LENGTH + [0] * 4) * TURNS, np.float32)
+    turn_ids = np.array([-1] * 4 + [t for t in range(TURNS) for _ in range(LENGTH + 4)], np.int32)
+    return [
+        TrainSample(
+            id=SampleId("g", str(i), 0),
+            token_ids=np.arange(len(is_sampled)),
+            loss_weights=is_sampled,
+            turn_ids=turn_ids,
+            versions=np.where(is_sampled > 0, 3, -1),
+            rollout_logprobs=np.where(is_sampled > 0, rng.uniform(-3, -0.1, len(is_sampled)), 0.0),
+        )
+        for i in range(count)
+    ]
+
+
+def trainer(batch: list[TrainSample], *, noise: float = 1e-4, seed: int = 1) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [s.rollout_logprobs + (s.loss_weights * rng.normal(0, noise, len(s))).astype(np.float32) for s in batch]
+
+
+def first_tokens(sample: TrainSample) -> np.ndarray:
+    return (sample.loss_weights > 0) & (np.roll(sample.loss_weights, 1) == 0)
+
+
+def test_k3_and_percentiles_are_those_of_the_sampled_tokens() -> None:
+    batch = samples(1)
+    own = [batch[0].rollout_logprobs + 0.2 * batch[0].loss_weights]
+    found = reduce(agreement(batch, own))
+    assert found["policy/rollout_k3"] == pytest.approx(np.expm1(0.2) - 0.2, rel=1e-4)
+    for name in ("difference", "difference_p99", "difference_max", "difference_first_token", "difference_later_tokens"):
+        assert found[f"policy/rollout_{name}"] == pytest.approx(0.2, rel=1e-4)
+    turns = {name.rpartition("_")[2] for name in found if name.startswith("policy/rollout_k3_")}
+    assert turns == {"turn0", "turn1", "turn2", "turn3plus"}
+
+
+def test_tokens_without_weight_say_nothing_and_updates_of_one_step_are_averaged() -> None:
+    batch = samples(2)
+    own = trainer(batch, noise=0)
+    own[0] = own[0] + 100 * (batch[0].loss_weights == 0)
+    assert reduce(agreement(batch, own))["policy/rollout_difference_max"] == 0
+    half = [
+        agreement([s], [o + d * s.loss_weights]) for s, o, d in zip(batch, trainer(batch, noise=0), (0.1, 0.3), strict=True)
+    ]
+    found = reduce(merge(half))
+    assert found["policy/rollout_difference_p99"] == pytest.approx(0.2, rel=1e-4)
+    assert found["policy/rollout_difference_max"] == pytest.approx(0.3, rel=1e-4)
+    empty = batch[0].replace(loss_weights=np.zeros(len(batch[0])))
+    assert agreement([empty], own[:1]) == {}
+
+
+def planted(fault: str) -> dict[str, float]:
+    """The metrics of a step in which a fault was planted on the trainer's side."""
+    batch = samples()
+    own = trainer(batch)
+    for sample, array in zip(batch, own, strict=True):
+        sampled = sample.loss_weights > 0
+        rng = np.random.default_rng(2)
+        wrong = rng.normal(0, 1.5, len(sample))
+        if fault == "template":
+            array += np.where(sampled & (sample.turn_ids >= 1), wrong, 0).astype(np.float32)
+        if fault == "scaffold":
+            array += np.where(first_tokens(sample), -2.0, 0).astype(np.float32)
+        if fault == "numerics":
+            array += np.where(sampled, rng.normal(0, 0.1, len(sample)), 0).astype(np.float32)
+        if fault in ("stale", "weights"):
+            array += np.where(sampled, wrong * (0.1 if fault == "stale" else 1), 0).astype(np.float32)
+    return {**reduce(agreement(batch, own)), "buffer/staleness": 2.0 if fault == "stale" else 0.0}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "says"),
+    [
+        ("template", "disagreement_template", "so later turns are trained in another context than they were sampled in"),
+        ("scaffold", "disagreement_scaffold", "scaffold. It is 2 at the first token of a turn"),
+        ("numerics", "disagreement_numerics", "numerics. It is small and the same everywhere"),
+        ("stale", "disagreement_stale", "stale weights. Tokens were sampled with weights up to 2 versions older"),
+        ("weights", "disagreement_stale", "stale weights. It is as large in every turn"),
+    ],
+)
+def test_each_planted_fault_is_named(fault: str, name: str, says: str) -> None:
+    found = diagnose(planted(fault))
+    assert found is not None and found.name == name and says in found.message
+
+
+def test_engines_that_agree_as_well_as_floats_allow_raise_nothing() -> None:
+    assert diagnose(planted("none")) is None
+    assert (
+        diagnose({"policy/rollout_difference": 0.012, "policy/rollout_difference_p99": 0.09, "policy/rollout_k3": 4e-4})
+        is None
+    )
+
+
+def test_the_log_says_it_once_until_it_is_over_or_another() -> None:
+    alarms, fine = Alarms(), planted("none")
+    steps = [fine, planted("template"), planted("template"), planted("scaffold"), fine, planted("scaffold")]
+    said = [[a.name for a in alarms.feed(step, metrics)] for step, metrics in enumerate(steps)]
+    assert said == [[], ["disagreement_template"], [], ["disagreement_scaffold"], [], ["disagreement_scaffold"]]
+    (alarm,) = Alarms().feed(7, planted("template"))
+    assert alarm.message.startswith("step 7: engine and trainer disagree on sampled tokens by 0.9")
