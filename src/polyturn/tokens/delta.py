@@ -165,8 +165,8 @@ class DeltaEncoder:
         key = (past, *form)
         if key not in self._frames:
             render = functools.partial(self._render_delta, past=past)
-            self._frames[key] = find_frame(new, render, self._control_of)
             self._check_is_read(new, past)
+            self._frames[key] = find_frame(new, render, self._control_of)
         frame = self._frames[key]
         if frame is None:
             return self._encode_rendered(new, past)
