@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from polyturn.core.errors import DataError, did_you_mean
 from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef, Task, ToolKwargs
+from polyturn.data.media import COLUMNS, with_media
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message of a prompt may have."""
@@ -67,6 +69,7 @@ class _Reader:
     """Reads one row; knows where it is, so that every complaint can say it."""
 
     def __init__(self, source: str, number: int) -> None:
+        self.source = source
         self.where = f"{source}, row {number}"
 
     def fail(self, what: str) -> NoReturn:
@@ -90,7 +93,7 @@ class _Reader:
         identity = row.get("id", f"{split}-{index}")
         if not isinstance(identity, str | int):
             self.fail(f"'id' must be a string or an integer, not {_show(identity)}")
-        rest = {k: v for part in (row, extra) for k, v in part.items() if k not in _TYPED}
+        rest = {k: v for part in (row, extra) for k, v in part.items() if k not in _TYPED and k not in COLUMNS}
         return Task(
             id=str(identity),
             prompt=self.prompt(row),
@@ -125,6 +128,10 @@ class _Reader:
             value = [{"role": "user", "content": value}]
         if not isinstance(value, list) or not value:
             self.fail(f"'prompt' must be a string or a list of at least one message, not {_show(value)}")
+        try:
+            value = with_media(value, row, base=Path(self.source).parent)
+        except DataError as problem:
+            self.fail(str(problem))
         return tuple(self.message(m, i) for i, m in enumerate(value))
 
     def message(self, data: Any, position: int) -> Message:

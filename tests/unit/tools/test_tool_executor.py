@@ -13,9 +13,11 @@ from typing import Annotated, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import polyturn
 from polyturn.core.errors import ConfigError, DataError, LifecycleError, RewardError, RolloutError, ToolError
+from polyturn.core.media import to_source
 from polyturn.core.messages import Message, ToolCall
 from polyturn.core.metrics import Mean, Sum, merge, reduce
 from polyturn.core.task import Task, ToolKwargs
@@ -206,8 +208,14 @@ def test_cutting_keeps_exactly_so_many_characters(text: str, n: int, side: Any) 
 
 
 async def test_images_become_parts_before_the_text() -> None:
-    (result,) = await answer(Recorder(), call("rec", say=ToolResponse(text="look", image=["IMG"])))
-    assert result.content == ({"type": "image", "image": "IMG"}, {"type": "text", "text": "look"})
+    picture = Image.new("RGB", (2, 2), "red")
+    (result,) = await answer(Recorder(), call("rec", say=ToolResponse(text="look", image=[picture])))
+    assert result.content == ({"type": "image", "image": to_source("image", picture)}, {"type": "text", "text": "look"})
+
+
+async def test_an_image_that_cannot_be_read_is_told_to_the_model() -> None:
+    (result,) = await answer(Recorder(), call("rec", say=ToolResponse(image=["no/such.png"])))
+    assert result.error == "exception" and "the file 'no/such.png' cannot be read" in result.content
 
 
 async def test_the_row_reaches_each_point_of_a_tools_life() -> None:

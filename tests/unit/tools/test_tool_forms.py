@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task, ToolKwargs
@@ -96,7 +97,7 @@ async def test_execute_may_return_any_form(returned: Any, text: str) -> None:
 async def test_one_image_outside_a_list_is_a_list_of_one() -> None:
     class Camera(Flat):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-            return {"image": "photo", "text": "here"}, 0.0, {}
+            return {"image": Image.new("RGB", (2, 2)), "text": "here"}, 0.0, {}
 
     result, _ = await use(Camera({}))
     assert len(result.content) == 2 and result.content[1] == {"type": "text", "text": "here"}

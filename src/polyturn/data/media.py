@@ -1,0 +1,121 @@
+"""The media of a row: columns beside the prompt become parts of its messages, where the prompt points at them.
+
+    {"prompt": "<image>\\nWhich color?", "images": [{"bytes": b"…"}]}
+      ->  content ({"type": "image", "image": "data:image/png;…"}, {"type": "text", "text": "\\nWhich color?"})
+
+`<image>`, `<video>` and `<audio>` in a message, and parts such as {"type": "image"} without an image, take the next item of
+their column. Items that nothing points at come first in the first user message, provided that nothing points at others of
+their kind. Without such a column, `<image>` is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import DataError
+from polyturn.core.media import KINDS, Source, kind_of, to_source
+
+COLUMNS = {"images": "image", "videos": "video", "audios": "audio"}
+"""Column -> the kind of its items."""
+
+
+def with_media(messages: Sequence[Any], row: Mapping[str, Any], *, base: Path) -> list[Any]:
+    """Return the messages of a row, as dicts, with the media of its columns in their places.
+
+    Args:
+        messages: The prompt's messages.
+        row: The row.
+        base: The folder that relative paths start from.
+
+    Raises:
+        DataError: an item cannot be read, or there are more or fewer than the prompt points at.
+    """
+    items = {kind: _items(row, column, kind, base) for column, kind in COLUMNS.items()}
+    if not any(items.values()):
+        return [_with_base(m, base) for m in messages]
+    left = {kind: list(found) for kind, found in items.items()}
+    present = [kind for kind in KINDS if items[kind]]
+    filled = [_fill(_with_base(m, base), left, present) for m in messages]
+    for column, kind in COLUMNS.items():
+        if left[kind] and len(left[kind]) < len(items[kind]):
+            raise DataError(
+                f"the prompt points at {len(items[kind]) - len(left[kind])} {column} and {column!r} holds {len(items[kind])}"
+            )
+    unused = [{"type": kind, kind: source} for kind in KINDS for source in left[kind]]
+    if not unused:
+        return filled
+    for index, message in enumerate(filled):
+        if isinstance(message, Mapping) and message.get("role") == "user":
+            filled[index] = {**message, "content": [*unused, *_parts(message.get("content"))]}
+            return filled
+    raise DataError(f"the row shows {len(unused)} media and its prompt has no user message to show them in")
+
+
+def _items(row: Mapping[str, Any], column: str, kind: str, base: Path) -> list[Source]:
+    value = row.get(column)
+    if value is None:
+        return []
+    values = value if isinstance(value, list | tuple) else [value]
+    try:
+        return [to_source(kind, item, base=base) for item in values]
+    except DataError as problem:
+        raise DataError(f"{column!r}: {problem}") from problem
+
+
+def _with_base(message: Any, base: Path) -> Any:
+    """Return a message whose parts name files by paths that do not depend on the current folder."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for part in content:
+        kind = kind_of(part) if isinstance(part, Mapping) else None
+        value = None if kind is None else part.get(kind, part.get(f"{kind}_url"))
+        parts.append(
+            {**part, "type": kind, str(kind): to_source(str(kind), value, base=base)} if value is not None else part
+        )
+    return {**message, "content": parts}
+
+
+def _fill(message: Any, left: dict[str, list[Source]], present: Sequence[str]) -> Any:
+    """Return a message with each pointer to one of the `present` kinds replaced by the next item of `left`."""
+    if not isinstance(message, Mapping):
+        return message
+    pointer = re.compile("|".join(f"<{kind}>" for kind in present))
+    content = message.get("content")
+    if isinstance(content, str) and not pointer.search(content):
+        return message
+    parts: list[Any] = []
+    for part in _parts(content):
+        if not isinstance(part, Mapping):
+            parts.append(part)
+            continue
+        kind = kind_of(part)
+        if kind in present and part.get(str(kind)) is None:
+            parts.append({**part, str(kind): _take(left, str(kind))})
+        elif kind is None and isinstance(part.get("text"), str):
+            position = 0
+            for found in pointer.finditer(part["text"]):
+                parts += _parts(part["text"][position : found.start()])
+                parts.append({"type": found[0][1:-1], found[0][1:-1]: _take(left, found[0][1:-1])})
+                position = found.end()
+            parts += [{**part, "text": part["text"][position:]}] if position < len(part["text"]) else []
+        else:
+            parts.append(part)
+    return {**message, "content": parts}
+
+
+def _take(left: dict[str, list[Source]], kind: str) -> Source:
+    if not left[kind]:
+        column = next(column for column, of in COLUMNS.items() if of == kind)
+        raise DataError(f"the prompt points at more {column} than {column!r} holds; give one for each <{kind}>")
+    return left[kind].pop(0)
+
+
+def _parts(content: Any) -> list[Any]:
+    if isinstance(content, list):
+        return list(content)
+    return [{"type": "text", "text": content}] if content else []
