@@ -17,18 +17,33 @@ _NATIVE = {
     "verl.tools.tool_registry": "polyturn.tools.registry",
     "verl.tools.utils.tool_registry": "polyturn.tools.registry",
     "verl.tools.gsm8k_tool": "polyturn.tools.gsm8k",
+    "verl.tools.geo3k_tool": "polyturn.tools.geo3k",
+    "verl.tools.search_tool": "polyturn.tools.search",
+    "verl.tools.sandbox_fusion_tools": "polyturn.tools.sandbox",
+    "verl.tools.mcp_base_tool": "polyturn.tools.mcp",
+    "verl.tools.mcp_search_tool": "polyturn.tools.mcp",
+    "verl.tools.image_zoom_in_tool": "polyturn.tools.zoom",
     "verl.utils.reward_score.gsm8k": "polyturn.rewards.gsm8k",
+    "verl.utils.reward_score.geo3k": "polyturn.rewards.geo3k",
+    "verl.utils.reward_score.math": "polyturn.rewards.math",
+    "verl.utils.reward_score.math_reward": "polyturn.rewards.math",
+    "verl.utils.reward_score.math_verify": "polyturn.rewards.math",
+    "verl.utils.reward_score.math_dapo": "polyturn.rewards.math_dapo",
+    "verl.utils.reward_score.search_r1_like_qa_em": "polyturn.rewards.search_r1",
+    "verl.utils.reward_score.prime_code": "polyturn.rewards.code",
 }
 """Modules of verl that are modules of polyturn under another name."""
 
-_HERE = {}
+_HERE = {
+    "verl.tools.function_tool": "polyturn.compat.verl.function_tool",
+}
 """Modules that only code written for verl needs."""
 
 VERL = Namespace(
     root="verl",
     modules={**_NATIVE, **_HERE},
     packages={
-        "verl.utils.reward_score": "polyturn.compat.verl.reward_score",
+        "verl.utils.reward_score": "polyturn.rewards.default",
     },
 )
 

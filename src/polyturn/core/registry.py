@@ -101,6 +101,15 @@ def import_attr(path: str, *, base: Path | None = None) -> Any:
     return found
 
 
+def import_file(path: Path) -> ModuleType:
+    """Import a Python file as a module of its own, once however often it is named.
+
+    Raises:
+        MissingModuleError: there is no such file, or it fails when it is imported.
+    """
+    return _load_file(str(path.resolve()))
+
+
 def _load_module(name: str) -> ModuleType:
     try:
         try:

@@ -9,14 +9,24 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.registry import import_attr
+from polyturn.core.registry import import_attr, import_file
 from polyturn.interactions.files import PluginEntry, read_plugin_file
 from polyturn.tools.base import BaseTool, check_names, read_schema
 from polyturn.tools.function import FunctionTool
+from polyturn.tools.mcp import MCPBaseTool, read_item
+from polyturn.tools.mcp_client import McpConnection, list_tools, read_servers
+
+
+class ToolType(Enum):
+    """What `config.type` of an item may be."""
+
+    NATIVE = "native"
+    MCP = "mcp"
 
 
 def get_tool_class(cls_name: str, *, base: Path | None = None) -> Any:
@@ -50,24 +60,83 @@ def initialize_tools_from_config(
     file = read_plugin_file(
         tools_config_file, key="tools", allowed=("class_name", "config", "tool_schema", "mcp"), base=base
     )
-    tools = [_build(entry, base=file.base) for entry in file.entries]
+    tools = [tool for entry in file.entries for tool in _build(entry, base=file.base)]
     check_names(tools)
     return tools
 
 
-def _build(entry: PluginEntry, *, base: Path | None) -> BaseTool:
-    kind = entry.config.get("type", "native")
-    if kind == "mcp":
-        raise ConfigError(f"{entry.where}: tools of type 'mcp' are not available yet; use a native tool")
-    if kind != "native":
-        raise ConfigError(f"{entry.where}: the type is {kind!r}.{did_you_mean(str(kind), ['native', 'mcp'])}")
+def load_all_tools(
+    tool_config_path: str | Path | Mapping[str, Any] | None = None, function_tool_path: str | Path | None = None
+) -> list[BaseTool]:
+    """Build the tools of a tool file and collect the decorated functions of a Python file.
+
+    Raises:
+        ConfigError: one of them cannot work, or two tools have one name.
+    """
+    tools = [] if tool_config_path is None else initialize_tools_from_config(tool_config_path)
+    if function_tool_path is not None:
+        tools += load_function_tools(function_tool_path)
+    check_names(tools)
+    return tools
+
+
+def load_function_tools(path: str | Path) -> list[FunctionTool]:
+    """Return the functions of a Python file that are decorated as tools, in the file's order.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be imported, or it has no such function.
+    """
+    module = import_file(Path(path))
+    found = [v for v in vars(module).values() if isinstance(v, FunctionTool) and v.function.__module__ == module.__name__]
+    if not found:
+        raise ConfigError(f"{str(path)!r} has no function decorated as a tool; write @polyturn.tool above one")
+    return list(dict.fromkeys(found))
+
+
+def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
+    kind = entry.config.get("type", ToolType.NATIVE.value)
+    if kind == ToolType.MCP.value:
+        return _build_mcp(entry, base=base)
+    if kind != ToolType.NATIVE.value:
+        raise ConfigError(f"{entry.where}: the type is {kind!r}.{did_you_mean(str(kind), [t.value for t in ToolType])}")
     found = get_tool_class(entry.class_name, base=base)
     raw_schema = entry.fields.get("tool_schema")
     if isinstance(found, FunctionTool):
-        return found if raw_schema is None else FunctionTool(found.function, schema=raw_schema)
+        return [found if raw_schema is None else FunctionTool(found.function, schema=raw_schema)]
+    return [_construct(found, entry, raw_schema)]
+
+
+def _construct(found: Any, entry: PluginEntry, raw_schema: Any) -> BaseTool:
     try:
-        schema = read_schema(raw_schema)
-        built: BaseTool = found(entry.config, schema)
+        built: BaseTool = found(entry.config, read_schema(raw_schema))
     except Exception as problem:
         raise ConfigError(f"{entry.where}: {entry.class_name}(config, tool_schema) raised {one_line(problem)}") from problem
     return built
+
+
+def _build_mcp(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
+    """Make a tool for every selected tool of the item's MCP servers; the tools of a server share its connection."""
+    item = read_item(entry.fields.get("mcp"), where=entry.where)
+    found = get_tool_class(entry.class_name, base=base)
+    if isinstance(found, FunctionTool) or not issubclass(found, MCPBaseTool):
+        raise ConfigError(
+            f"{entry.where}: {entry.class_name} must inherit polyturn.tools.mcp.MCPBaseTool to be of type 'mcp'"
+        )
+    servers = read_servers(Path(item.servers) if base is None else base / item.servers)
+    tools: list[BaseTool] = []
+    known: list[str] = []
+    for name, settings in servers.items():
+        connection = McpConnection(name, settings)
+        for schema in list_tools(name, settings):
+            known.append(schema["function"]["name"])
+            if not item.selected or known[-1] in item.selected:
+                tool = _construct(found, entry, schema)
+                assert isinstance(tool, MCPBaseTool)
+                tool.connect(connection)
+                tools.append(tool)
+    for name in item.selected:
+        if name not in known:
+            raise ConfigError(
+                f"{entry.where}: no server has the tool {name!r} of mcp.tool_selected_list.{did_you_mean(name, known)}"
+            )
+    return tools

@@ -76,7 +76,7 @@ def test_config_and_schema_may_be_missing() -> None:
         ([{"class_name": "polyturn.tools.base.BaseTool"}], "Tool schema is not set!"),
         ([{"class_name": GSM8K, "tool_schema": {"type": "function"}}], r"tools\[0\].*function: Field required"),
         ([{"class_name": GSM8K, "config": {"type": "nativ"}}], "'nativ'.*'native'"),
-        ([{"class_name": GSM8K, "config": {"type": "mcp"}}], "'mcp' are not available"),
+        ([{"class_name": GSM8K, "config": {"type": "mcp"}}], "needs mcp: .mcp_servers_config_path"),
         ([{"class_name": "json.dumps"}], "decorated with @polyturn.tool"),
         ([{"class_name": "polyturn.tools.gsm8k.Gsm8kTol"}], "'Gsm8kTool'"),
     ],

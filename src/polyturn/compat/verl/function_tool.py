@@ -1,0 +1,125 @@
+"""verl.tools.function_tool: `@function_tool`, which registers a function as a tool by name.
+
+    @function_tool("search")                 also @function_tool, and @function_tool("search", schema={...})
+    def look_up(query: str) -> str: ...
+
+The tools are native ones, so `rollout.tools.functions` and tool files take them too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.registry import import_file
+from polyturn.tools import function as native
+from polyturn.tools.outcome import normalize
+from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+
+logger = logging.getLogger(__name__)
+
+_REGISTERED: dict[str, FunctionTool] = {}
+
+Schema = OpenAIFunctionToolSchema | Mapping[str, Any] | None
+
+
+class FunctionTool(native.FunctionTool):
+    """A registered function, with the names that callers of verl know."""
+
+    def __init__(self, name: str, fn: Callable[..., Any], tool_schema: Schema = None, is_async: bool | None = None) -> None:
+        super().__init__(fn, name=name, schema=tool_schema)
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The function itself."""
+        return self.function
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function is a coroutine function."""
+        return self._is_async
+
+    async def call(self, parameters: dict[str, Any]) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Call the function; a plain one runs in a thread."""
+        if self._is_async:
+            return normalize_function_tool_return(await self.function(**parameters))
+        return normalize_function_tool_return(await self.threads.run(functools.partial(self.function, **parameters)))
+
+
+def function_tool(name: Callable[..., Any] | str | None = None, schema: Schema = None) -> Any:
+    """Register a function as a tool.
+
+    Args:
+        name: The tool's name, the function's by default; the function itself where the decorator has no arguments.
+        schema: The whole schema, instead of the one from signature and docstring.
+
+    Raises:
+        ConfigError: the schema cannot be read off the function, or the name is registered already.
+    """
+    if callable(name):
+        return _register(name, None, schema)
+    return functools.partial(_register, name=name, schema=schema)
+
+
+def _register(fn: Callable[..., Any], name: str | None, schema: Schema) -> FunctionTool:
+    chosen = name or fn.__name__
+    if chosen in _REGISTERED and _REGISTERED[chosen].function is not fn:
+        raise ConfigError(f"function tool {chosen!r} is already registered; give this one another name")
+    tool = _REGISTERED[chosen] = FunctionTool(chosen, fn, schema)
+    return tool
+
+
+def get_function_tool(name: str) -> FunctionTool:
+    """Return a registered tool.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+    """
+    if name not in _REGISTERED:
+        raise UnknownNameError(f"there is no function tool {name!r}.{did_you_mean(name, _REGISTERED)}")
+    return _REGISTERED[name]
+
+
+@functools.cache
+def _load(path: str) -> tuple[native.FunctionTool, ...]:
+    module = import_file(Path(path))
+    return tuple(
+        dict.fromkeys(
+            v
+            for v in vars(module).values()
+            if isinstance(v, native.FunctionTool) and v.function.__module__ == module.__name__
+        )
+    )
+
+
+def load_function_tools_from_path(path: str) -> list[native.FunctionTool]:
+    """Return the tools that a Python file registers; a file is read once.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"function_tool_path does not exist: {path}")
+    found = list(_load(str(Path(path).resolve())))
+    if not found:
+        logger.warning("no @function_tool decorators found in %s", path)
+    return found
+
+
+def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
+    """Return what a function returned as (response, reward, metrics); no reward is 0.0 here.
+
+    Raises:
+        TypeError: a tuple that is empty or longer than three.
+    """
+    response, reward, metrics = normalize(ret)
+    return response, 0.0 if reward is None else reward, dict(metrics)
+
+
+def clear() -> None:
+    """Forget every registered tool."""
+    _REGISTERED.clear()

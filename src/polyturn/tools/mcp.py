@@ -1,0 +1,142 @@
+"""MCPBaseTool: a tool of an MCP server, through the official SDK (the extra `mcp`).
+
+    - class_name: polyturn.tools.mcp.MCPBaseTool
+      config: {type: mcp, rate_limit: 120, timeout: 120}
+      mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}      no list: every tool of every server
+
+    servers.json   {"mcpServers": {"files": {"command": "python", "args": ["server.py"], "env": {…}},
+                                   "web": {"url": "https://…/mcp", "auth_token": "…"}}}
+
+One item of the file becomes one tool object per tool of its servers. A server is connected to while episodes use it; what
+goes wrong is told apart for the model: the tool said no, the server is gone, the deadline passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from polyturn.core.errors import ConfigError, LifecycleError, ToolError
+from polyturn.tools.base import BaseTool
+from polyturn.tools.mcp_client import McpConnection
+from polyturn.tools.schema import ToolResponse
+
+
+class Pace:
+    """Lets `per_second` calls through, evenly: each call waits for its turn, which is set when it asks."""
+
+    def __init__(self, per_second: float) -> None:
+        if per_second <= 0:
+            raise ConfigError(f"rate_limit is {per_second} calls a second; it must be positive")
+        self._gap_s = 1.0 / per_second
+        self._free_at = 0.0
+
+    async def wait(self) -> None:
+        """Wait for this call's turn."""
+        now = time.monotonic()
+        turn = max(now, self._free_at)
+        self._free_at = turn + self._gap_s
+        if turn > now:
+            await asyncio.sleep(turn - now)
+
+
+class MCPBaseTool(BaseTool):
+    """Passes calls on to an MCP server. Config: `rate_limit` 120 calls a second, `timeout` 30 seconds for a call."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        super().__init__(config, tool_schema)
+        self.timeout: float = config.get("timeout", 30)
+        self._pace = Pace(config.get("rate_limit", 120))
+        self._connection: McpConnection | None = None
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    def connect(self, connection: McpConnection) -> None:
+        """Use this connection; the loader of tool files calls it once."""
+        self._connection = connection
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begin one episode."""
+        if self._connection is None:
+            raise LifecycleError(f"tool {self.name!r} has no MCP server; build it from a tool file with `mcp` settings")
+        instance_id = str(uuid4()) if instance_id is None else instance_id
+        self._connection.open()
+        self._instance_dict[instance_id] = {"response": "", "reward": []}
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Call the server's tool of this name.
+
+        Raises:
+            ToolError: the tool refused, the server cannot be reached, or the deadline passed; the text says which.
+        """
+        assert self._connection is not None
+        await self._pace.wait()
+        try:
+            result = await self._connection.call(self.name, parameters, timeout_s=self.timeout)
+        except ConnectionError as problem:
+            raise ToolError(f"Connection failed: {problem}") from problem
+        text, metadata = self._parse_tool_result(result.content)
+        if result.is_error:
+            raise ToolError(f"Tool call failed: {text}")
+        self._instance_dict[instance_id]["reward"].append(text.strip())
+        images = [f"data:{part.mime_type};base64,{part.data}" for part in result.content if part.type == "image"]
+        return ToolResponse(text=text, image=images or None), 0.0, metadata
+
+    def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        """Return the text that the model reads, and metrics; override it for a server with a form of its own."""
+        return " ".join(part.text for part in content if part.type == "text"), {"num_parts": len(content)}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        """Return what was answered so far. Texts are no reward."""
+        return list(self._instance_dict[instance_id]["reward"])
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget the episode; an id that was never created is a KeyError."""
+        del self._instance_dict[instance_id]
+        assert self._connection is not None
+        await self._connection.close()
+
+
+class MCPSearchTool(MCPBaseTool):
+    """A search tool of an MCP server: its answer is shown as it is, and the results in it are counted."""
+
+    def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        text, metadata = super()._parse_tool_result(content)
+        found = _count_results(text)
+        return text, {**metadata, "status": "success" if found else "no_results", "total_results": found}
+
+
+def _count_results(text: str) -> int:
+    """Return how many results an answer lists: entries with a title or a URL of their own, else one if there is text."""
+    titles = len(re.findall(r"""(?im)(?:^|["'{,]\s*)title["']?\s*:""", text))
+    urls = len(re.findall(r"https?://", text))
+    return max(titles, urls) or int(bool(text.strip()))
+
+
+class McpItem(NamedTuple):
+    """The `mcp` settings of one item of a tool file."""
+
+    servers: str
+    selected: tuple[str, ...]
+
+
+def read_item(settings: Any, *, where: str) -> McpItem:
+    """Return the `mcp` settings of an item, checked.
+
+    Raises:
+        ConfigError: they are missing or wrong.
+    """
+    if not isinstance(settings, dict) or not isinstance(settings.get("mcp_servers_config_path"), str):
+        raise ConfigError(
+            f"{where}: a tool of type 'mcp' needs mcp: {{mcp_servers_config_path: servers.json}}; it has {settings!r:.100}"
+        )
+    selected = settings.get("tool_selected_list") or ()
+    if isinstance(selected, str) or not all(isinstance(name, str) for name in selected):
+        raise ConfigError(f"{where}: mcp.tool_selected_list must be a list of tool names, not {selected!r:.100}")
+    return McpItem(settings["mcp_servers_config_path"], tuple(selected))

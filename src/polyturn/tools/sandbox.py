@@ -1,0 +1,140 @@
+"""SandboxFusionTool: runs the model's code in a sandbox service, in SandboxFusion's HTTP protocol.
+
+    POST {"code": "…", "language": "python", "run_timeout": 30, "compile_timeout": 30, "memory_limit_MB": 1024, …}
+    <-   {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "4\\n"}, …}
+
+The model reads what the code printed, or what went wrong: too slow, did not compile, crashed, the sandbox failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from polyturn.core.errors import ConfigError
+from polyturn.tools.base import BaseTool
+from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+from polyturn.tools.search import max_concurrent
+from polyturn.tools.service import HttpService, ServiceReply
+
+SLACK_S = 10.0
+"""What the call may take beside the code's own time: waiting for a free sandbox, compiling, the way there and back."""
+
+
+class SandboxFusionTool(BaseTool):
+    """Runs code.
+
+    Config: `sandbox_fusion_url` (required, the whole URL of run_code), `default_timeout` 30 seconds for the code,
+    `default_language` python, `memory_limit_mb` 1024, `rate_limit` 10 and `num_workers` 10 runs at once (the smaller
+    one holds; `enable_global_rate_limit: false` ignores the first), `max_retries` 3, `retry_delay` 1 second.
+    """
+
+    checks_own_arguments = True
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        super().__init__(config, tool_schema)
+        url = config.get("sandbox_fusion_url")
+        if not url:
+            raise ConfigError("sandbox_fusion_url is not set: give the tool the URL of a sandbox's run_code")
+        self.sandbox_fusion_url: str = url
+        self.default_timeout: float = config.get("default_timeout", 30)
+        self.default_language: str = config.get("default_language", "python")
+        self.memory_limit_mb: int = config.get("memory_limit_mb", 1024)
+        self._service = HttpService(
+            url,
+            timeout_s=2 * self.default_timeout + SLACK_S,
+            max_concurrent=max_concurrent(config, num_workers=10, rate_limit=10),
+            max_tries=config.get("max_retries", 3),
+            retry_delay_s=config.get("retry_delay", 1.0),
+        )
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """Return the schema that is used where the file has none."""
+        code = {"type": "string", "description": "The code to run; print what you want to see."}
+        return OpenAIFunctionToolSchema.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": "code_interpreter",
+                    "description": "Run code and return what it prints.",
+                    "parameters": {"type": "object", "properties": {"code": code}, "required": ["code"]},
+                },
+            }
+        )
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """Begin one episode."""
+        instance_id = str(uuid4()) if instance_id is None else instance_id
+        self._service.open()
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": []}
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, None, dict[str, Any]]:
+        """Run `code`; `timeout` (never above the default) and `language` are read if they are given."""
+        code = parameters.get("code", "")
+        code = code if isinstance(code, str) else str(code)
+        timeout_s = min(_number(parameters.get("timeout"), self.default_timeout), self.default_timeout)
+        reply = await self._service.post(
+            {
+                "code": code,
+                "language": str(parameters.get("language", self.default_language)),
+                "stdin": "",
+                "compile_timeout": timeout_s,
+                "run_timeout": timeout_s,
+                "memory_limit_MB": self.memory_limit_mb,
+                "files": {},
+                "fetch_files": [],
+            }
+        )
+        status, text = read_reply(reply, timeout_s=timeout_s)
+        self._instance_dict[instance_id]["reward"].append(text.strip())
+        metrics = {"status": status, "num_tries": reply.num_tries, "failed": float(status not in ("finished", "code_error"))}
+        return ToolResponse(text=text), None, metrics
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        """Return what the code printed so far. Texts are no reward: running code is neither paid nor charged."""
+        return list(self._instance_dict[instance_id]["reward"])
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget the episode; an id that was never created is a KeyError."""
+        del self._instance_dict[instance_id]
+        await self._service.close()
+
+
+def read_reply(reply: ServiceReply, *, timeout_s: float) -> tuple[str, str]:
+    """Return how a run ended (finished, code_error, compile_error, code_timeout, or the service's failure), and its text."""
+    if reply.status != "ok":
+        return reply.status, f"The sandbox gave no answer ({reply.status}): {reply.error}"
+    data = reply.data if isinstance(reply.data, Mapping) else {}
+    for stage, kind in (("compile_result", "compile_error"), ("run_result", "code_error")):
+        result = data.get(stage)
+        if not isinstance(result, Mapping):
+            continue
+        printed = f"{result.get('stdout') or ''}{result.get('stderr') or ''}"
+        if result.get("status") == "TimeLimitExceeded":
+            what = "Compiling" if stage == "compile_result" else "The code"
+            return "code_timeout", f"{printed}{what} took longer than {timeout_s:g} s and was stopped."
+        is_finished = result.get("status") == "Finished"
+        if is_finished and result.get("return_code") in (0, None):
+            if stage == "run_result":
+                return "finished", printed or "The code ran and printed nothing."
+        elif is_finished or result.get("status") == "Error":
+            return kind, printed or f"The code ended with exit code {result.get('return_code')} and printed nothing."
+    why = str(data.get("message") or data.get("status") or reply.data)
+    return "sandbox_error", f"The sandbox failed: {why:.500}"
+
+
+def _number(value: Any, default: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return default
+    try:
+        number = float(value)
+    except ValueError:
+        return default
+    return number if number > 0 else default

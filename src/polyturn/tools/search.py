@@ -1,0 +1,142 @@
+"""SearchTool: asks a retrieval service for passages, in the protocol of Search-R1's retrieval server.
+
+    POST {"queries": ["…"], "topk": 3, "return_scores": true}
+    <-   {"result": [[{"document": {"contents": "title\\ntext"}, "score": 0.7}, …]]}        a list per query
+
+The model reads {"result": "Doc 1 (Title: title)\\ntext\\n\\nDoc 2 …"}, queries parted by a line of dashes. How a service
+failed is told apart in the metrics: `status` and `cause` say it, `failed` is a share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from polyturn.core.errors import ConfigError
+from polyturn.tools.base import BaseTool
+from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+from polyturn.tools.service import HttpService
+
+BAD_QUERIES = "Error: 'query_list' is missing, empty, or not a list in parameters."
+NO_RESULTS = "No search results found."
+
+
+class SearchTool(BaseTool):
+    """Searches with a list of queries.
+
+    Config: `retrieval_service_url` (required), `topk` 3, `timeout` 30 seconds for a whole call with its retries,
+    `rate_limit` 120 and `num_workers` 120 calls at once (the smaller one holds; `enable_global_rate_limit: false`
+    ignores the first), `max_retries` 10, `retry_delay` 1 second.
+    """
+
+    checks_own_arguments = True
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        super().__init__(config, tool_schema)
+        url = config.get("retrieval_service_url")
+        if not url:
+            raise ConfigError("Configuration must include 'retrieval_service_url': where the retrieval service is")
+        self.retrieval_service_url: str = url
+        self.topk: int = config.get("topk", 3)
+        self.timeout: float = config.get("timeout", 30)
+        self._service = HttpService(
+            url,
+            timeout_s=self.timeout,
+            max_concurrent=max_concurrent(config, num_workers=120, rate_limit=120),
+            max_tries=config.get("max_retries", 10),
+            retry_delay_s=config.get("retry_delay", 1.0),
+        )
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """Return the schema that is used where the file has none."""
+        queries = {
+            "type": "array",
+            "items": {"type": "string"},
+            "minItems": 1,
+            "description": "Whole questions or phrases to look up.",
+        }
+        return OpenAIFunctionToolSchema.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": "search",
+                    "description": "Search for passages that answer each query.",
+                    "parameters": {"type": "object", "properties": {"query_list": queries}, "required": ["query_list"]},
+                },
+            }
+        )
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begin one episode."""
+        instance_id = str(uuid4()) if instance_id is None else instance_id
+        self._service.open()
+        self._instance_dict[instance_id] = {"response": "", "reward": []}
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Search for every query of `query_list`."""
+        queries = parameters.get("query_list")
+        if not isinstance(queries, list) or not queries:
+            return _said(BAD_QUERIES), 0.0, {"status": "bad_parameters", "failed": 1.0}
+        metrics: dict[str, Any] = {"query_count": len(queries), "total_results": 0, "api_request_error": None, "failed": 0.0}
+        reply = await self._service.post({"queries": [str(q) for q in queries], "topk": self.topk, "return_scores": True})
+        metrics["num_tries"] = reply.num_tries
+        if reply.status != "ok":
+            status = "timeout" if reply.status == "timeout" else "api_error"
+            metrics.update(status=status, cause=reply.status, api_request_error=reply.error, failed=1.0)
+            return _said(f"Search error: {reply.error}"), 0.0, metrics
+        try:
+            found = _result_lists(reply.data)
+            text = "\n---\n".join(_passages(docs) for docs in found) if any(found) else NO_RESULTS
+        except (KeyError, TypeError, ValueError) as problem:
+            error = f"the service's reply cannot be read: {problem!r:.200}"
+            metrics.update(status="processing_error", cause="bad_reply", api_request_error=error, failed=1.0)
+            return _said(f"Search error: {error}"), 0.0, metrics
+        metrics["total_results"] = sum(map(len, found))
+        metrics["status"] = "success" if metrics["total_results"] else "no_results"
+        self._instance_dict[instance_id]["reward"].append(text.strip())
+        return _said(text), 0.0, metrics
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        """Return what was found so far. Texts are no reward: searching is neither paid nor charged."""
+        return list(self._instance_dict[instance_id]["reward"])
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget the episode; an id that was never created is a KeyError."""
+        del self._instance_dict[instance_id]
+        await self._service.close()
+
+
+def max_concurrent(config: Mapping[str, Any], *, num_workers: int, rate_limit: int) -> int:
+    """Return how many calls a tool's config allows at once."""
+    limit = int(config.get("num_workers", num_workers))
+    if config.get("enable_global_rate_limit", True):
+        limit = min(limit, int(config.get("rate_limit", rate_limit)))
+    return limit
+
+
+def _said(text: str) -> ToolResponse:
+    return ToolResponse(text=json.dumps({"result": text}, ensure_ascii=False))
+
+
+def _result_lists(data: Any) -> list[list[Mapping[str, Any]]]:
+    found = data["result"] if isinstance(data, Mapping) else None
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(docs, list) for docs in found):
+        raise ValueError(f"'result' must be a list of lists, not {found!r:.100}")
+    return found
+
+
+def _passages(docs: Sequence[Mapping[str, Any]]) -> str:
+    """Write passages out: the first line of the contents is the title."""
+    out = []
+    for number, doc in enumerate(docs, start=1):
+        title, _, text = str(doc["document"]["contents"]).partition("\n")
+        out.append(f"Doc {number} (Title: {title})\n{text}\n\n")
+    return "".join(out).strip()

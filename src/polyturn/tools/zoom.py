@@ -1,0 +1,193 @@
+"""ImageZoomInTool: the model names a region of the task's image and gets it back as an image of its own.
+
+    create(image="photo.png")                  a PIL image, a path, a data URI, or an http(s) URL
+    execute({"bbox_2d": [10, 20, 200, 120]})   left, top, right, bottom in pixels of the original
+
+A box that leaves the image is cut, one under 28 pixels is widened, because vision encoders see patches of that size;
+one that is empty or more than a hundred times as long as wide is refused, which costs 0.05.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from uuid import uuid4
+
+import aiohttp
+
+from polyturn.core.errors import ConfigError, DataError, one_line
+from polyturn.tools.base import BaseTool
+from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+from polyturn.tools.search import max_concurrent
+from polyturn.tools.threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MIN_SIDE = 28
+"""Shortest side of a crop, in pixels."""
+MAX_ASPECT = 100
+"""How many times as long as wide a box may be."""
+REFUSED_REWARD = -0.05
+
+
+class ImageZoomInTool(BaseTool):
+    """Crops the task's image.
+
+    Config: `num_workers` 20 and `rate_limit` 50 images worked on at once (the smaller one holds;
+    `enable_global_rate_limit: false` ignores the second), `timeout` 30 seconds for fetching an image.
+    """
+
+    checks_own_arguments = True
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        super().__init__(config, tool_schema)
+        self.timeout: float = config.get("timeout", 30)
+        limit = max_concurrent(config, num_workers=20, rate_limit=50)
+        if self.timeout <= 0 or limit < 1:
+            raise ConfigError(f"timeout is {self.timeout} and {limit} images are worked on at once; both must be positive")
+        self._threads = DaemonThreads(name="zoom", max_threads=limit)
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """Return the schema that is used where the file has none."""
+        bbox = {
+            "type": "array",
+            "items": {"type": "number"},
+            "minItems": 4,
+            "maxItems": 4,
+            "description": "The region as [left, top, right, bottom], in pixels of the original image.",
+        }
+        label = {"type": "string", "description": "What is in the region."}
+        return OpenAIFunctionToolSchema.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": "image_zoom_in_tool",
+                    "description": "Look at one region of the image more closely.",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"bbox_2d": bbox, "label": label},
+                        "required": ["bbox_2d"],
+                    },
+                },
+            }
+        )
+
+    async def create(self, instance_id: str | None = None, image: Any = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begin one episode with its image, which may also be under that key of `create_kwargs`.
+
+        Raises:
+            DataError: there is no image, or it cannot be read.
+        """
+        instance_id = str(uuid4()) if instance_id is None else instance_id
+        source = kwargs.get("create_kwargs", {}).get("image") if image is None else image
+        if source is None:
+            raise DataError("Missing required 'image' parameter in kwargs: put it into the row's create_kwargs of this tool")
+        found = await read_image(source, timeout_s=self.timeout, threads=self._threads)
+        self._instance_dict[instance_id] = {"image": found, "reward": 0.0}
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Return the region `bbox_2d` as an image."""
+        image: Image = self._instance_dict[instance_id]["image"]
+        box = fit_box(parameters.get("bbox_2d"), width=image.width, height=image.height)
+        if isinstance(box, str):
+            return ToolResponse(text=f"Error: {box}"), REFUSED_REWARD, {"success": False}
+        crop = await self._threads.run(image.crop, tuple(box))
+        label = parameters.get("label")
+        shown = f"Zoomed in on the image to the region {list(box)}" + (f" with label {label}." if label else ".")
+        return ToolResponse(image=[crop], text=shown), 0.0, {"success": True}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget the episode and its image; an id that was never created is a KeyError."""
+        del self._instance_dict[instance_id]
+
+
+class Box(NamedTuple):
+    """A region in pixels."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+
+def fit_box(given: Any, *, width: int, height: int) -> Box | str:
+    """Return the region to crop, inside the image, at least `MIN_SIDE` wide and high; a text says what is wrong with it."""
+    if not isinstance(given, list | tuple) or len(given) != 4:
+        return "'bbox_2d' must be a list of 4 numbers: [left, top, right, bottom]."
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in given):
+        return f"'bbox_2d' must hold 4 numbers, not {list(given)!r:.100}."
+    left, top = max(0.0, given[0]), max(0.0, given[1])
+    right, bottom = min(float(width), given[2]), min(float(height), given[3])
+    if left >= right or top >= bottom:
+        return f"'bbox_2d' {list(given)} is empty or lies outside of the image, which is {width} x {height}."
+    longer, shorter = max(right - left, bottom - top), min(right - left, bottom - top)
+    if longer / shorter > MAX_ASPECT:
+        return f"'bbox_2d' {list(given)} is more than {MAX_ASPECT} times as long as wide."
+    left, right = _widen(left, right, limit=width)
+    top, bottom = _widen(top, bottom, limit=height)
+    if right - left < MIN_SIDE or bottom - top < MIN_SIDE:
+        return f"the image is {width} x {height}; a region of {MIN_SIDE} x {MIN_SIDE} does not fit into it."
+    return Box(math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom))
+
+
+def _widen(low: float, high: float, *, limit: int) -> tuple[float, float]:
+    """Return [low, high] made at least `MIN_SIDE` long around its middle, moved where the image ends."""
+    if high - low >= MIN_SIDE:
+        return low, high
+    start = math.floor((low + high) / 2 - MIN_SIDE / 2)
+    start = max(0, min(start, limit - MIN_SIDE))
+    return start, min(limit, start + MIN_SIDE)
+
+
+async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -> Image:
+    """Return an image in RGB.
+
+    Args:
+        source: A PIL image, its bytes, a path, a data URI, an http(s) URL, or a mapping with one of these under "bytes",
+            "path", "url" or "image".
+        timeout_s: Deadline of fetching a URL.
+        threads: Where files are read and images are decoded.
+
+    Raises:
+        DataError: it cannot be read.
+        ConfigError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as problem:
+        raise ConfigError("the zoom tool needs Pillow: pip install 'polyturn[vision]'") from problem
+    if isinstance(source, Mapping):
+        found = next((source[k] for k in ("bytes", "image", "path", "url") if source.get(k) is not None), None)
+        return await read_image(found, timeout_s=timeout_s, threads=threads)
+    if isinstance(source, Image.Image):
+        return source.convert("RGB")
+    try:
+        if isinstance(source, bytes):
+            data = source
+        elif isinstance(source, str) and source.startswith("data:"):
+            data = base64.b64decode(source.partition(",")[2], validate=True)
+        elif isinstance(source, str) and source.startswith(("http://", "https://")):
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with (
+                aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session,
+                session.get(source) as reply,
+            ):
+                data = await reply.read()
+        elif isinstance(source, str | Path):
+            data = await threads.run(Path(str(source).removeprefix("file://")).read_bytes)
+        else:
+            raise DataError(f"an image is {source!r:.100}; give a path, a URL, a data URI, bytes or a PIL image")
+        return cast("Image.Image", await threads.run(lambda: Image.open(io.BytesIO(data)).convert("RGB")))
+    except (OSError, ValueError, UnidentifiedImageError, aiohttp.ClientError, TimeoutError) as problem:
+        if isinstance(problem, DataError):
+            raise
+        raise DataError(f"the image {source!r:.100} cannot be read: {one_line(problem)}") from problem

@@ -1,0 +1,94 @@
+"""verl's `@function_tool`: a decorator that registers, on the native function tools."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyturn.compat.verl import function_tool as module
+from polyturn.compat.verl.function_tool import function_tool, get_function_tool
+from polyturn.core.errors import ConfigError
+from polyturn.tools.registry import load_all_tools
+from polyturn.tools.schema import ToolResponse
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    module.clear()
+    yield
+    module.clear()
+
+
+async def test_every_form_of_the_decorator_registers() -> None:
+    @function_tool
+    def double(x: int) -> int:
+        """Double a number.
+
+        Args:
+            x: The number.
+        """
+        return 2 * x
+
+    @function_tool("look_up")
+    async def find(key: str) -> tuple[str, float, dict[str, Any]]:
+        """Look up.
+
+        Args:
+            key: What.
+        """
+        return key, 0.5, {"hits": 1}
+
+    @function_tool("raw", schema={"type": "function", "function": {"name": "raw", "description": "Anything."}})
+    def anything(**_: Any) -> None:
+        return None
+
+    assert double(4) == 8 and not double.is_async and find.is_async
+    assert [get_function_tool(n).name for n in ("double", "look_up", "raw")] == ["double", "look_up", "raw"]
+    assert await double.call({"x": 4}) == (ToolResponse(text="8"), 0.0, {})
+    assert await find.call({"key": "a"}) == (ToolResponse(text="a"), 0.5, {"hits": 1})
+    assert (await anything.call({}))[0].is_empty()
+
+
+def test_mistakes_are_told_at_the_decorator() -> None:
+    with pytest.raises(ValueError, match="variadic parameter"):
+
+        @function_tool
+        def many(*args: int) -> None:
+            """Take many."""
+
+    for _ in range(2):
+
+        def one(x: int) -> None:
+            """Take one.
+
+            Args:
+                x: It.
+            """
+
+        if "one" not in module._REGISTERED:
+            function_tool(one)
+        else:
+            with pytest.raises(ValueError, match="already registered"):
+                function_tool(one)
+    with pytest.raises(ConfigError, match=r"there is no function tool 'on'. Did you mean 'one'?"):
+        get_function_tool("on")
+    with pytest.raises(TypeError):
+        module.normalize_function_tool_return((1, 2, 3, 4))
+
+
+def test_files_of_functions_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = "from verl.tools.function_tool import function_tool\n"
+    text = head + '@function_tool\ndef wave() -> str:\n    """Wave."""\n    return ""\n'
+    (tmp_path / "tools.py").write_text(text)
+    (tmp_path / "none.py").write_text("x = 1\n")
+    assert [t.name for t in module.load_function_tools_from_path(str(tmp_path / "tools.py"))] == ["wave"]
+    assert [t.name for t in load_all_tools(None, tmp_path / "tools.py")] == ["wave"]
+    with caplog.at_level(logging.WARNING):
+        assert module.load_function_tools_from_path(str(tmp_path / "none.py")) == []
+    assert "no @function_tool decorators found" in caplog.text
+    with pytest.raises(FileNotFoundError, match="function_tool_path does not exist"):
+        module.load_function_tools_from_path(str(tmp_path / "gone.py"))

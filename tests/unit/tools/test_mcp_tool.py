@@ -1,0 +1,87 @@
+"""Tools of an MCP server, from a tool file, against a real server over standard input and output."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyturn.core.errors import ConfigError
+from polyturn.core.messages import ToolCall
+from polyturn.core.task import Task
+from polyturn.tools.executor import ToolBox
+from polyturn.tools.mcp import MCPSearchTool, Pace
+from polyturn.tools.registry import initialize_tools_from_config
+
+SERVER = Path(__file__).with_name("mcp_server.py")
+
+
+def tool_file(folder: Path, **servers: Any) -> Any:
+    known = servers or {"demo": {"command": sys.executable, "args": [str(SERVER)]}}
+    (folder / "servers.json").write_text(json.dumps({"mcpServers": known}))
+
+    def item(name: str, *selected: str, **config: Any) -> dict[str, Any]:
+        mcp = {"mcp_servers_config_path": "servers.json", "tool_selected_list": list(selected)}
+        return {"class_name": f"polyturn.tools.mcp.{name}", "config": {"type": "mcp", **config}, "mcp": mcp}
+
+    return item
+
+
+async def test_a_servers_tools_are_called_and_its_failures_told_apart(tmp_path: Path) -> None:
+    item = tool_file(tmp_path)
+    tools = initialize_tools_from_config(
+        {"tools": [item("MCPSearchTool", "add", "fail", "sleep", "die", "search", timeout=1.0)]}, base=tmp_path
+    )
+    assert [t.name for t in tools] == ["add", "fail", "sleep", "die", "search"]
+    assert {type(t) for t in tools} == {MCPSearchTool}
+    box = ToolBox(tools)
+    tags = box.schemas["add"]["function"]["parameters"]["properties"]["tags"]
+    assert tags["anyOf"] == [{"items": {"type": "string"}, "type": "array"}, {"type": "null"}]
+
+    async with box.session("e") as session:
+        await session.start(Task(id="t", prompt=()))
+
+        async def ask(name: str, **arguments: Any) -> tuple[Any, str | None, dict[str, Any]]:
+            (result,) = await session.call([ToolCall(id="c", name=name, arguments=arguments)])
+            return result.content, result.error, dict(result.metrics)
+
+        assert (await ask("add", a=1, b=4))[:2] == ("5", None)
+        text, error, metrics = await ask("search", query="rome")
+        assert (error, metrics["status"], metrics["total_results"]) == (None, "success", 2)
+        text, error, _ = await ask("fail")
+        assert error == "tool_error" and "Tool call failed: Error executing tool fail" in text
+        text, error, _ = await ask("sleep", seconds=5)
+        assert error == "tool_error" and "Tool call failed: no answer within 1 s" in text
+        text, error, _ = await ask("die")
+        assert error == "tool_error" and "Connection failed: MCP server 'demo'" in text
+        assert (await ask("add", a=2))[:2] == ("4", None), "the server is started again"
+        assert set((await session.finish()).values()) == {None}
+    assert all(t._instance_dict == {} and t._connection._holder is None for t in tools)  # type: ignore[attr-defined]
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    item = tool_file(tmp_path, lost={"command": "no-such-command-anywhere"})
+    with pytest.raises(ConfigError, match="Failed to initialize MCP tools after maximum retries: server 'lost'"):
+        initialize_tools_from_config({"tools": [item("MCPBaseTool")]}, base=tmp_path)
+    item = tool_file(tmp_path, odd={"command": "x", "url": "http://y"})
+    with pytest.raises(ConfigError, match="needs either a command or a url"):
+        initialize_tools_from_config({"tools": [item("MCPBaseTool")]}, base=tmp_path)
+    with pytest.raises(ConfigError, match=r"needs mcp: .mcp_servers_config_path"):
+        initialize_tools_from_config({"tools": [{**item("MCPBaseTool"), "mcp": None}]})
+    wrong = {**item("MCPBaseTool"), "class_name": "polyturn.tools.gsm8k.Gsm8kTool"}
+    with pytest.raises(ConfigError, match="must inherit"):
+        initialize_tools_from_config({"tools": [wrong]}, base=tmp_path)
+    with pytest.raises(ConfigError, match="there is no file"):
+        initialize_tools_from_config({"tools": [item("MCPBaseTool")]}, base=tmp_path / "elsewhere")
+
+
+async def test_calls_are_let_through_evenly() -> None:
+    pace = Pace(100)
+    began = time.monotonic()
+    for _ in range(6):
+        await pace.wait()
+    assert 0.045 < time.monotonic() - began < 0.5
