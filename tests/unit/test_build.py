@@ -17,8 +17,10 @@ from polyturn.algorithms.advantages import grpo
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef, Task
+from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.runs import write_tiny_run
@@ -91,6 +93,25 @@ def test_a_scheduler_is_a_class_of_ones_own(tmp_path: Path):
         build.build_scheduler(
             build.Place(config=place(tmp_path, "rollout.scheduler=plugins.py:corpus").config, base=tmp_path)
         )
+
+
+async def test_the_rewards_are_what_the_config_says(tmp_path: Path):
+    where = place(
+        tmp_path,
+        "reward.function={name: 'plugins.py:fixed', kwargs: {value: 0.5}}",
+        "reward.routes={tiny: tools}",
+        "reward.overlong={buffer: 10, max_tokens: 20}",
+        "reward.rate={max_concurrent: 1, tokens_per_minute: 6000000}",
+        "reward.text=turns",
+    )
+    with (tmp_path / "plugins.py").open("a") as file:
+        file.write("\n\ndef fixed(data_source, solution_str, ground_truth, extra_info, value):\n    return value\n")
+    router = build.build_rewarder(where)
+    made = Trajectory(id="t/0", task=user("?", data_source="any"), segments=(), turns=(), stop_reason=StopReason.STOP)
+    assert (await router.score(made)).components == {"outcome": 0.5, "tool_step": 0.0, "overlong": 0.0}
+    assert router.route("tiny") == "tools"
+    with pytest.raises(ConfigError, match=r"set reward\.overlong\.max_tokens"):
+        build.build_rewarder(place(tmp_path, "reward.overlong.buffer=10"))
 
 
 def test_estimators_get_their_options(tmp_path: Path):

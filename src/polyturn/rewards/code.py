@@ -69,6 +69,7 @@ class Sandbox:
             RewardError: the sandbox cannot be asked.
             ConfigError: there is none.
         """
+        url = self.require()
         limits = {"compile_timeout": self.timeout_s, "run_timeout": self.timeout_s, "memory_limit_MB": self.memory_limit_mb}
         asked = {"code": code, "stdin": stdin, "language": language, **limits, "files": {}, "fetch_files": []}
         problem = ""
@@ -76,7 +77,7 @@ class Sandbox:
             time.sleep(0.25 * attempt)
             try:
                 with self.slots:
-                    reply = httpx.post(self.require(), json=asked, timeout=2 * self.timeout_s + 10)
+                    reply = httpx.post(url, json=asked, timeout=2 * self.timeout_s + 10)
                 reply.raise_for_status()
                 said = reply.json()
             except (httpx.HTTPError, ValueError) as error:
@@ -85,7 +86,7 @@ class Sandbox:
             if isinstance(said, Mapping) and said.get("status") in ("Success", "Failed"):
                 return said
             problem = f"it answered {said!r:.200}"
-        raise RewardError(f"the sandbox {self.url} cannot be asked, after {NUM_TRIES} tries: {problem}")
+        raise RewardError(f"the sandbox {url} cannot be asked, after {NUM_TRIES} tries: {problem}")
 
 
 def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, continuous: bool = False) -> float:

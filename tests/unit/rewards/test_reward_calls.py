@@ -1,0 +1,249 @@
+"""How reward functions are called: their own arguments, many at once, at a rate, on which text; and the overlong penalty."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.core.errors import ConfigError, RewardError
+from polyturn.core.generation import FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message, ToolCall
+from polyturn.core.task import InteractionRef, Task, ToolKwargs
+from polyturn.core.trajectory import Segment, Span, SpanRef, SpanSource, Trajectory, Turn
+from polyturn.rewards.calls import Batch, CallOptions, RateLimit
+from polyturn.rewards.code import Sandbox
+from polyturn.rewards.function import extra_info
+from polyturn.rewards.overlong import Overlong
+from polyturn.rewards.router import RewardRef, RewardRouter
+from polyturn.rewards.written import written
+
+
+def turn(text: str = "x", **fields: Any) -> Turn:
+    message = Message(role="assistant", content=text, **fields)
+    heard = (Message(role="tool", content="#### 72 <answer>72</answer>"),)
+    return Turn(index=0, message=message, finish_reason=FinishReason.STOP, observation=heard)
+
+
+def trajectory(*turns: Turn, id: str = "t/0", segments: tuple[Segment, ...] = (), **fields: Any) -> Trajectory:
+    task = Task(**{"id": "t", "prompt": (Message(role="user", content="?"),), "ground_truth": "72", **fields})
+    return Trajectory(id=id, task=task, segments=segments, turns=turns, stop_reason=StopReason.STOP)
+
+
+async def test_one_function_scores_what_no_route_names() -> None:
+    def zero(trajectory: Trajectory) -> float:
+        return 0.0
+
+    def half(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
+        return 0.5
+
+    router = RewardRouter({"mine/*": zero}, function=half)
+    sources = ("mine/a", "openai/gsm8k", "unheard of", None)
+    made = [trajectory(turn("#### 72"), data_source=source) for source in sources]
+    assert [(await router.score(t)).total for t in made] == [0.0, 0.5, 0.5, 0.5]
+    router.check([t.task for t in made])
+
+
+async def test_a_function_gets_its_own_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info, bonus, *, scale=1.0):\n"
+        "    return {'score': scale * (solution_str == ground_truth) + bonus, 'pred': solution_str}\n"
+        "def score(trajectory, bonus): return bonus\n"
+    )
+    kwargs = {"bonus": 0.5, "scale": 2.0}
+    routes = {"a": RewardRef(target="mine.py:compute_score", kwargs=kwargs)}
+    routes["b"] = RewardRef(target="mine.py:score", kwargs={"bonus": 0.25})
+    router = RewardRouter(routes, base=tmp_path)
+    reward = await router.score(trajectory(turn("72"), data_source="a"))
+    assert (reward.total, reward.info) == (2.5, {"pred": "72"})
+    assert (await router.score(trajectory(turn(), data_source="b"))).total == 0.25
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"bonnus": 1}, r"'f': it does not take 'bonnus', set in its kwargs; it takes \['solution_str', 'bonus'\]"),
+        ({}, "it needs the parameter 'bonus', which nothing fills"),
+        ({"bonus": 1, "solution_str": "x"}, "its kwargs set 'solution_str', which the run fills"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(kwargs: dict[str, Any], says: str) -> None:
+    def f(solution_str: str, bonus: float) -> float:
+        return bonus
+
+    with pytest.raises(ConfigError, match=says):
+        RewardRouter(function=RewardRef(target=f, kwargs=kwargs))
+    with pytest.raises(ConfigError, match="'tools' is no function and takes no kwargs"):
+        RewardRouter({"x": RewardRef(target="tools", kwargs={"a": 1})})
+
+
+async def test_a_function_of_many_gets_lists_and_each_trajectory_its_own_score() -> None:
+    calls: list[int] = []
+
+    def batch(data_sources, solution_strs, ground_truths, extra_infos, offset=0.0):  # type: ignore[no-untyped-def]
+        calls.append(len(solution_strs))
+        assert len(data_sources) == len(ground_truths) == len(extra_infos) == len(solution_strs)
+        return [{"score": float(s) + offset, "n": i["num_turns"]} for s, i in zip(solution_strs, extra_infos, strict=True)]
+
+    router = RewardRouter(
+        function=RewardRef(target=batch, kwargs={"offset": 0.5}), calls=CallOptions(batch_size=4, batch_wait_s=0.02)
+    )
+    rewards = await asyncio.gather(*(router.score(trajectory(turn(str(i)))) for i in range(6)))
+    assert [r.total for r in rewards] == [i + 0.5 for i in range(6)]
+    assert rewards[0].info == {"n": 3}
+    assert calls == [4, 2]
+
+
+async def test_arrays_of_scores_are_fine_and_too_few_are_an_error_for_each() -> None:
+    arrays = RewardRouter(function=lambda solution_strs: np.ones(len(solution_strs)))
+    assert (await arrays.score(trajectory(turn()))).total == 1.0
+    short = RewardRouter(function=lambda solution_strs: [1.0])
+    found = await asyncio.gather(*(short.score(trajectory(turn())) for _ in range(2)), return_exceptions=True)
+    assert [isinstance(e, RewardError) and "it returned 1 scores for 2 trajectories" in str(e) for e in found] == [
+        True,
+        True,
+    ]
+
+
+async def test_a_cancelled_trajectory_is_left_out_of_its_batch() -> None:
+    seen: list[list[int]] = []
+
+    async def call(items: Any) -> list[int]:
+        seen.append(list(items))
+        return list(items)
+
+    batch = Batch(call, size=3, wait_s=0.02)
+    first, second = asyncio.create_task(batch(1)), asyncio.create_task(batch(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second == 2
+    assert seen == [[2]]
+
+
+def test_a_batch_serves_one_event_loop_after_another() -> None:
+    router = RewardRouter(function=lambda solution_strs: [1.0 for _ in solution_strs])
+    for _ in range(2):
+        assert asyncio.run(router.score(trajectory(turn()))).total == 1.0
+
+
+async def test_no_more_calls_at_once_than_allowed() -> None:
+    live, most = 0, 0
+
+    async def slow(solution_str: str) -> float:
+        nonlocal live, most
+        live += 1
+        most = max(most, live)
+        await asyncio.sleep(0.01)
+        live -= 1
+        return 1.0
+
+    router = RewardRouter(function=slow, calls=CallOptions(rate=RateLimit(max_concurrent=2)))
+    await asyncio.gather(*(router.score(trajectory(turn())) for _ in range(6)))
+    assert most == 2
+
+
+async def test_calls_are_spread_over_the_minute_and_waiting_is_not_in_the_deadline() -> None:
+    started: list[float] = []
+
+    async def note(solution_str: str) -> float:
+        started.append(time.monotonic())
+        return 1.0
+
+    limit = RateLimit(calls_per_minute=60 / 0.04)
+    router = RewardRouter(function=note, calls=CallOptions(rate=limit, timeout_s=0.05))
+    await asyncio.gather(*(router.score(trajectory(turn())) for _ in range(4)))
+    assert min(b - a for a, b in itertools.pairwise(started)) > 0.03
+    assert started[-1] - started[0] > 0.1
+
+
+def thinking() -> Trajectory:
+    call = ToolCall(id="c", name="calc", raw='<tool_call>{"name": "calc"}</tool_call>')
+    return trajectory(turn("First.", tool_calls=(call,)), turn("#### 7", reasoning="7 it is."))
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("answer", "#### 7"),
+        ("turn", "<think>7 it is.</think>#### 7"),
+        ("turns", 'First.<tool_call>{"name": "calc"}</tool_call>\n<think>7 it is.</think>#### 7'),
+    ],
+)
+async def test_the_text_that_is_scored_is_the_models_own(which: Any, text: str) -> None:
+    assert written(thinking(), which) == text
+    assert written(trajectory(), which) == ""
+    router = RewardRouter(function=lambda solution_str: float(solution_str == text), calls=CallOptions(text=which))
+    assert (await router.score(thinking())).total == 1.0
+
+
+@pytest.mark.parametrize(
+    "source", ["openai/gsm8k", "math_dapo", "searchR1_nq", "HuggingFaceH4/MATH-500", "hiyouga/geometry3k"]
+)
+async def test_what_a_tool_said_is_never_scored(source: str) -> None:
+    truth = {"target": ["72"]} if source == "searchR1_nq" else "72"
+    reward = await RewardRouter().score(trajectory(turn("I do not know."), data_source=source, ground_truth=truth))
+    assert reward.total <= 0.0
+
+
+def test_functions_read_the_kwargs_that_the_row_gave_to_tools_and_interactions() -> None:
+    made = trajectory(
+        turn(),
+        extra={"index": 3},
+        tools_kwargs={"calc": ToolKwargs(create_kwargs={"ground_truth": "72"})},
+        interaction=InteractionRef(name="gsm8k", kwargs={"query": "q"}),
+    )
+    info = extra_info(made, {})
+    assert (info["index"], info["interaction_kwargs"]) == (3, {"query": "q"})
+    assert info["tools_kwargs"] == {"calc": {"create_kwargs": {"ground_truth": "72"}}}
+
+
+def test_what_a_shipped_function_needs_is_checked_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = trajectory(data_source="apps").task
+    with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set"):
+        RewardRouter().check([programs])
+    RewardRouter(sandbox=Sandbox(url="http://localhost:1")).check([programs])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'polyturn\[math\]'"):
+        RewardRouter().check([trajectory(data_source="lighteval/MATH").task])
+
+
+def of_length(sampled: int, observed: int = 0) -> Trajectory:
+    spans = (
+        Span(ids=np.zeros(50, np.int32), source=SpanSource.PROMPT),
+        Span(ids=np.zeros(sampled, np.int32), source=SpanSource.SAMPLED, turn=0, policy_version=0),
+        Span(ids=np.zeros(observed, np.int32), source=SpanSource.OBSERVATION, turn=0),
+    )
+    made = Turn(
+        index=0,
+        message=Message(role="assistant", content="#### 72"),
+        finish_reason=FinishReason.STOP,
+        spans=(SpanRef(0, 1), SpanRef(0, 2)),
+    )
+    return trajectory(made, segments=(Segment(spans=spans),), data_source="openai/gsm8k")
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(10, 0.0), (80, 0.0), (90, -0.25), (100, -0.5), (150, -0.5)])
+async def test_a_response_near_the_limit_costs_something(length: int, penalty: float) -> None:
+    router = RewardRouter(overlong=Overlong(max_tokens=100, buffer=20, penalty=0.5))
+    for made in (of_length(length), of_length(length - 10, observed=10)):
+        reward = await router.score(made)
+        assert reward.components["overlong"] == pytest.approx(penalty)
+        assert reward.components["outcome"] == 1.0
+        assert reward.total == pytest.approx(1.0 + penalty)
+
+
+async def test_the_penalty_is_there_whatever_the_weights_are() -> None:
+    router = RewardRouter(weights={"outcome": 0.5}, overlong=Overlong(max_tokens=100, buffer=20))
+    assert (await router.score(of_length(100))).total == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_a_penalty_that_cannot_work_is_refused(buffer: int) -> None:
+    with pytest.raises(ConfigError, match=f"buffer is {buffer} and max_tokens is 100"):
+        Overlong(max_tokens=100, buffer=buffer)

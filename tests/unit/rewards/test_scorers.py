@@ -1,0 +1,263 @@
+"""The shipped scorers: what counts as the answer, what counts as right, and that no text makes them slow."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from polyturn.core.errors import ConfigError, DataError, RewardError
+from polyturn.rewards import code, geo3k, math, math_dapo, search_r1
+from polyturn.rewards.default import default_compute_score
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"so \boxed{7}", "7"),
+        (r"\boxed{1} and then \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed{a + \boxed{b}}", "b"),
+        (r"\boxed{4} and \boxed{unclosed", "4"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        ("no box }}}", None),
+    ],
+)
+def test_the_last_closed_box_is_the_answer(text: str, boxed: str | None) -> None:
+    assert math.last_boxed(text) == boxed
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        (r"\dfrac{1}{2}", r"\frac{1}{2}"),
+        ("$ 7. $", "7"),
+        (r"\left( 1, 2 \right)", "(1,2)"),
+        ("x", r"\boxed{x}"),
+        ("0.5", r"\frac{1}{2}"),
+        (r"1 + x^2", "x^2+1"),
+        ("1,234", "1234"),
+        (r"\text{Monday}", "Monday"),
+        ("x=5", "5"),
+    ],
+)
+def test_equal_mathematics_is_equal(answer: str, truth: str) -> None:
+    assert math.compute_score(rf"It is \boxed{{{answer}}}.", truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"), [("7", "8"), (r"\frac{1}{3}", "0.5"), ("", "1"), ("1" * 2000, "1"), ("}{", "1")]
+)
+def test_other_mathematics_is_not(answer: str, truth: str) -> None:
+    assert math.compute_score(rf"\boxed{{{answer}}}", truth, format_score=0.0) == 0.0
+
+
+def test_only_a_boxed_answer_of_the_model_counts() -> None:
+    assert [math.compute_score(text, "7") for text in ("7", "#### 7", None, 7)] == [0.0] * 4
+    assert math.compute_score(r"\boxed{8}", "7", score=2.0, format_score=0.25) == 0.25
+
+
+def test_an_answer_that_is_never_compared_is_wrong_and_its_process_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert math.is_equal("0.25", r"\frac{1}{4}")
+    monkeypatch.setattr(math, "TIMEOUT_S", 0.3)
+    began = time.monotonic()
+    assert math.compute_score(r"\boxed{9^{9^{9^{9^9}}} + 1}", "7") == 0.0
+    assert time.monotonic() - began < 3
+    monkeypatch.setattr(math, "TIMEOUT_S", 10.0)
+    assert math.is_equal("0.25", r"\frac{1}{4}")
+
+
+def test_a_text_full_of_open_boxes_and_answers_takes_no_time() -> None:
+    began = time.monotonic()
+    assert math.last_boxed(r"\boxed{" * 20_000) is None
+    assert search_r1.extract_solution("<answer>" * 20_000) is None
+    assert geo3k.format_reward("<think>" * 20_000 + "</think>" + r"\boxed{" * 20_000) == 0.0
+    assert time.monotonic() - began < 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "pred", "score"),
+    [
+        ("So.\nAnswer: 42", "42", "42", 1.0),
+        ("answer : $\\dfrac12$ cm", r"\frac{1}{2}", r"\frac{1}{2}", 1.0),
+        ("Answer: 1\nAnswer: x = 1,234 dollars", "1234", "1234", 1.0),
+        (r"Answer: \boxed{5^\circ}", "5", "5", 1.0),
+        ("Answer: sqrt3", "sqrt{3}", "sqrt{3}", 1.0),
+        ("Answer: 41", "42", "41", -1.0),
+        ("The answer is 42.", "42", "[INVALID]", -1.0),
+        ("Answer: 42" + " and so on" * 40, "42", "[INVALID]", -1.0),
+    ],
+)
+def test_math_dapo_scores_what_follows_answer_in_the_last_300_characters(
+    text: str, truth: str, pred: str, score: float
+) -> None:
+    assert math_dapo.compute_score(text, truth) == {"score": score, "acc": score > 0, "pred": pred}
+
+
+def test_math_dapo_may_insist_on_a_box() -> None:
+    assert math_dapo.compute_score(r"Answer: 3, \boxed{4}", "4", strict_box_verify=True)["acc"]
+    assert not math_dapo.compute_score("Answer: 4", "4", strict_box_verify=True)["acc"]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (r"<think>Two angles.</think> \boxed{30}", 1.0),
+        (r"\boxed{30}", 0.9),
+        (r"<think>Two angles.</think> \boxed{31}", 0.1),
+        (r"<think>\boxed{30}", 0.9),
+        ("", 0.0),
+    ],
+)
+def test_geo3k_scores_the_answer_and_the_form(text: str, score: float) -> None:
+    assert geo3k.compute_score(text, "30") == pytest.approx(score)
+
+
+def test_geo3k_scores_a_bare_answer_too() -> None:
+    assert geo3k.compute_score("30", "30", use_boxed=False, format_score=0.0) == 1.0
+    assert geo3k.compute_score("", "30", use_boxed=False, format_score=0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        ("<answer> The Beatles. </answer>", {"target": ["beatles", "fab four"]}, 1.0),
+        ("<answer>no</answer> wait <answer>Beatles</answer>", {"target": "Beatles"}, 1.0),
+        ("<answer>Beatles</answer>", ["Stones", "Beatles"], 1.0),
+        ("<answer>Beatles band</answer>", {"target": ["Beatles"]}, 0.25),
+        ("Beatles", {"target": ["Beatles"]}, 0.0),
+        ("</answer>Beatles<answer>", {"target": ["Beatles"]}, 0.0),
+        (None, {"target": ["Beatles"]}, 0.0),
+    ],
+)
+def test_search_r1_compares_the_last_answer_with_the_right_ones(text: Any, truth: Any, score: float) -> None:
+    assert search_r1.compute_score(text, truth, format_score=0.25) == score
+
+
+class Sandbox(BaseHTTPRequestHandler):
+    """A service with the sandbox's protocol that runs Python itself; `broken` answers are left first."""
+
+    asked: list[dict[str, Any]]
+    broken: list[tuple[int, dict[str, Any]]]
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(asked)
+        status, reply = self.broken.pop() if self.broken else (200, self.run(asked))
+        body = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    @staticmethod
+    def run(asked: dict[str, Any]) -> dict[str, Any]:
+        import subprocess
+        import sys
+
+        done = subprocess.run([sys.executable, "-c", asked["code"]], input=asked["stdin"], capture_output=True, text=True)
+        state = "Finished" if done.returncode == 0 else "Error"
+        result = {"status": state, "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+        return {"status": "Success" if done.returncode == 0 else "Failed", "run_result": result}
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[str, type[Sandbox]]]:
+    handler = type("Handler", (Sandbox,), {"asked": [], "broken": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/run_code", handler
+    server.shutdown()
+    server.server_close()
+
+
+PLUS_ONE = "Here:\n```python\nprint(int(input()) + 1)\n```\nDone."
+IO_TESTS = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3"]}
+
+
+def test_a_program_must_print_what_each_test_expects(service: tuple[str, type[Sandbox]]) -> None:
+    sandbox = code.Sandbox(url=service[0], memory_limit_mb=512, timeout_s=3)
+    assert code.compute_score(PLUS_ONE, IO_TESTS, sandbox=sandbox) == 1.0
+    assert code.compute_score(PLUS_ONE, json.dumps(IO_TESTS), sandbox=sandbox) == 1.0
+    wrong = {"inputs": ["1\n", "2\n"], "outputs": ["2", "4"]}
+    assert code.compute_score(PLUS_ONE, wrong, sandbox=sandbox) == 0.0
+    assert code.compute_score(PLUS_ONE, wrong, sandbox=sandbox, continuous=True) == 0.5
+    assert code.compute_score("```python\nraise ValueError\n```", IO_TESTS, sandbox=sandbox) == 0.0
+    assert code.compute_score("no program", IO_TESTS, sandbox=sandbox) == 0.0
+    first = service[1].asked[0]
+    assert (first["language"], first["run_timeout"], first["memory_limit_MB"]) == ("python", 3, 512)
+    assert first["code"] == "print(int(input()) + 1)\n"
+
+
+@pytest.mark.parametrize(
+    "body", ["def add(a, b):\n    return [a + b]", "class Solution:\n    def add(self, a, b):\n        return [a + b]"]
+)
+def test_a_function_must_return_what_each_test_expects(service: tuple[str, type[Sandbox]], body: str) -> None:
+    sandbox = code.Sandbox(url=service[0])
+    tests = {"fn_name": "add", "inputs": ["1\n2", [3, 4]], "outputs": ["[3]", [[7]]]}
+    assert code.compute_score(f"```python\n{body}\n```", tests, sandbox=sandbox) == 1.0
+    assert code.compute_score(f"```python\n{body}\n```", {**tests, "outputs": [[4], [7]]}, sandbox=sandbox) == 0.0
+
+
+def test_a_sandbox_is_asked_again_and_one_that_stays_broken_is_an_error_never_a_zero(
+    service: tuple[str, type[Sandbox]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code.time, "sleep", lambda seconds: None)
+    sandbox = code.Sandbox(url=service[0])
+    service[1].broken += [(503, {}), (200, {"status": "SandboxError", "message": "full"})]
+    assert code.compute_score(PLUS_ONE, {"inputs": ["1"], "outputs": ["2"]}, sandbox=sandbox) == 1.0
+    service[1].broken += [(503, {})] * code.NUM_TRIES
+    with pytest.raises(RewardError, match=r"cannot be asked, after 4 tries: HTTPStatusError.*503"):
+        code.compute_score(PLUS_ONE, {"inputs": ["1"], "outputs": ["2"]}, sandbox=sandbox)
+
+
+@pytest.mark.parametrize(
+    "tests", ["{", {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, 3]
+)
+def test_tests_that_cannot_be_read_are_an_error(tests: Any) -> None:
+    with pytest.raises(DataError, match="the ground_truth"):
+        code.compute_score(PLUS_ONE, tests, sandbox=code.Sandbox(url="http://nowhere"))
+
+
+def test_without_a_sandbox_there_is_no_score_for_programs() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set"):
+        code.compute_score(PLUS_ONE, IO_TESTS, sandbox=code.Sandbox(url=None))
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "truth", "score"),
+    [
+        ("openai/gsm8k", "#### 72", "72", 1.0),
+        ("lighteval/MATH", r"\boxed{72}", "72", 1.0),
+        ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{72}", "72", 1.0),
+        ("HuggingFaceH4/MATH-500", r"\boxed{72}", "72", 1.0),
+        ("numina_olympiads", r"\boxed{72}", "72", 1.0),
+        ("math_dapo", "Answer: 72", "72", {"score": 1.0, "acc": True, "pred": "72"}),
+        ("aime_2024", "Answer: 7", "72", {"score": -1.0, "acc": False, "pred": "7"}),
+        ("hiyouga/geometry3k", r"<think>.</think>\boxed{72}", "72", 1.0),
+        ("searchR1_nq", "<answer>Ada</answer>", {"target": ["ada"]}, 1.0),
+    ],
+)
+def test_one_function_knows_the_data_sources(source: str, text: str, truth: Any, score: Any) -> None:
+    assert default_compute_score(source, text, truth, extra_info={"index": 1}) == score
+
+
+def test_the_one_function_runs_programs_where_it_is_told_to(service: tuple[str, type[Sandbox]]) -> None:
+    slots = threading.Semaphore(1)
+    told = {"sandbox_fusion_url": service[0], "concurrent_semaphore": slots, "memory_limit_mb": 128}
+    assert default_compute_score("codecontests", PLUS_ONE, IO_TESTS, **told) == 1.0
+    assert service[1].asked[0]["memory_limit_MB"] == 128
+
+
+def test_an_unknown_data_source_is_not_implemented() -> None:
+    """Users match on the message."""
+    with pytest.raises(NotImplementedError, match=r"^Reward function is not implemented for data_source='mine'"):
+        default_compute_score("mine", "", "")
