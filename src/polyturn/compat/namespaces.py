@@ -35,6 +35,7 @@ _NATIVE = {
 """Modules of verl that are modules of polyturn under another name."""
 
 _HERE = {
+    "verl.trainer.main_ppo": "polyturn.cli.main_ppo",
     "verl.tools.function_tool": "polyturn.compat.verl.function_tool",
 }
 """Modules that only code written for verl needs."""
