@@ -46,6 +46,7 @@ from polyturn.rollout.pool import RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.store.parquet_store import open_store
 from polyturn.tokens.codec import Codec, load_codec
+from polyturn.tokens.multimodal import MediaProcessor, load_processor
 from polyturn.tokens.parsers import parsers
 from polyturn.tokens.sanity import TemplateReport, probe
 from polyturn.tokens.train import train_tokenizer
@@ -110,8 +111,10 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
     tools = build_tools(place)
     template = probe(codec, tools=tuple(tools.schemas.values()))
     template.require()
+    media = build_media(place, codec, model)
     engine = EmbeddedEngine(
         model,
+        media=media,
         num_slots=config.engine.num_slots,
         max_context=max_context,
         prefill_chunk=config.engine.prefill_chunk,
@@ -120,6 +123,7 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
     context = RolloutContext(
         engine=engine,
         codec=codec,
+        media=media,
         parser=parsers.resolve(config.rollout.parser, base=place.base)(),
         tools=tools,
         interactions=build_interactions(place),
@@ -193,6 +197,30 @@ def build_model(place: Place, tokenizer: PreTrainedTokenizerFast, *, checkpoint:
         return hf.build_model(fields, seed=place.config.seed, dtype=dtype)
     assert model.path is not None  # the config model requires one of the two
     return hf.load_model(_folder_or_name(model.path, place.base), dtype=dtype)
+
+
+def build_media(place: Place, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
+    """Make the processor of a model that takes more than text; None for text.
+
+    Raises:
+        ConfigError: `model.processor` leads to none, or to one that does not fit the tokenizer.
+    """
+    from polyturn.training import hf
+
+    config = place.config.model
+    name = config.processor
+    if name == "none" or (name is None and (config.path is None or not hf.takes_media(model))):
+        return None
+    if name is not None and ":" in name:
+        return MediaProcessor(import_attr(name, base=place.base)(codec.tokenizer), codec)
+    try:
+        source = _folder_or_name(name or str(config.path), place.base)
+        return MediaProcessor(load_processor(source, revision=config.revision if name is None else None), codec)
+    except ConfigError as problem:
+        if name is not None:
+            raise
+        logger.warning("The run shows the model no images, videos or sounds: %s", problem)
+        return None
 
 
 def build_tools(place: Place) -> ToolBox:
@@ -359,7 +387,11 @@ def fitting(parts: Parts, tasks: Sequence[Task], *, name: str) -> Sequence[Task]
     if not parts.place.config.data.drop_long_prompts:
         return tasks
     with Progress(f"measure {name}", len(tasks)) as bar:
-        kept = [i for i, task in enumerate(tasks) if (bar.advance(), _too_long(parts, task, name=name))[1] is None]
+        kept = []
+        for index, task in enumerate(tasks):
+            if _too_long(parts, task, name=name) is None:
+                kept.append(index)
+            bar.advance()
     if not kept:
         raise DataError(
             f"{name}: data.drop_long_prompts leaves none of its {len(tasks)} tasks; their prompts have more than "
@@ -421,6 +453,9 @@ def _prompt_limit(parts: Parts) -> int:
 def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
     """Return the length of a prompt that is too long, in tokens; None for the others."""
     context, limit = parts.context, _prompt_limit(parts)
+    if any(message.media for message in task.prompt):
+        length = len(context.encoder_for(task).start(task.prompt))
+        return length if length > limit else None
     try:
         text = context.codec.render(task.prompt, tools=context.encoder_for(task).tools, add_generation_prompt=True)
     except TemplateError as problem:
@@ -525,13 +560,13 @@ def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per
             entropy_coef=algorithm.entropy_coef,
         ),
         layout=LayoutSettings(max_tokens_per_batch=max_tokens_per_batch),
+        media=parts.context.media,
         reference=algorithm.kl_coef > 0,
     )
 
 
 def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
     """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
-    from polyturn.training import hf
     from polyturn.training.checkpoint import Checkpoints
     from polyturn.training.loop import LoopSettings, Trainer
 
@@ -568,12 +603,21 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         estimator=build_estimator(place),
         eval_sets=tasks.eval_sets,
         checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints),
-        export=functools.partial(hf.save_model, parts.model, tokenizer=parts.tokenizer),
+        export=exporter(parts),
         observer=observer,
         engine_busy_s=lambda: parts.engine.stats.busy_s,
         fingerprint=parts.context.codec.fingerprint,
         sampler=build_sampler(place, tasks.train),
     )
+
+
+def exporter(parts: Parts) -> Callable[[Path], Path]:
+    """Return what saves the model as it is, with all that others need to load it, in the Hugging Face format."""
+    from polyturn.training import hf
+
+    media = parts.context.media
+    processor = None if media is None else media.processor
+    return functools.partial(hf.save_model, parts.model, tokenizer=parts.tokenizer, processor=processor)
 
 
 def build_estimator(place: Place) -> Any:

@@ -12,7 +12,6 @@ from polyturn.cli.runs import model_folder, new_run_folder, open_place
 from polyturn.cli.train import warm_start
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
-from polyturn.training import hf
 from polyturn.training.observer import RunObserver
 
 
@@ -28,7 +27,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
         again = shlex.join(["polyturn", "sft", str(path), *overrides, "--checkpoint", str(folder / "warm_start")])
         steps = warm_start(parts, observer, folder=folder, again=again).steps
-    saved = hf.save_model(parts.model, folder / "model", tokenizer=parts.tokenizer)
+    saved = build.exporter(parts)(folder / "model")
     out.fact("steps", steps)
     out.fact("metrics", folder / "sft_metrics.jsonl")
     out.fact("model", saved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import logging
 import math
@@ -28,7 +27,6 @@ from polyturn.config.load import write_resolved
 from polyturn.core.errors import CheckpointError, PolyturnError
 from polyturn.evaluation.report import EvalReport
 from polyturn.tracking.plot import plot_learning_curve
-from polyturn.training import hf
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.loop import LoopState, Trainer
 from polyturn.training.observer import RunObserver
@@ -163,7 +161,7 @@ def warm_start(parts: build.Parts, observer: RunObserver, *, folder: Path, again
     observer.end_sft()
     if signals.received:
         state = {"policy": policy.state_dict(), "step": steps}
-        checkpoints.save(steps, state, export=functools.partial(hf.save_model, parts.model, tokenizer=parts.tokenizer))
+        checkpoints.save(steps, state, export=build.exporter(parts))
         logger.warning("interrupted at step %d of the warm start; go on with: %s", steps, again)
         raise SystemExit(128 + signals.received[0])
     shutil.rmtree(checkpoints.folder, ignore_errors=True)

@@ -39,6 +39,9 @@ class ModelConfig(_Model):
     """File with a chat template that replaces the tokenizer's own."""
     template_kwargs: dict[str, Any] = {}
     """Passed to the chat template at every render, for instance {enable_thinking: false}."""
+    processor: str | None = None
+    """What makes a model's inputs of images, videos and sounds: a folder or hub id, `file.py:function`, which is called with
+    the tokenizer, or `none`. Defaults to the one in `path`, for a model that takes more than text."""
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     @model_validator(mode="after")

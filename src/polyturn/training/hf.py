@@ -19,13 +19,23 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as _SEEING
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 
 
 def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a randomly initialised causal language model; the global random state is left as it was.
+    """Return a randomly initialised causal language model, which may also see; the global random state is left as it was.
 
     Args:
         config: The fields of the transformers config; `model_type` names the architecture.
@@ -47,10 +57,15 @@ def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = to
         built = AutoConfig.for_model(model_type, **fields)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(built, dtype=dtype)
+            model: PreTrainedModel = _auto_class(built).from_config(built, dtype=dtype)
     except (ValueError, TypeError, RuntimeError, StrictDataclassError) as problem:
         raise ConfigError(f"no {model_type!r} model can be built from {fields}: {one_line(problem)}") from problem
     return model
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    is_composite = config.get_text_config() is not config
+    return AutoModelForImageTextToText if is_composite and type(config) in _SEEING else AutoModelForCausalLM
 
 
 def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -60,7 +75,8 @@ def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32) -> Pre
         ConfigError: there is none, or it cannot be loaded.
     """
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype)
+        config = AutoConfig.from_pretrained(str(source))
+        model: PreTrainedModel = _auto_class(config).from_pretrained(str(source), config=config, dtype=dtype)
     except (OSError, ValueError) as problem:
         where = "the folder exists" if Path(source).is_dir() else "there is no such folder"
         raise ConfigError(
@@ -70,14 +86,28 @@ def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32) -> Pre
     return model
 
 
-def save_model(model: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-    """Write `model`, and the tokenizer with its chat template, to `folder`, replacing what is there; return `folder`."""
+def takes_media(model: PreTrainedModel) -> bool:
+    """Return whether the model reads more than text: its config holds the config of a text model beside others."""
+    return model.config.get_text_config() is not model.config
+
+
+def save_model(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    processor: ProcessorMixin | None = None,
+) -> Path:
+    """Write `model` to `folder`, replacing what is there, with the tokenizer and its chat template, and the processor of a
+    model that reads more than text; return `folder`."""
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex[:8]
     fresh, old = folder.with_name(f".{folder.name}.{mark}.new"), folder.with_name(f".{folder.name}.{mark}.old")
     try:
         model.save_pretrained(fresh)
+        if processor is not None:
+            processor.save_pretrained(fresh)
         if tokenizer is not None:
             tokenizer.save_pretrained(fresh)
         if folder.exists():
