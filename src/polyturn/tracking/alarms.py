@@ -150,7 +150,7 @@ def diagnose(metrics: Mapping[str, float | None], thresholds: AlarmThresholds | 
         return Alarm(
             "disagreement_template",
             f"{what}: template. It is {opening:.3g} in turn 0 and {latest:.3g} later, so later turns are trained in another "
-            "context than they were sampled in: something writes or tokenizes the history anew (a server's own template), or "
+            "context than they were sampled in: something writes or tokenizes the history anew (a server's template), or "
             "a KV cache is wrong between turns; send token ids, and check all episodes with rollout.sanity_every: 1",
         )
     staleness = number("buffer/staleness")
