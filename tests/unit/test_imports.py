@@ -32,7 +32,7 @@ RANKS = [
 ]
 RANK_OF = {package: rank for rank, packages in enumerate(RANKS) for package in packages}
 MAY_IMPORT_RAY = {"cluster", "cli", "build"}
-MAY_IMPORT_TORCH_AT_THE_TOP = {"training", "algorithms", "engines", "batching", "cluster", "testing"}
+MAY_IMPORT_TORCH_AT_THE_TOP = {"training", "algorithms", "engines", "batching", "cluster", "testing", "compat"}
 
 
 class Import(NamedTuple):

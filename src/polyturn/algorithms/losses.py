@@ -6,10 +6,13 @@ the trainer's loss is the sum of both multiplied. So no loss needs to know a bat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from polyturn.core.registry import Registry
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to this before `exp`: beyond it nothing is trained anyway, and exp(89) is infinite in float32."""
@@ -23,6 +26,13 @@ class TokenLoss(NamedTuple):
     """Detached [T] figures to be averaged over tokens: clip_fraction, ratio, approx_kl."""
 
 
+PolicyLoss = Callable[..., TokenLoss]
+"""(logprobs_T, old_logprobs_T, advantages_T, **options) -> TokenLoss."""
+
+policy_losses: Registry[PolicyLoss] = Registry("policy_losses")
+
+
+@policy_losses.register("ppo_clip")
 def ppo_clip(
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,

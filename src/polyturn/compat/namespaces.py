@@ -35,8 +35,8 @@ _NATIVE = {
 """Modules of verl that are modules of polyturn under another name."""
 
 _HERE = {
-    "verl.trainer.main_ppo": "polyturn.cli.main_ppo",
     "verl.tools.function_tool": "polyturn.compat.verl.function_tool",
+    "verl.trainer.ppo.core_algos": "polyturn.compat.verl.core_algos",
 }
 """Modules that only code written for verl needs."""
 

@@ -3,5 +3,8 @@
 from __future__ import annotations
 
 from polyturn.compat import install
+from polyturn.compat.verl.dataproto import to_dataproto
+
+__all__ = ["to_dataproto"]
 
 install("verl")

@@ -1,0 +1,158 @@
+"""verl.trainer.ppo.core_algos: registries that reach the native ones, and the formulas on padded tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from polyturn.algorithms import losses
+from polyturn.algorithms.advantages import advantages
+from polyturn.compat.verl import core_algos as algos
+from polyturn.core.errors import ConfigError
+from polyturn.core.sample import SampleId, TrainSample
+
+INDEX = np.array(["a", "a", "b"], dtype=object)
+MASK = torch.tensor([[1.0, 1, 0, 1], [1, 0, 0, 0], [1, 1, 0, 0]])
+REWARDS = torch.tensor([[0.0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
+
+
+def sample(group: str, length: int, weights: list[float]) -> TrainSample:
+    return TrainSample(
+        id=SampleId("g", group, 0),
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_weights=np.array(weights, np.float32),
+        turn_ids=np.zeros(length, np.int32),
+    )
+
+
+def test_grpo_centres_and_scales_within_a_group() -> None:
+    found, returns = algos.compute_grpo_outcome_advantage(REWARDS, MASK, INDEX)
+    spread = 0.5 / (0.5**0.5 + 1e-6)
+    assert torch.allclose(found[:, 0], torch.tensor([spread, -spread, 1.0]), atol=1e-5)
+    assert torch.equal(found != 0, MASK.bool()) and found is returns
+    centred, _ = algos.compute_grpo_outcome_advantage(REWARDS, MASK, INDEX, norm_adv_by_std_in_grpo=False)
+    assert torch.allclose(centred[:, 0], torch.tensor([0.5, -0.5, 1.0]))
+
+
+def test_other_outcome_estimators_by_hand() -> None:
+    assert algos.compute_rloo_outcome_advantage(REWARDS, MASK, INDEX)[0][:, 0].tolist() == [1.0, -1.0, 1.0]
+    assert algos.compute_opo_outcome_advantage(REWARDS, MASK, INDEX)[0][:, 0].tolist() == [0.25, -0.75, 1.0]
+    assert algos.compute_gpg_outcome_advantage(REWARDS, MASK, INDEX)[0][:, 0].tolist() == [0.75, -0.75, 1.5]
+    two = np.array([0, 0, 0])
+    lead, _ = algos.compute_grpo_passk_outcome_advantage(REWARDS * 2, MASK, two, norm_adv_by_std_in_grpo=False)
+    assert lead[:, 0].tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="at least 2 samples"):
+        algos.compute_grpo_passk_outcome_advantage(REWARDS, MASK, INDEX)
+    found, _ = algos.compute_remax_outcome_advantage(REWARDS, torch.tensor([0.5, 0.5, 0.5]), MASK)
+    assert found[0].tolist() == [0.5, 0.5, 1.0, 0.5]
+
+
+def test_values_at_observations_change_nothing_in_gae() -> None:
+    """Users rely on it: a critic says nothing meaningful about tokens that the model did not write."""
+    values = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    other = torch.where(MASK.bool(), values, torch.full_like(values, 9.0))
+    first, _ = algos.compute_gae_advantage_return(REWARDS, values, MASK, 0.9, 0.8)
+    second, _ = algos.compute_gae_advantage_return(REWARDS, other, MASK, 0.9, 0.8)
+    assert torch.allclose(first * MASK, second * MASK)
+    assert abs(float(algos.masked_mean(first, MASK))) < 1e-5
+
+
+def test_a_return_is_carried_across_observations() -> None:
+    _, returns = algos.compute_reinforce_plus_plus_outcome_advantage(REWARDS, MASK, {"gamma": 0.5})
+    assert returns[0].tolist() == [0.25, 0.5, 0.0, 1.0]
+
+
+def test_a_registered_estimator_can_be_named_natively() -> None:
+    @algos.register_adv_est("mine_in_test")
+    def mine(
+        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, config: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = token_level_rewards.sum(-1) * (config.scale or 1.0)
+        return scores.unsqueeze(-1) * response_mask, token_level_rewards
+
+    assert algos.get_adv_estimator_fn("mine_in_test") is mine
+    native = advantages.resolve("mine_in_test")
+    samples = [[sample("t0", 3, [0, 1, 1]), sample("t0", 2, [0, 1])], [sample("t1", 4, [0, 1, 0, 1])], []]
+    found = native(np.array([1.0, 2.0, 5.0]), samples, scale=2.0)
+    assert [[a.tolist() for a in arrays] for arrays in found] == [[[0, 2, 2], [0, 2]], [[0, 4, 0, 4]], []]
+    with pytest.raises(ValueError, match="already been registered"):
+        algos.register_adv_est("mine_in_test")(lambda *a, **k: None)
+    with pytest.raises(ValueError, match=r"Unknown advantage estimator 'mine_in_tst'.*'mine_in_test'"):
+        algos.get_adv_estimator_fn("mine_in_tst")
+
+
+def test_the_shipped_estimators_agree_with_the_native_ones() -> None:
+    samples = [[sample(f"t{i}", 3, [0, 1, 1])] for i in range(4)]
+    rewards = np.array([1.0, 0.0, 0.5, 1.0])
+    ours = algos.as_estimator(algos.get_adv_estimator_fn(algos.AdvantageEstimator.GRPO))(rewards, samples)
+    for (mine,), (native,) in zip(ours, advantages.resolve("grpo")(rewards, samples), strict=True):
+        np.testing.assert_allclose(mine, native, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [
+        ("token-mean", 21 / 6),
+        ("token-sum", 21.0),
+        ("seq-mean-token-sum", 21 / 2),
+        ("seq-mean-token-mean", (2 + 5) / 2),
+        ("seq-mean-token-sum-norm", 21 / 4),
+    ],
+)
+def test_losses_are_aggregated_over_rows_that_have_tokens(mode: str, value: float) -> None:
+    matrix = torch.tensor([[1.0, 2, 3, 99], [4, 5, 6, 99], [99, 99, 99, float("nan")]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]])
+    assert float(algos.agg_loss(matrix, mask, mode)) == pytest.approx(value)
+
+
+def test_an_unknown_mode_is_told() -> None:
+    with pytest.raises(ValueError, match="Invalid loss_agg_mode: token-men"):
+        algos.agg_loss(MASK, MASK, "token-men")
+
+
+def test_a_registered_policy_loss_gives_a_native_loss_per_token() -> None:
+    @algos.register_policy_loss("plain_in_test")
+    def plain(
+        old_log_prob: Any,
+        log_prob: Any,
+        advantages: Any,
+        response_mask: Any,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+    ) -> Any:
+        loss = -advantages * log_prob
+        return algos.agg_loss(loss_mat=loss, loss_mask=response_mask, loss_agg_mode=loss_agg_mode), {"actor/x": 1.0}
+
+    assert algos.get_policy_loss_fn("plain_in_test") is plain
+    native = losses.policy_losses.resolve("plain_in_test")
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    found = native(logprobs, torch.zeros(2), torch.tensor([1.0, 3.0]))
+    assert found.loss_T.tolist() == [1.0, 6.0]
+    found.loss_T.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, -3.0]
+    sums_itself = algos.as_policy_loss(lambda *rows: (rows[1].sum(), {}))
+    with pytest.raises(ConfigError, match="must aggregate with agg_loss"):
+        sums_itself(logprobs, torch.zeros(2), torch.zeros(2))
+
+
+def test_the_vanilla_loss_is_the_native_one() -> None:
+    old, new = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-0.2, -3.0]])
+    gain = torch.tensor([[1.0, -1.0]])
+    loss, metrics = algos.compute_policy_loss_vanilla(old, new, gain, torch.ones(1, 2), config={"clip_ratio": 0.2})
+    assert float(loss) == pytest.approx(float(losses.ppo_clip(new[0], old[0], gain[0], dual_clip=3.0).loss_T.mean()))
+    assert metrics["actor/pg_clipfrac"] == 1.0
+
+
+def test_kl_estimates_and_straight_through_gradients() -> None:
+    new, ref = torch.tensor([[-1.0]], requires_grad=True), torch.tensor([[-2.0]])
+    assert algos.kl_penalty(new, ref, "kl").item() == algos.kl_penalty(new, ref, "abs").item() == 1.0
+    assert algos.kl_penalty(new, ref, "mse").item() == 0.5
+    low = algos.kl_penalty(new, ref, "low_var_kl+")
+    assert low.item() == pytest.approx(algos.kl_penalty(new, ref, "k3").item())
+    low.backward()
+    assert new.grad is not None and new.grad.item() == 1.0
+    with pytest.raises(NotImplementedError):
+        algos.kl_penalty(new, ref, "full")
