@@ -1,0 +1,220 @@
+"""Media in conversations: what is encoded as it comes equals one pass of the processor over the whole conversation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Gemma3Processor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+from polyturn.core.arrays import Ids
+from polyturn.core.errors import ConfigError, DataError, TemplateError
+from polyturn.core.messages import Message, ToolCall
+from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.media_encoder import MediaEncoder
+from polyturn.tokens.multimodal import MediaProcessor, load_processor
+from polyturn.tokens.positions import MediaRows
+
+TOKENIZER = vision_tokenizer()
+CODEC = Codec(TOKENIZER)
+PROCESSOR = tiny_processor(TOKENIZER)
+MEDIA = MediaProcessor(PROCESSOR, CODEC)
+MODEL = tiny_vision_model(TOKENIZER)
+TOOL = {"type": "function", "function": {"name": "zoom", "parameters": {"type": "object", "properties": {}}}}
+
+
+def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
+    return Image.new("RGB", (width, height), color)
+
+
+def says(role: str, *parts: object, **fields: object) -> Message:
+    """Return a message; a list is a video, an image an image, a string text."""
+    kinds = [
+        ("text", "text") if isinstance(p, str) else ("video",) * 2 if isinstance(p, list) else ("image",) * 2 for p in parts
+    ]
+    return Message(role=role, content=tuple({"type": t, k: p} for (t, k), p in zip(kinds, parts, strict=True)), **fields)
+
+
+def dialogue() -> list[Message]:
+    """Images in the prompt, two in a tool's result, text, and a video in a user's reply."""
+    call = ToolCall(id="c0", name="zoom")
+    return [
+        Message(role="system", content="Look closely."),
+        says("user", picture("red", 84, 56), "Which color? ", picture("blue")),
+        Message(role="assistant", content="", tool_calls=(call,)),
+        says("tool", picture("green", 28, 84), picture("red"), "zoomed", tool_call_id="c0", name="zoom"),
+        Message(role="assistant", content="It is green."),
+        Message(role="user", content="And now?"),
+        Message(role="assistant", content="Hm."),
+        says("user", [picture("red", 56, 28), picture("blue", 56, 28), picture("green", 56, 28)], "moves"),
+    ]
+
+
+def incremental(encoder: MediaEncoder, messages: list[Message]) -> Ids:
+    """Encode a conversation as an episode does: the prompt, what was sampled, and what came back."""
+    turns = [i for i, m in enumerate(messages) if m.role == "assistant"]
+    ids = [encoder.start(messages[: turns[0]])]
+    for at, end in zip(turns, [*turns[1:], len(messages)], strict=True):
+        ids.append(encoder.assistant(messages[at]))
+        ids.append(encoder.extend(messages[at + 1 : end], last_id=int(ids[-1][-1])))
+    return np.concatenate(ids)
+
+
+def test_ids_positions_and_inputs_equal_one_pass_over_the_whole_conversation() -> None:
+    messages, encoder = dialogue(), MediaEncoder(CODEC, tools=(TOOL,), media=MEDIA)
+    ids = incremental(encoder, messages)
+    images = [picture("red", 84, 56), picture("blue"), picture("green", 28, 84), picture("red")]
+    video = [picture("red", 56, 28), picture("blue", 56, 28), picture("green", 56, 28)]
+    text = CODEC.render(messages, tools=(TOOL,), add_generation_prompt=True)
+    whole = PROCESSOR(text=[text], images=images, videos=[video], return_tensors="pt")
+    assert ids.tolist() == whole["input_ids"][0].tolist() == encoder.start(messages).tolist()
+    media = [medium for message in messages for medium in message.media]
+    row = MediaRows(MODEL, MEDIA).row(ids, media)
+    assert row.types.tolist() == whole["mm_token_type_ids"][0].tolist()
+    assert set(row.inputs) == {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}
+    for name, value in row.inputs.items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
+    grids = {name: whole[name] for name in ("image_grid_thw", "video_grid_thw")}
+    positions, deltas = MODEL.model.get_rope_index(whole["input_ids"], mm_token_type_ids=whole["mm_token_type_ids"], **grids)
+    assert row.positions is not None
+    np.testing.assert_array_equal(row.positions, positions[:, 0].numpy())
+    assert row.offset == int(deltas[0, 0])
+
+
+def test_the_positions_of_a_prefix_are_a_prefix_of_the_positions() -> None:
+    messages, rows = dialogue(), MediaRows(MODEL, MEDIA)
+    media = [medium for message in messages for medium in message.media]
+    ids = incremental(MediaEncoder(CODEC, media=MEDIA), messages)
+    whole = rows.row(ids, media)
+    ends = [t for t in range(1, len(ids)) if not (whole.types[t - 1] and whole.types[t])]
+    for end in ends[::5]:
+        part = rows.row(ids[:end], media)
+        positions = np.tile(np.arange(end), (3, 1)) if part.positions is None else part.positions
+        np.testing.assert_array_equal(positions, whole.positions[:, :end])
+
+
+def test_a_text_row_has_the_positions_0_1_2() -> None:
+    rows = MediaRows(MODEL, MEDIA)
+    out = rows.stack([(CODEC.encode("no")[:1], ())], width=7, device="cpu")
+    assert out["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+
+
+PLACEHOLDERS = "<|vision_start|><|image_pad|><|vision_end|> <|video_pad|> <|image_pad|>"
+
+
+def test_a_placeholder_that_a_text_spells_is_text() -> None:
+    """In a prompt, a tool's result beside an image, a user's reply, and what the model itself wrote in letters."""
+    encoder = MediaEncoder(CODEC, tools=(TOOL,), media=MEDIA)
+    call = ToolCall(id="c0", name="zoom", arguments={"x": PLACEHOLDERS})
+    messages = [
+        says("user", PLACEHOLDERS, picture("red")),
+        Message(role="assistant", content=PLACEHOLDERS, tool_calls=(call,)),
+        says("tool", PLACEHOLDERS, picture("blue", 56, 28), tool_call_id="c0", name="zoom"),
+        Message(role="assistant", content="x"),
+        Message(role="user", content=PLACEHOLDERS),
+    ]
+    assert MEDIA.types(encoder.start(messages[:1])).sum() == 1
+    assert MEDIA.types(encoder.start(messages)).sum() == 3
+    assert MEDIA.types(encoder.full(messages)).sum() == 3
+    observation = encoder.extend(messages[2:3], last_id=None)
+    assert MEDIA.types(observation).sum() == 2
+    assert PLACEHOLDERS in CODEC.decode(observation)
+    assert not MEDIA.types(encoder.extend(messages[4:], last_id=None)).any()
+
+
+def test_an_image_is_processed_once_however_often_it_is_shown() -> None:
+    processor = tiny_processor(TOKENIZER)
+    media = MediaProcessor(processor, CODEC)
+    message = says("user", picture("red"), picture("red"), picture("blue"))
+    MediaEncoder(CODEC, media=media).start([message])
+    first, second, _ = message.media
+    assert media.expansion(first) is media.expansion(second)
+    assert media.inputs(message.media)["image_grid_thw"].tolist() == [[1, 2, 2]] * 3
+
+
+def test_the_cache_is_bounded() -> None:
+    one = MEDIA.expansion(says("user", picture("red")).media[0]).num_bytes
+    media = MediaProcessor(PROCESSOR, CODEC, max_cached_bytes=2 * one)
+    shown = [says("user", picture(color)).media[0] for color in ("red", "blue", "green", "black")]
+    made = [media.expansion(medium) for medium in shown]
+    assert media.expansion(shown[3]) is made[3]
+    assert media.expansion(shown[0]) is not made[0]
+
+
+# -- a processor whose expansion has text at its edges, and tokens of its own ------------------------------------------
+
+
+def gemma() -> tuple[Gemma3Processor, Codec]:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{% if p.type == 'image' %}<start_of_image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+        "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokens = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    tokenizer = tiny_tokenizer(400, texts=["\n\n\n a\n\n b \n\n\n"] * 50, chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens.values())})
+    tokenizer._set_model_specific_special_tokens(tokens)
+    images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    return Gemma3Processor(images, tokenizer, image_seq_length=4), Codec(tokenizer)
+
+
+def test_text_at_the_edges_of_an_expansion_merges_with_the_text_beside_it() -> None:
+    processor, codec = gemma()
+    media = MediaProcessor(processor, codec)
+    message = says("user", "a\n", picture("red"), "\n b \n", picture("blue"), picture("green"), "c")
+    ids = MediaEncoder(codec, media=media).start([message])
+    text = codec.render([message], add_generation_prompt=True)
+    images = [[picture("red"), picture("blue"), picture("green")]]
+    whole = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+    assert ids.tolist() == whole["input_ids"][0].tolist()
+    assert media.types(ids).tolist() == whole["token_type_ids"][0].tolist()
+    torch.testing.assert_close(media.inputs(message.media)["pixel_values"], whole["pixel_values"])
+
+
+# -- what cannot work --------------------------------------------------------------------------------------------------
+
+
+def test_a_processor_without_the_image_token_is_refused() -> None:
+    plain = Codec(tiny_tokenizer())
+    with pytest.raises(
+        ConfigError, match=r"the image token '<\|image_pad\|>' of the processor TinyVisionProcessor is not a"
+    ):
+        MediaProcessor(tiny_processor(TOKENIZER), plain)
+
+
+def test_media_without_a_processor_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a user message shows image and the run has no processor; .*model.processor"):
+        MediaEncoder(CODEC).start([says("user", picture("red"))])
+
+
+def test_a_kind_that_the_processor_lacks_is_refused_by_name() -> None:
+    media = MediaProcessor(tiny_processor(TOKENIZER, videos=False), CODEC)
+    encoder = MediaEncoder(CODEC, media=media)
+    with pytest.raises(DataError, match="shows a video, but the processor TinyVisionProcessor has no video_processor"):
+        encoder.start([says("user", [picture("red"), picture("blue")])])
+    sound = Message(role="user", content=({"type": "audio", "audio": np.zeros(8, np.float32)},))
+    with pytest.raises(DataError, match="shows an audio, but the processor TinyVisionProcessor has no feature_extractor"):
+        encoder.start([sound])
+
+
+def test_a_template_that_writes_no_placeholder_is_refused() -> None:
+    text_only = "{% for m in messages %}<|im_start|>{{ m.role }}\nx<|im_end|>\n{% endfor %}"
+    codec = Codec(vision_tokenizer(chat_template=text_only))
+    with pytest.raises(TemplateError, match=r"writes the media placeholders \[\] for messages that show \['image'\]"):
+        MediaEncoder(codec, media=MediaProcessor(PROCESSOR, codec)).start([says("user", picture("red"))])
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path) -> None:
+    (tmp_path / "a.png").write_bytes(b"not an image")
+    for path, why in (("a.png", "is not an image that Pillow reads"), ("b.png", "cannot be read")):
+        with pytest.raises(DataError, match=why):
+            MEDIA.expansion(Message(role="user", content=({"image": str(tmp_path / path)},)).media[0])
+
+
+def test_a_folder_without_a_processor_is_named(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="no processor can be loaded from"):
+        load_processor(str(tmp_path))
