@@ -47,7 +47,7 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.store.parquet_store import open_store
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.multimodal import MediaProcessor, load_processor
-from polyturn.tokens.parsers import parsers
+from polyturn.tokens.parsers import build_parser
 from polyturn.tokens.sanity import TemplateReport, probe
 from polyturn.tokens.train import train_tokenizer
 from polyturn.tools.base import BaseTool
@@ -124,7 +124,14 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
         engine=engine,
         codec=codec,
         media=media,
-        parser=parsers.resolve(config.rollout.parser, base=place.base)(),
+        parser=build_parser(
+            codec,
+            config.rollout.parser,
+            reasoning=config.rollout.reasoning_parser,
+            calls_in_reasoning=config.rollout.calls_in_reasoning,
+            needs_calls=bool(tools.tools),
+            base=place.base,
+        ),
         tools=tools,
         interactions=build_interactions(place),
         rewarder=build_rewarder(place),

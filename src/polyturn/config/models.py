@@ -134,8 +134,12 @@ class RolloutConfig(_Model):
     interactions: str | list[dict[str, Any]] | None = None
     """YAML file with an `interaction` list, or that list."""
     interaction_timeout_s: float = Field(60.0, gt=0)
-    parser: str = "hermes"
-    """Reads tool calls from the model's text."""
+    parser: str = "auto"
+    """Reads tool calls and reasoning from the model's text; auto: the one that reads what the chat template writes."""
+    reasoning_parser: str | None = None
+    """Name of the reasoning format; null for the one that the chat template, or else the parser's family, writes."""
+    calls_in_reasoning: bool = False
+    """Execute calls inside reasoning too; they are thoughts otherwise."""
     scheduler: str | None = None
     """`file.py:Class` of a MultiTurnScheduler; the default answers tool calls first, else asks the interaction."""
     scheduler_timeout_s: float = Field(60.0, gt=0)

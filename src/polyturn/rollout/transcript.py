@@ -158,7 +158,7 @@ class Transcript:
 
     def read(self, text: str, *, turn: int) -> Message:
         """Read a text as a message. Text is a view: nothing that is read here becomes tokens again."""
-        parsed = self._parser.parse(text, id_prefix=f"call_{turn}")
+        parsed = self._parser.parse(text, id_prefix=f"call_{turn}", tools=self._encoder.tools)
         return Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls, reasoning=parsed.reasoning)
 
     def go_on(self, said: str, addition: str | Ids, *, turn: int, is_trusted: bool = False) -> str:

@@ -1,0 +1,251 @@
+"""Choosing a parser by rendering: the one that reads back what the template writes for a turn with calls.
+
+    template(assistant turn that calls add(a=2))  ->  "<tool_call>{...}</tool_call>"  ->  the parser that reads add(a=2)
+
+No model's name is looked up. Turns with one call, with two, with nested arguments and with reasoning are rendered; a parser
+is right when it reads exactly those. Call ids come in the shapes that some templates insist on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import ConfigError, TemplateError
+from polyturn.core.messages import Message, ToolCall
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.parsers.base import ParsedTurn, ToolCallParser, Tools, TurnParser, parsers
+from polyturn.tokens.parsers.reasoning import ReasoningFormat, reasoning_formats
+from polyturn.tokens.turn_ends import common_length
+
+_USER = Message(role="user", content="Hi")
+_SAID, _THOUGHT = "Zq4Said it.", "Zq4Thought of it"
+_ARGUMENTS: dict[str, Any] = {
+    "text": 'Grüße, 日本 "quoted"\nsecond line',
+    "digits": "5",
+    "count": 3,
+    "exact": True,
+    "nested": {"list": [1, "two", {"deep": False}], "empty": {}},
+}
+_OTHER: dict[str, Any] = {"text": "b", "digits": "07", "count": -1, "exact": False, "nested": {}}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "zq_probe",
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "A text."},
+                "digits": {"type": "string", "description": "A text of digits."},
+                "count": {"type": "integer", "description": "A count."},
+                "exact": {"type": "boolean", "description": "A flag."},
+                "nested": {"type": "object", "description": "An object."},
+            },
+            "required": ["text"],
+        },
+    },
+}
+_PLAIN = Message(role="assistant", content="Qx9Plain")
+_OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+"""The beginning of a tag in which two texts part."""
+_ID_SHAPES = ("call_{}", "zq4Call0{}", "functions.zq_probe:{}")
+"""Call ids: free, nine letters and digits, and one that says the name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """One turn, and how the template writes it."""
+
+    message: Message
+    text: str
+
+    def is_read_by(self, parser: ToolCallParser) -> bool:
+        """Return whether the parser reads exactly the turn's calls, and content where the template writes it."""
+        turn = _parse(parser, self.text)
+        said = [(c.name, dict(c.arguments), c.error) for c in turn.tool_calls]
+        if said != [(c.name, dict(c.arguments), None) for c in self.message.tool_calls]:
+            return False
+        # A template may write what is said beside a call as reasoning, or not at all.
+        return turn.content.strip() in (self.message.text, "")
+
+
+def build_parser(
+    codec: Codec,
+    name: str = "auto",
+    *,
+    reasoning: str | None = None,
+    calls_in_reasoning: bool = False,
+    needs_calls: bool = False,
+    base: Path | None = None,
+) -> ToolCallParser:
+    """Return the parser that `name` stands for.
+
+    Args:
+        codec: Tokenizer and template; what they write decides where nothing is named.
+        name: A registered name, `file.py:Class`, or "auto": the parser that reads what the template writes.
+        reasoning: Name of a reasoning format; None for what the template, or else the family, writes.
+        calls_in_reasoning: Execute calls inside reasoning too.
+        needs_calls: The run has tools, so a template whose calls nobody reads is an error.
+        base: The folder that relative file paths start from.
+
+    Raises:
+        UnknownNameError: there is no such parser or reasoning format.
+        TemplateError: `name` is "auto", the run has tools, and no parser reads the template's calls.
+        ConfigError: options for a parser that takes none.
+    """
+    if name == "auto":
+        name = detect(codec)
+        if name == "none" and needs_calls:
+            known = ", ".join(repr(n) for n in parsers if n != "none")
+            raise TemplateError(
+                "no parser reads back the tool calls that the chat template writes (or it writes none), and the run has "
+                f"tools; name the parser in rollout.parser (known: {known}; or your own as file.py:Class, or registered by "
+                '@polyturn.tokens.parsers.parsers.register("name")), or use a template that renders tool calls'
+            )
+    found = parsers.resolve(name, base=base)
+    if not inspect.isclass(found) or not issubclass(found, TurnParser):
+        if reasoning is not None or calls_in_reasoning:
+            raise ConfigError(
+                f"the parser {name!r} takes no options; leave out rollout.reasoning_parser and rollout.calls_in_reasoning, "
+                "or derive it from polyturn.tokens.parsers.TurnParser"
+            )
+        return found()
+    chosen = reasoning or detect_reasoning(codec, name, base=base)
+    return found(
+        reasoning=chosen,
+        reasoning_is_open=_is_open(codec, reasoning_formats.resolve(chosen)),
+        calls_in_reasoning=calls_in_reasoning,
+    )
+
+
+def detect(codec: Codec) -> str:
+    """Return the name of the parser that reads back what the template writes for tool calls; "none" if there is none."""
+    families = {parsers.resolve(name): name for name in reversed(list(parsers)) if name != "none"}
+    made = [(name, family()) for family, name in reversed(families.items())]
+    for ids, is_prompt in itertools.product(_ID_SHAPES, (True, False)):
+        probes = _probes(codec, ids, is_prompt)
+        for name, parser in made if probes else ():
+            if all(p.is_read_by(parser) for p in probes):
+                return name
+    return "none"
+
+
+def detect_reasoning(codec: Codec, name: str, *, base: Path | None = None) -> str:
+    """Return the name of the reasoning format that the template writes, or the one that parser `name` brings along."""
+    family = parsers.resolve(name, base=base)
+    own = family.default_reasoning if inspect.isclass(family) and issubclass(family, TurnParser) else "none"
+    if own != "none" and not _writes(codec, reasoning_formats.resolve(own)):
+        for other in reasoning_formats:
+            if _writes(codec, reasoning_formats.resolve(other)):
+                return other
+    if own == "none":
+        return next((n for n in reasoning_formats if _writes(codec, reasoning_formats.resolve(n))), own)
+    return own
+
+
+def _parse(parser: ToolCallParser, text: str) -> ParsedTurn:
+    """Read a rendered turn; a parser that somebody registered may raise, or take no tools, and is then not the one."""
+    tools: Tools = (_TOOL,)
+    try:
+        return parser.parse(text, tools=tools)
+    except Exception:
+        return ParsedTurn(text)
+
+
+def _probes(codec: Codec, ids: str, is_prompt: bool) -> list[_Probe]:
+    """Return the turns with calls that the template renders; empty unless it renders one with a single call."""
+
+    def call(index: int, arguments: dict[str, Any]) -> ToolCall:
+        return ToolCall(id=ids.format(index), name="zq_probe", arguments=arguments)
+
+    one, other = call(0, _ARGUMENTS), call(1, _OTHER)
+    turns = [
+        Message(role="assistant", content="", tool_calls=(one,)),
+        Message(role="assistant", content=_SAID, tool_calls=(other,)),
+        Message(role="assistant", content="", tool_calls=(one, other)),
+        Message(role="assistant", content=_SAID, tool_calls=(one,), reasoning=_THOUGHT),
+    ]
+    probes = [_Probe(turn, text) for turn in turns for text in _turn_texts(codec, turn, is_prompt)]
+    if not any(p.message is turns[0] for p in probes):
+        return []
+    # A template that writes only the first of several calls (gpt-oss) says nothing about how it would write two.
+    return [p for p in probes if p.message is not turns[2] or p.text.count("zq_probe") > 1]
+
+
+def _turn_texts(codec: Codec, turn: Message, is_prompt: bool) -> Iterator[str]:
+    """Yield what a model would have to write to say `turn`, if the template renders it and the call is in it."""
+    text = _render_turn(codec, turn, is_prompt)
+    if text is not None and "zq_probe" in text:
+        yield text
+
+
+def _render_turn(codec: Codec, turn: Message, is_prompt: bool = True) -> str | None:
+    """Return the turn as the template writes it, without its opening and its end tokens; None if it cannot.
+
+    Args:
+        codec: Tokenizer and template.
+        turn: What the model says.
+        is_prompt: Take for the opening what the turn shares with the generation prompt; else what it shares with another
+            turn, as some templates open a turn in a history differently.
+    """
+    for tools in ((_TOOL,), ()):
+        other = [_USER] if is_prompt else [_USER, _PLAIN]
+        opening, whole = _rendered(codec, other, tools, is_prompt), _rendered(codec, [_USER, turn], tools, False)
+        if opening is None or whole is None:
+            continue
+        common = common_length(opening, whole)
+        if inside := _OPEN_TAG.search(whole, max(common - 60, 0), common):
+            common = inside.start()
+        return _without_end(whole[common:], codec)
+    return None
+
+
+def _rendered(codec: Codec, messages: Sequence[Message], tools: Tools, is_generation: bool) -> str | None:
+    try:
+        return codec.render(messages, tools=tools, add_generation_prompt=is_generation)
+    except TemplateError:
+        return None
+
+
+def _without_end(text: str, codec: Codec) -> str:
+    ends = tuple(codec.decode([i]) for i in codec.stop_token_ids)
+    while (bare := text.rstrip()).endswith(ends) and ends:
+        text = bare[: -max(len(e) for e in ends if bare.endswith(e))]
+    return text
+
+
+def _writes(codec: Codec, tags: ReasoningFormat) -> bool:
+    """Return whether the template's own text of a turn, or its generation prompt, has the reasoning's tags."""
+    if not tags.opens:
+        return False
+    if any(tags.opens in prompt for prompt in _generation_prompts(codec)):
+        return True
+    text = _render_turn(codec, Message(role="assistant", content=_SAID, reasoning=_THOUGHT)) or ""
+    before, thought, behind = text.partition(_THOUGHT)
+    return bool(thought) and tags.opens in before and tags.closes in behind
+
+
+def _is_open(codec: Codec, tags: ReasoningFormat) -> bool:
+    """Return whether every generation prompt, behind a user and behind a tool's result, ends inside reasoning."""
+    prompts = _generation_prompts(codec)
+    return bool(tags.opens and prompts) and all(p.rfind(tags.opens) > p.rfind(tags.closes) for p in prompts)
+
+
+def _generation_prompts(codec: Codec) -> list[str]:
+    """Return how the template opens a turn behind a user message, and behind a tool's result where it renders one."""
+    prompts = []
+    for ids in _ID_SHAPES:
+        call = ToolCall(id=ids.format(0), name="zq_probe", arguments=_OTHER)
+        turn = Message(role="assistant", content="", tool_calls=(call,))
+        result = Message(role="tool", content="ok", tool_call_id=call.id, name=call.name)
+        for messages in ([_USER], [_USER, turn, result]):
+            closed, opened = _rendered(codec, messages, (_TOOL,), False), _rendered(codec, messages, (_TOOL,), True)
+            if closed is not None and opened is not None and opened.startswith(closed):
+                prompts.append(opened[len(closed) :])
+    return prompts

@@ -1,0 +1,99 @@
+"""Harmony channels: gpt-oss. A turn is a row of messages, each with a channel and perhaps somebody it is addressed to.
+
+<|channel|>analysis<|message|>Two and two.<|end|>                                                    reasoning
+<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2}<|call|>  a call
+<|start|>assistant<|channel|>final<|message|>Four.<|return|>                                         content
+
+A message that is addressed to a tool is a call in whichever channel it stands: the address makes the model stop there.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from polyturn.core.messages import ToolCall
+from polyturn.tokens.parsers.base import Found, ParsedTurn, Tools, TurnParser, broken, join_content, parsers
+from polyturn.tokens.parsers.json_calls import with_arguments
+
+_MARK = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"to=([^\s<>]{1,200})")
+_CHANNEL = re.compile(r"<\|channel\|>\s*+(\w+)")
+
+
+class _Part(NamedTuple):
+    """One message of a turn."""
+
+    header: str
+    body: str | None
+    """None for a message that was cut in its header."""
+    raw: str
+
+
+@parsers.register("gpt-oss")
+class GptOssParser(TurnParser):
+    """See the head of the file. Reasoning is what the analysis channel says, whatever `reasoning` names."""
+
+    default_reasoning = "gpt-oss"
+
+    def parse(self, text: str, *, id_prefix: str = "call", tools: Tools = ()) -> ParsedTurn:
+        """Read one turn; see `ToolCallParser.parse`."""
+        if _MARK.search(text) is None:
+            found = self.read(text, tools)
+            return ParsedTurn("".join(found.pieces), self._with_ids(found.calls, id_prefix))
+        thoughts = []
+        pieces = []
+        calls: list[ToolCall] = []
+        for part in _parts(text):
+            recipient = _RECIPIENT.search(part.header)
+            channel = _CHANNEL.search(part.header)
+            if recipient is not None and recipient[1] != "assistant":
+                calls.append(_read_call(recipient[1], part))
+            elif part.body is None:
+                continue
+            elif channel is not None and channel[1] == "analysis":
+                thoughts.append(part.body)
+            else:
+                pieces.append(part.body)
+        content = join_content(pieces) if calls else "\n".join(pieces)
+        reasoning = "\n".join(thoughts) if thoughts else None
+        return ParsedTurn(content, self._with_ids(calls, id_prefix), reasoning)
+
+    def read(self, text: str, tools: Tools) -> Found:
+        """Return text without marks as content, or as a call that was cut where it names a tool first."""
+        cut = _RECIPIENT.match(text.lstrip())
+        return Found([text], []) if cut is None else Found(["", ""], [_read_call(cut[1], _Part(text, None, text))])
+
+
+def _parts(text: str) -> list[_Part]:
+    """Cut a turn into its messages."""
+    parts: list[_Part] = []
+    begin = position = 0
+    header: str | None = ""  # of the message whose body is being read; "" also for text that begins without one
+    is_body = _MARK.search(text) is not None and not text.lstrip().startswith(("<|", "to="))
+    for mark in _MARK.finditer(text):
+        kind = mark[0]
+        if kind == "<|message|>" and not is_body:
+            header, position, is_body = text[begin : mark.start()], mark.end(), True
+        elif kind in _ENDS or kind == "<|start|>" or (kind == "<|channel|>" and is_body):
+            if is_body:
+                parts.append(_Part(header or "", text[position : mark.start()], text[begin : mark.end()]))
+            elif _RECIPIENT.search(text, begin, mark.start()):
+                parts.append(_Part(text[begin : mark.start()], None, text[begin : mark.end()]))
+            begin = mark.start() if kind == "<|channel|>" else mark.end()
+            position, is_body, header = begin, False, ""
+    if is_body:
+        parts.append(_Part(header or "", text[position:], text[begin:]))
+    elif begin < len(text):
+        parts.append(_Part(text[begin:], None, text[begin:]))
+    return [p for p in parts if p.body != "" or p.header]
+
+
+def _read_call(recipient: str, part: _Part) -> ToolCall:
+    name = recipient.removeprefix("functions.")
+    if not name:
+        return broken(part.raw, "a tool call needs a name; write to=functions.NAME")
+    if part.body is None:
+        return broken(part.raw, "the tool call ends before its arguments; write them behind <|message|>", name=name)
+    return with_arguments(name, part.body, part.raw.strip())

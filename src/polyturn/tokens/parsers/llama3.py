@@ -1,0 +1,86 @@
+"""Calls as bare JSON, or behind <|python_tag|>: Llama 3.1, 3.2 and 3.3.
+
+{"name": "add", "parameters": {"a": 2}}; {"name": "now", "parameters": {}}
+<|python_tag|>{"name": "add", "parameters": {"a": 2}}
+<|python_tag|>brave_search.call(query="rain")
+
+Without the tag, a turn that begins with JSON is a call only if it looks like one: an answer may be JSON too.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from polyturn.core.messages import ToolCall
+from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers
+from polyturn.tokens.parsers.json_calls import BadJsonError, call_from, find_end, loads
+from polyturn.tokens.parsers.pythonic import read_python_calls
+
+_TAG = "<|python_tag|>"
+_BETWEEN = re.compile(r"(?:[\s;,]|<\|python_tag\|>)*+")
+_LOOKS_LIKE = re.compile(r"\s*+\{\s*+\"(?:name|type|function|parameters)\"\s*+:")
+_PYTHON = re.compile(r"\s*+[A-Za-z_][\w.]*+\(")
+_KEYS = {"name", "parameters", "arguments", "type", "id", "function"}
+
+
+@parsers.register("llama3")
+class Llama3Parser(TurnParser):
+    """See the head of the file."""
+
+    call_tags = (_TAG, "")
+
+    def read(self, text: str, tools: Tools) -> Found:
+        """Read objects from the tag, or from the beginning, on."""
+        content, tag, rest = text.partition(_TAG)
+        if not tag:
+            return _read_bare(text, tools) if _LOOKS_LIKE.match(text) else Found([text], [])
+        if _PYTHON.match(rest):
+            found = read_python_calls(rest, tools)
+            return Found([content, *found.pieces], found.calls)
+        calls, behind = _read_objects(rest)
+        if not calls:
+            calls = [broken(tag + rest, f'{_TAG} must be followed by {{"name": …, "parameters": {{…}}}}')]
+            behind = ""
+        return Found([content, behind], calls)
+
+
+def _read_bare(text: str, tools: Tools) -> Found:
+    end = find_end(text, text.index("{"))
+    if end is not None:
+        try:
+            data = loads(text[:end])
+        except BadJsonError:
+            data = None
+        if isinstance(data, dict) and not _is_call(data, tools):
+            return Found([text], [])
+    calls, behind = _read_objects(text)
+    return Found(["", behind], calls)
+
+
+def _is_call(data: dict[str, Any], tools: Tools) -> bool:
+    """Return whether an object is meant as a call: nothing but a call's keys, and arguments or a known tool's name."""
+    if not data.keys() <= _KEYS or "name" not in data:
+        return False
+    known = {f.get("name") for f in (t.get("function", t) for t in tools)}
+    return "parameters" in data or "arguments" in data or data["name"] in list(known)
+
+
+def _read_objects(text: str) -> tuple[list[ToolCall], str]:
+    """Read JSON objects one behind the other; return them and the text behind the last."""
+    calls: list[ToolCall] = []
+    position = 0
+    while True:
+        start = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]  # it matches the empty text
+        if not text.startswith("{", start):
+            return calls, text[position:].strip(" \n;,")
+        end = find_end(text, start)
+        if end is None:
+            calls.append(broken(text[start:], "the tool call is not valid JSON (it is not closed; end it with })"))
+            return calls, ""
+        raw = text[start:end]
+        try:
+            calls.append(call_from(loads(raw), raw))
+        except BadJsonError as problem:
+            calls.append(broken(raw, f"the tool call is not valid JSON ({problem})"))
+        position = end
