@@ -22,8 +22,9 @@ def written(trajectory: Trajectory, which: TextOf = "answer") -> str:
         return ""
     if which == "answer":
         return trajectory.turns[-1].message.text
-    turns = trajectory.turns if which == "turns" else trajectory.turns[-1:]
-    return "\n".join(as_written(turn.message) for turn in turns)
+    if which == "turn":
+        return as_written(trajectory.turns[-1].message)
+    return "\n".join(as_written(turn.message) for turn in trajectory.turns if not turn.is_continued)
 
 
 def as_written(message: Message) -> str:
