@@ -48,6 +48,7 @@ from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.transcript import Prompt, Transcript
 from polyturn.tokens import sanity
+from polyturn.tokens.codec import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +123,23 @@ class Episode:
         return self._shared.environment.has_partner
 
     @property
+    def codec(self) -> Codec:
+        """The tokenizer and the chat template of the run."""
+        return self._context.codec
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its turns are sampled, within the limits."""
+        return self._sampling
+
+    @property
     def context_ids(self) -> Ids:
         """[T] the ids that the model has been shown and has written so far, read-only."""
         return self._transcript.context
+
+    def count_tokens(self, messages: Sequence[Message | Mapping[str, Any]]) -> int:
+        """Return how many tokens the prompt of a history has, for policies with a budget."""
+        return self._transcript.length_of([Message.from_openai(m) for m in messages])
 
     # What a scheduler does.
 
@@ -231,14 +246,29 @@ class Episode:
             values = np.full(turn.num_tokens, values, np.float32)
         self._transcript.builder.reweigh(turn.sampled_spans, values)
 
-    def rewrite(self, messages: Sequence[Message | Mapping[str, Any]]) -> Reply:
+    def rewrite(self, messages: Sequence[Message | Mapping[str, Any]], *, goes_on: bool = False) -> Reply:
         """Replace the history by `messages`; a `step` returns what this returns, or messages to be shown behind them.
 
         The next prompt is a full render. It extends the segment that it continues token for token, or opens a new one, in
         which everything that was sampled before is prompt. Before the first turn, the messages replace the prompt.
+
+        Args:
+            messages: The new history.
+            goes_on: The last message is an assistant's and the next turn continues it, whatever the model said before.
+
+        Raises:
+            SchedulerError: there is no message, or the last one cannot go on.
         """
-        self._transcript.rewrite([Message.from_openai(m) for m in messages])
+        self._transcript.rewrite([Message.from_openai(m) for m in messages], goes_on=goes_on)
         return Reply(goes_on=True)
+
+    def show_ids(self, ids: Ids | Sequence[int]) -> None:
+        """Let the next turn go on from exactly `ids`, the whole prompt: for agents that write their prompts themselves.
+
+        `prepare` shows them. They extend the segment that they continue token for token, or open a new one, in which
+        everything that was sampled before is prompt.
+        """
+        self._transcript.show_ids(np.asarray(ids, np.int32))
 
     def go_on(
         self, addition: str | Sequence[int] | Ids = "", *, keep: str | int | None = None, is_trusted: bool = False

@@ -5,6 +5,7 @@ Separate from the episode, which acts on the world, because this is where it is 
     append    held ids + the encoded new messages     the default: the model keeps all it wrote, reasoning included
     continue  held ids + a text or ids                the same assistant message goes on behind it
     render    the template writes the whole history   `renders_history`, and after any edit (`rewrite`)
+    given     the caller's own ids                    `show_ids`, for agents that write their prompts themselves
 
 A rendered prompt extends the segment that it continues token for token; otherwise a new segment starts, in which what was
 sampled before is prompt. Nothing is encoded before the next generation needs it, and sampled ids are never re-made.
@@ -75,6 +76,8 @@ class Transcript:
         self._pending: tuple[Message, ...] = ()
         self._last_id: int | None = None
         self._is_edited = False
+        self._given: Ids | None = None
+        """The whole next prompt, where the caller wrote it."""
         self._is_open_message = False
         self._said = ""
         """The text so far of the assistant message that goes on, while `_is_open_message`."""
@@ -131,15 +134,39 @@ class Transcript:
             raise SchedulerError("a step that lets the assistant message go on cannot answer it with messages as well")
         self._pending = messages
 
-    def rewrite(self, messages: Sequence[Message]) -> None:
-        """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown."""
-        self._is_open_message, self._addition = False, NO_IDS
-        if not self.builder.is_open:
+    def rewrite(self, messages: Sequence[Message], *, goes_on: bool = False) -> None:
+        """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown.
+
+        Args:
+            messages: The new history.
+            goes_on: The next turn continues the last message, which must be an assistant's.
+
+        Raises:
+            SchedulerError: there is no message, or the last one cannot be continued.
+        """
+        if not messages:
+            raise SchedulerError("a history needs at least one message; keep the task's prompt, `episode.task.prompt`")
+        self._is_open_message, self._addition = goes_on, NO_IDS
+        if goes_on:
+            if messages[-1].role != "assistant" or messages[-1].tool_calls or len(messages) == 1:
+                raise SchedulerError(
+                    f"only an assistant message without calls, behind other messages, can go on; the last one is "
+                    f"{messages[-1].to_openai()!r:.120}"
+                )
+            self._said = messages[-1].text
+            self._addition = self._encoder.codec.encode(self._said)
+        if not self.builder.is_open and not goes_on:
             self._set_prompt(messages)
             return
         self._messages = list(messages)
         self._openai = to_openai(messages)
         self._is_edited = True
+        self.is_canonical = False
+
+    def show_ids(self, ids: Ids) -> None:
+        """Let `ids` be the whole next prompt, whatever the messages say."""
+        self._given = ids_array(ids)
+        self._pending, self._is_open_message, self._addition = (), False, NO_IDS
         self.is_canonical = False
 
     def sample(self, completion: Completion, *, turn: int) -> tuple[Message, tuple[SpanRef, ...]]:
@@ -172,7 +199,12 @@ class Transcript:
 
         Returns:
             The addition as text.
+
+        Raises:
+            SchedulerError: the history was edited, which decides by itself what goes on.
         """
+        if self._is_edited:
+            raise SchedulerError("the history was rewritten before `go_on`; pass `goes_on=True` to `rewrite` instead")
         codec = self._encoder.codec
         if isinstance(addition, str):
             self._addition = codec.encode(addition) if is_trusted else codec.encode_plain(addition)
@@ -235,6 +267,8 @@ class Transcript:
         Raises:
             TemplateError: the template cannot render it.
         """
+        if self._given is not None:
+            return Prompt(self._given, True, max(0, len(self._given) - self.num_tokens), len(self._given))
         if not self.builder.is_open or self._is_edited or (self._renders_history and self._pending):
             return self._rendered()
         ids = self._addition if self._is_open_message else NO_IDS
@@ -252,7 +286,7 @@ class Transcript:
             self.builder.add_media(*prompt.media)
         self._messages += self._pending
         self._openai += to_openai(self._pending)
-        self._pending, self._addition, self._is_edited = (), NO_IDS, False
+        self._pending, self._addition, self._is_edited, self._given = (), NO_IDS, False, None
         return ref
 
     def fork(self, *, agent: str | None = None, messages: Sequence[Message] | None = None) -> Transcript:
@@ -295,7 +329,15 @@ class Transcript:
     def _rendered(self) -> Prompt:
         """Render the whole history; keep held ids that spell just what the template writes."""
         messages = [*self._messages, *self._pending]
-        ids, media = self._encoder.start(messages), _media(messages)
+        media = _media(messages)
+        try:
+            ids = self._encoder.start(messages[:-1] if self._is_open_message else messages)
+        except TemplateError as problem:
+            if not self._is_edited:
+                raise
+            raise SchedulerError(f"the history that the scheduler wrote cannot be rendered: {problem}") from problem
+        if self._is_open_message:
+            ids = np.concatenate([ids, self._addition])
         if not self.builder.is_open:
             return Prompt(ids, True, 0, len(ids), media)
         held = self.builder.context

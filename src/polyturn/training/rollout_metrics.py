@@ -6,9 +6,12 @@ Separate from the loop because the numbers come from records alone: stored traje
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge
-from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.evaluation.report import is_success
 from polyturn.tools.results import call_metrics
 
@@ -31,6 +34,12 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
             "tokens/sampled": Sum(trajectory.num_sampled_tokens),
             "tokens/prefilled": Sum(trajectory.metrics.get("prefilled_tokens", 0)),
             "tokens/per_trajectory": Mean(trajectory.num_sampled_tokens),
+            "rollout/segments": Mean(len(trajectory.segments)),
+            "rollout/segmented": Mean(float(len(trajectory.segments) > 1)),
+            "rollout/forks": Sum(trajectory.metrics.get("num_forks", 0)),
+            "tokens/dropped_cut": Sum(trajectory.metrics.get("dropped_cut", 0)),
+            "tokens/dropped_masked": Sum(num_masked(trajectory)),
+            "tokens/replayed": Sum(num_replayed(trajectory)),
             "rollout/tool_calls": Sum(len(calls)),
             "rollout/tool_errors": Mean(sum(c.error is not None for c in calls), len(calls)),
             "rollout/close_errors": Sum(trajectory.metrics.get("close_errors", 0)),
@@ -52,3 +61,22 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
             one["buffer/staleness"] = Max(float(version - min(versions)))
         parts.append(one)
     return merge(parts)
+
+
+def num_masked(trajectory: Trajectory) -> int:
+    """Return how many sampled tokens have no weight in the segment that owns them."""
+    return sum(int(np.count_nonzero(s.sampled_mask & (s.loss_weights == 0))) for s in trajectory.segments)
+
+
+def num_replayed(trajectory: Trajectory) -> int:
+    """Return how often a sampled token is seen again, without weight, in the prompt of a segment that branched behind it."""
+    wrote: list[np.ndarray[Any, Any]] = []
+    total = 0
+    for segment in trajectory.segments:
+        mask = segment.sampled_mask.copy()
+        if segment.parent is not None:
+            shared = wrote[segment.parent.segment][: segment.parent.length]
+            total += int(np.count_nonzero(shared))
+            mask[: len(shared)] |= shared
+        wrote.append(mask)
+    return total

@@ -15,6 +15,8 @@ from polyturn.rollout.episode import Episode, run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
+from polyturn.testing.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from polyturn.tokens.codec import Codec
 
 TIP = " But wait, that is wrong:"
 
@@ -131,6 +133,46 @@ async def test_what_cannot_go_on_is_named(how, says):
             return how(episode, turn)
 
     t = await run_episode(scripted_context(["ab"], scheduler=Wrong()), task(), id="e")
+    assert t.is_failed and says in (t.error or "")
+
+
+async def test_a_text_that_a_step_changes_opens_a_segment_in_which_it_is_masked():
+    class Changes(MultiTurnScheduler):
+        def step(self, episode: Any, turn: Any) -> Any:
+            if turn.index:
+                return None
+            return episode.rewrite([*episode.task.prompt, {"role": "assistant", "content": "my own words,"}], goes_on=True)
+
+    t = await run_episode(scripted_context(["ab", " end"], scheduler=Changes()), task(data_source=None), id="e")
+    check(t)
+    assert owners(t) == [[0], [1]] and sources(t, 1) == ["prompt", "sampled"]
+    assert tiny_codec().decode(t.segments[1].token_ids).endswith("<|im_start|>assistant\nmy own words, end<|im_end|>")
+    assert t.turns[1].message.text == "my own words, end"
+
+
+@pytest.mark.parametrize(
+    ("messages", "goes_on", "says"),
+    [
+        ([], False, "a history needs at least one message"),
+        (
+            [{"role": "user", "content": "x"}],
+            True,
+            "only an assistant message without calls, behind other messages, can go on",
+        ),
+        ([{"role": "nobody"}], False, "the history that the scheduler wrote cannot be rendered: the chat template"),
+    ],
+)
+async def test_a_history_that_cannot_be_shown_fails_its_trajectory_by_name(messages, goes_on, says):
+    class Edits(MultiTurnScheduler):
+        def step(self, episode: Any, turn: Any) -> Any:
+            return episode.rewrite(messages, goes_on=goes_on)
+
+    context = scripted_context(["ab"], scheduler=Edits())
+    refuses = (
+        "{%- for m in messages -%}{%- if m.role == 'nobody' -%}{{ raise_exception('who?') }}{%- endif -%}{%- endfor -%}"
+    )
+    context.codec = Codec(tiny_tokenizer(), chat_template=refuses + CHAT_TEMPLATE)
+    t = await run_episode(context, task(), id="e")
     assert t.is_failed and says in (t.error or "")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from polyturn.core.metrics import reduce
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.rollout.episode import run_episode
-from polyturn.testing.episodes import scripted_context, task
+from polyturn.rollout.episode import Episode, run_episode
+from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.testing.episodes import scripted_context, task, turn_ids
 from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.training.rollout_metrics import rollout_metrics
 
@@ -31,3 +34,35 @@ async def test_calls_are_counted_by_tool_and_those_of_no_tool_as_unknown() -> No
     }
     assert metrics["rollout/turns"] == 4
     assert metrics["rollout/tool_errors"] == 2 / 3
+
+
+class Restless(MultiTurnScheduler):
+    """Goes on in a message that it cut, masks a turn, and branches."""
+
+    async def step(self, episode: Episode, turn: Any) -> Any:
+        if turn.index == 0:
+            return episode.go_on(" wait,", keep=2)
+        if turn.index == 1:
+            episode.weigh(turn, 0.0)
+            for text in ("left", "right"):
+                fork = episode.fork()
+                fork.record(turn, Reply.of(text))
+                await fork.prepare()
+                await fork.generate()
+        return None
+
+
+async def test_segments_and_sampled_tokens_that_are_not_trained_are_counted_by_reason() -> None:
+    one = task()
+    context = scripted_context(["one two three four"], scheduler=Restless())
+    trajectory = await run_episode(context, one, id="g0/0")
+    found = reduce(rollout_metrics([TrajectoryGroup(id="g0", task=one, trajectories=(trajectory,))], version=0))
+    size = len(turn_ids("one two three four"))
+    assert len(trajectory.turns) == 4 and found["rollout/segments"] == 2 and found["rollout/segmented"] == 1
+    assert found["rollout/forks"] == 2
+    assert found["tokens/dropped_cut"] == size - 2
+    assert found["tokens/dropped_masked"] == size
+    assert found["tokens/replayed"] == 2 + size, "the second branch sees what was kept of turn 0, and turn 1"
+    trained = sum(int((s.loss_weights > 0).sum()) for s in trajectory.segments)
+    counted = trained + found["tokens/dropped_cut"] + found["tokens/dropped_masked"]
+    assert counted == 4 * size == trajectory.metrics["sampled_tokens"]
