@@ -51,11 +51,14 @@ async def test_the_example_of_ones_own_tool_and_interaction_runs(tmp_path: Path)
 
 
 def test_every_command_of_the_table_exists():
-    from polyturn.cli.main import app, data_app
+    from polyturn.cli.main import app
 
     known = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
-    known |= {f"data {c.name or c.callback.__name__}" for c in data_app.registered_commands if c.callback}
-    named = set(re.findall(r"^\| `polyturn (data \w+|\w+)", README, re.MULTILINE))
+    for group in app.registered_groups:
+        for c in group.typer_instance.registered_commands if group.typer_instance else ():
+            # `polyturn config` without more is the group's command "print"
+            known.add(f"{group.name} {c.name or c.callback.__name__}".removesuffix(" print") if c.callback else "")
+    named = set(re.findall(r"^\| `polyturn ((?:data|config) [a-z]\w+|[a-z-]+)", README, re.MULTILINE))
     assert named == known
 
 

@@ -5,13 +5,15 @@ An error of the library is one sentence on stderr and exit code 2; anything else
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from polyturn.core.errors import PolyturnError
 
@@ -23,8 +25,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class DefaultGroup(TyperGroup):
+    """A group whose arguments go to its command "print" unless they name another one of its commands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Name the command where nobody did."""
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = ["print", *args]
+        return super().parse_args(ctx, args)
+
+
 data_app = typer.Typer(help="Prepare datasets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+config_app = typer.Typer(cls=DefaultGroup, help="Print a config or all of its keys, or migrate one from another library.")
+app.add_typer(config_app, name="config")
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
@@ -46,10 +62,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the first task and estimates; stop.")
     ] = False,
+    verl: Annotated[bool, typer.Option("--verl", help="CONFIG and the overrides are written in verl's keys.")] = False,
 ) -> None:
     """Train: warm start if configured, evaluate, reinforce, evaluate again."""
-    from polyturn.cli import train as command
+    from polyturn.cli import train as native
+    from polyturn.cli import verl as translated
 
+    command = translated if verl else native
     command.run(config, overrides or [], resume=resume, dry_run=dry_run)
 
 
@@ -99,15 +118,36 @@ def show(
 def check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model or tokenizer.")],
     template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the chat template.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
-    """Say what a model's chat template does, and whether multi-turn training with it is safe."""
+    """Certify that multi-turn training is token-exact with a model's chat template; exit code 1 if it cannot be."""
     from polyturn.cli import check as command
 
-    command.run(model, template=template)
+    if not command.run(model, template=template, as_json=as_json):
+        raise typer.Exit(1)
 
 
-@app.command()
-def config(
+@app.command("run-as", context_settings={"ignore_unknown_options": True})
+def run_as(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The library that polyturn stands in for: verl.")],
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The command as that library's users write it.")
+    ] = None,
+    runtime_env: Annotated[
+        bool, typer.Option("--runtime-env", help="Print the same as a runtime environment of Ray, and run nothing.")
+    ] = False,
+) -> None:
+    """Run a command of another library's users with polyturn in that library's place."""
+    from polyturn.cli import run_as as implementation
+
+    if runtime_env:
+        print(json.dumps(implementation.runtime_env(name, os.environ)))
+        return
+    implementation.run(name, command or [])
+
+
+@config_app.command("print")
+def config_print(
     path: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file; without it, every key is listed.")
     ] = None,
@@ -117,6 +157,20 @@ def config(
     from polyturn.cli import config as command
 
     command.run(path, overrides or [])
+
+
+@config_app.command("migrate")
+def config_migrate(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file in verl's keys.")],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The native config to write; FILE with .polyturn.yaml by default.")
+    ] = None,
+) -> None:
+    """Write a config in verl's keys as a native one, with the table of what became of each key."""
+    from polyturn.cli import migrate as command
+
+    command.run(path, overrides or [], out=out)
 
 
 @data_app.command()
@@ -141,14 +195,24 @@ def gsm8k(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `arguments` replace those of the process."""
+    prepare_process()
+    guarded(lambda: app(args=None if arguments is None else list(arguments)))
+
+
+def prepare_process() -> None:
+    """Set what a process of the command line needs before anything heavy is imported."""
     from polyturn.cli.console import log_to_console
 
     # How long an idle thread of the math library spins before it sleeps; read when torch is loaded. The default is so long
     # that two runs on one machine bring each other to a halt (benchmarks/README.md, "Two threads").
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     log_to_console(os.environ.get("POLYTURN_LOG_LEVEL", "INFO").upper())
+
+
+def guarded(run: Callable[[], object]) -> None:
+    """Call `run`; an error of the library becomes one sentence on stderr and exit code 2."""
     try:
-        app(args=None if arguments is None else list(arguments))
+        run()
     except PolyturnError as problem:
         print(f"polyturn: {problem}", file=sys.stderr)
         sys.exit(2)

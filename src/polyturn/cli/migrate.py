@@ -1,0 +1,56 @@
+"""`polyturn config migrate`: a config in verl's keys becomes a native one, with a table of what became of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from polyturn.cli.console import Output
+from polyturn.compat.verl_config.compose import compose_file
+from polyturn.compat.verl_config.document import fate_table
+from polyturn.compat.verl_config.paths import relative_to
+from polyturn.compat.verl_config.translate import translate
+from polyturn.config.load import load_values
+from polyturn.config.models import RunConfig
+from polyturn.config.schema import default_tree
+
+
+def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
+    """Write the native config and, beside it, the table; print the keys that somebody wrote."""
+    translation = translate(compose_file(path, overrides))
+    load_values(RunConfig, translation.native, origin=translation.origin)
+    target = path.with_suffix(".polyturn.yaml") if out is None else out
+    target.parent.mkdir(parents=True, exist_ok=True)
+    native = _without_defaults(relative_to(translation, target.parent), default_tree(RunConfig))
+    source = " ".join([str(path), *overrides])
+    head = f"# Made from {source} by `polyturn config migrate`; paths start from this file's folder.\n"
+    target.write_text(head + yaml.safe_dump(native, sort_keys=False, allow_unicode=True, width=1000), encoding="utf-8")
+    notes = target.with_suffix(".md")
+    notes.write_text(fate_table(translation, source=source), encoding="utf-8")
+    console = Output()
+    table = Table("key", "value", "became", "why", box=None, pad_edge=False)
+    for fate in translation.fates:
+        if fate.where:
+            table.add_row(fate.key, str(fate.value), ", ".join(fate.to) or fate.kind, fate.says)
+    console.table(table)
+    console.fact("config", target)
+    console.fact("every key", notes)
+    console.fact("train it", f"polyturn train {target}")
+
+
+def _without_defaults(values: dict[str, Any], defaults: Any) -> dict[str, Any]:
+    """Leave out what says the same as the default."""
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        default = defaults.get(key) if isinstance(defaults, dict) else None
+        if isinstance(value, dict):
+            value = _without_defaults(value, default)
+            if value:
+                kept[key] = value
+        elif value != default or not isinstance(defaults, dict) or key not in defaults:
+            kept[key] = value
+    return kept

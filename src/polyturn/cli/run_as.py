@@ -1,0 +1,49 @@
+"""`polyturn run-as NAME -- COMMAND…`: run a command of another library's users, with polyturn in that library's place.
+
+A folder with a package of that name goes to the front of PYTHONPATH, for the command and for every process it starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import polyturn.compat
+from polyturn.core.errors import ConfigError, did_you_mean
+
+SHIMS = Path(polyturn.compat.__file__).parent / "shims"
+
+
+def run(name: str, command: Sequence[str]) -> None:
+    """Replace this process by `command`.
+
+    Raises:
+        ConfigError: there is nothing that stands in for `name`, or no such command.
+    """
+    environment = {**os.environ, **variables(name, os.environ)}
+    if not command:
+        raise ConfigError(f"there is no command; write polyturn run-as {name} -- python -m …")
+    program = shutil.which(command[0])
+    if program is None:
+        raise ConfigError(f"the command {command[0]!r} is not found; write polyturn run-as {name} -- python -m …")
+    os.execve(program, [command[0], *command[1:]], environment)
+
+
+def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that put polyturn in the place of `name`.
+
+    Raises:
+        ConfigError: there is nothing that stands in for it.
+    """
+    known = sorted(p.name for p in SHIMS.iterdir() if (p / "__init__.py").is_file()) if SHIMS.is_dir() else []
+    if name not in known:
+        raise ConfigError(f"nothing stands in for {name!r}.{did_you_mean(name, known)}")
+    former = environment.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(SHIMS), *([former] if former else [])])}
+
+
+def runtime_env(name: str, environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the same as a runtime environment of Ray: `ray.init(runtime_env=…)`, `ray job submit --runtime-env-json`."""
+    return {"env_vars": variables(name, environment)}

@@ -1,0 +1,5 @@
+"""Stands in for verl in the processes of `polyturn run-as verl`: every module below this one is answered by polyturn."""
+
+from polyturn.compat import install
+
+install("verl")

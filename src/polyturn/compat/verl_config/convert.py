@@ -1,0 +1,372 @@
+"""Converters: the keys of verl whose native form depends on more than their own value.
+
+Each function reads verl's keys from a `Source` and writes native ones to it; `keys.yaml` says which key needs which. They
+run once each, after every key that moves as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyturn.algorithms.advantages import advantages
+from polyturn.core.errors import did_you_mean
+from polyturn.tokens.parsers import parsers
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MULTI_TURN = f"{ROLLOUT}.multi_turn"
+ACTOR = "actor_rollout_ref.actor"
+NO_LIMIT_CHARS = 1_000_000
+KEEP_ALL = 1_000_000
+
+
+@dataclass(slots=True, kw_only=True)
+class Source:
+    """What a converter reads and writes."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+    """Every key of the tree, other spellings resolved."""
+    written: set[str] = field(default_factory=set)
+    """Those that a file or an override wrote."""
+    native: dict[str, Any] = field(default_factory=dict)
+    origin: dict[tuple[str | int, ...], str] = field(default_factory=dict)
+    """Native key to the verl key that decided it."""
+    paths: list[tuple[str, ...]] = field(default_factory=list)
+    """Native keys that hold paths."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What to say about a key instead of the table's note."""
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key; the default where there is none, or null."""
+        value = self.found.get(key)
+        return default if value is None else value
+
+    def number(self, key: str, default: float) -> Any:
+        """Return a value that must be a number; something else is refused."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.refuse(key, "it must be a number")
+            return default
+        return value
+
+    def put(self, native_key: str, value: Any, *, by: str) -> None:
+        """Set a native key, decided by the verl key `by`."""
+        *above, last = native_key.split(".")
+        at = self.native
+        for part in above:
+            at = at.setdefault(part, {})
+        at[last] = value
+        self.origin[tuple(native_key.split("."))] = by
+
+    def put_path(self, native_key: str, value: Any, *, by: str) -> None:
+        """Set a native key to a path, or a list of them, relative to the working directory."""
+        self.put(native_key, value, by=by)
+        self.paths.append(tuple(native_key.split(".")))
+
+    def refuse(self, key: str, why: str) -> None:
+        """Note that a key cannot be done."""
+        self.problems.append((key, why))
+
+
+def model_path(s: Source) -> None:
+    """Set the model and its tokenizer; a folder wins over a name of the hub."""
+    for key, native in (
+        ("actor_rollout_ref.model.path", "model.path"),
+        ("data.tokenizer", "model.tokenizer"),
+        ("actor_rollout_ref.model.tokenizer_path", "model.tokenizer"),
+    ):
+        if (value := s.get(key)) is not None:
+            path = Path(str(value)).expanduser()
+            is_folder = path.is_dir() or str(value).startswith(("~", "/", "."))
+            (s.put_path if is_folder else s.put)(native, str(path) if is_folder else str(value), by=key)
+
+
+def path(s: Source) -> None:
+    """Set the tool and the interaction file."""
+    for key, native in (
+        (f"{MULTI_TURN}.tool_config_path", "rollout.tools.file"),
+        (f"{MULTI_TURN}.interaction_config_path", "rollout.interactions"),
+    ):
+        if value := s.get(key):
+            s.put_path(native, str(Path(value).expanduser()), by=key)
+
+
+def function_tools(s: Source) -> None:
+    """Name every tool of a Python file."""
+    key = f"{MULTI_TURN}.function_tool_path"
+    if value := s.get(key):
+        s.put_path("rollout.tools.functions", [str(Path(value).expanduser())], by=key)
+
+
+def files(s: Source) -> None:
+    """Set the files of tasks and how many of them are used."""
+    for key, most, native in (
+        ("data.train_files", "data.train_max_samples", "data.train"),
+        ("data.val_files", "data.val_max_samples", "evaluation.data"),
+    ):
+        value = s.get(key)
+        if not value:
+            continue
+        names = [value] if isinstance(value, str) else list(value)
+        s.put_path(f"{native}.files", [str(Path(str(n)).expanduser()) for n in names], by=key)
+        if (limit := s.number(most, -1)) > 0:
+            s.put(f"{native}.limit", limit, by=most)
+
+
+def sampler(s: Source) -> None:
+    """Set the order of tasks."""
+    where, name = s.get("data.sampler.class_path"), s.get("data.sampler.class_name")
+    if (where is None) != (name is None):
+        s.refuse("data.sampler.class_path", "class_path and class_name belong together; set both")
+    elif where is not None:
+        where = str(where).removeprefix("pkg://")
+        put = s.put_path if where.endswith(".py") else s.put
+        put("data.sampler", f"{where}:{name}", by="data.sampler.class_path")
+
+
+def minibatches(s: Source) -> None:
+    """Cut a step into updates of `ppo_mini_batch_size` tasks."""
+    key = f"{ACTOR}.ppo_mini_batch_size"
+    tasks, size = s.number("data.train_batch_size", 1024), s.number(key, 256)
+    if key not in s.written:
+        size = min(size, tasks)
+    if size < 1 or tasks % size:
+        s.refuse(key, f"it must divide data.train_batch_size, which is {tasks}")
+    else:
+        s.put("train.minibatches", tasks // size, by=key)
+
+
+def max_tokens_per_batch(s: Source) -> None:
+    """Bound a micro-batch; at least one trajectory of full length fits."""
+    longest = _max_context(s)
+    dynamic = bool(s.get(f"{ACTOR}.use_dynamic_bsz"))
+    key = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    s.put("train.max_tokens_per_batch", max(s.number(key, 16384) if dynamic else 4096, longest), by=key)
+
+
+def clip(s: Source) -> None:
+    """Set both bounds of the ratio; `clip_ratio` is meant where only it was written."""
+    both = f"{ACTOR}.clip_ratio"
+    for side in ("low", "high"):
+        key = f"{both}_{side}"
+        is_meant = key in s.written or both not in s.written
+        value = s.get(key if is_meant else both, s.get(both, 0.2))
+        s.put(f"algorithm.clip_{side}", value, by=key if is_meant else both)
+
+
+def kl(s: Source) -> None:
+    """Set the weight and the estimator of the KL term."""
+    key = f"{ACTOR}.kl_loss_type"
+    estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    uses = bool(s.get(f"{ACTOR}.use_kl_loss"))
+    s.put("algorithm.kl_coef", s.get(f"{ACTOR}.kl_loss_coef", 0.001) if uses else 0.0, by=f"{ACTOR}.use_kl_loss")
+    name = s.get(key, "low_var_kl")
+    if name in estimators:
+        s.put("algorithm.kl_estimator", estimators[name], by=key)
+    elif uses:
+        s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(str(name), estimators)}")
+
+
+def warmup(s: Source) -> None:
+    """Set the warm-up in steps, or as a share of the run's steps."""
+    key = f"{ACTOR}.optim.lr_warmup_steps"
+    steps, ratio = s.number(key, -1), s.number(f"{key}_ratio", 0.0)
+    if steps >= 0:
+        s.put("train.optim.warmup_steps", steps, by=key)
+    elif ratio > 0:
+        s.put("train.optim.warmup_ratio", ratio, by=f"{key}_ratio")
+
+
+def temperature(s: Source) -> None:
+    """Set how completions are sampled."""
+    key = f"{ROLLOUT}.temperature"
+    samples = s.get(f"{ROLLOUT}.do_sample", True)
+    s.put("rollout.sampling.temperature", s.get(key, 1.0) if samples else 0.0, by=key)
+
+
+def top_k(s: Source) -> None:
+    """Set the number of candidates; every spelling of "no limit" is -1."""
+    value = s.number(f"{ROLLOUT}.top_k", -1)
+    s.put("rollout.sampling.top_k", value if value > 0 else -1, by=f"{ROLLOUT}.top_k")
+
+
+def validation(s: Source) -> None:
+    """Describe the one way in which verl validates."""
+    at = f"{ROLLOUT}.val_kwargs"
+    k = s.number(f"{at}.top_k", -1)
+    sampling = {
+        "temperature": s.get(f"{at}.temperature", 0) if s.get(f"{at}.do_sample") else 0,
+        "top_p": s.get(f"{at}.top_p", 1.0),
+        "top_k": k if k > 0 else -1,
+    }
+    s.put("evaluation.sets", {"validation": {"sampling": sampling, "samples": s.get(f"{at}.n", 1)}}, by=at)
+    s.put("compat.validation_metrics", True, by=at)
+
+
+def limits(s: Source) -> None:
+    """Set the lengths: `response_length` bounds all turns of a trajectory together."""
+    s.put("rollout.limits.max_prompt_tokens", _prompt(s), by=f"{ROLLOUT}.prompt_length")
+    s.put("rollout.limits.max_tokens", _response(s), by=f"{ROLLOUT}.response_length")
+    s.put("rollout.limits.max_tokens_per_turn", _response(s), by=f"{ROLLOUT}.response_length")
+    s.put("rollout.limits.max_context", _max_context(s), by=f"{ROLLOUT}.max_model_len")
+
+
+def turns(s: Source) -> None:
+    """Set the number of turns, where anybody but the model speaks at all."""
+    partners = [
+        k for k in ("tool_config_path", "function_tool_path", "interaction_config_path") if s.get(f"{MULTI_TURN}.{k}")
+    ]
+    key = f"{MULTI_TURN}.enable"
+    if not s.get(key):
+        if partners and key in s.written:
+            s.refuse(key, f"and {MULTI_TURN}.{partners[0]} is set; set enable to True, or remove that key with ~")
+        if not partners:
+            s.put("rollout.limits.max_turns", 1, by=key)
+            return
+    third = max(1, _max_context(s) // 3)
+    for who, native in (("assistant", "max_turns"), ("user", "max_user_turns")):
+        cap = f"{MULTI_TURN}.max_{who}_turns"
+        s.put(f"rollout.limits.{native}", s.get(cap, third), by=cap)
+
+
+def tool_response(s: Source) -> None:
+    """Bound the text of a tool's answer, where somebody asked for it."""
+    key = f"{MULTI_TURN}.max_tool_response_length"
+    s.put("rollout.tools.max_result_chars", s.get(key, NO_LIMIT_CHARS), by=key)
+
+
+def sanity_mode(s: Source) -> None:
+    """Set the mode; YAML reads a bare `off` as false. verl compares every episode."""
+    key = f"{MULTI_TURN}.tokenization_sanity_check_mode"
+    mode = s.get(key, "strict")
+    s.put("rollout.tokenization_sanity_check_mode", "off" if mode is False else mode, by=key)
+    s.put("rollout.sanity_every", 1, by=key)
+
+
+def parser(s: Source) -> None:
+    """Choose what reads tool calls."""
+    key = f"{MULTI_TURN}.format"
+    names = {"chatml": "auto", "qwen": "auto", "qwen25": "hermes"}
+    name = str(s.get(key, "auto"))
+    found = names.get(name, name)
+    if found == "auto" and found not in parsers:
+        found = "hermes"
+    known = [*parsers]
+    if found in known:
+        s.put("rollout.parser", found, by=key)
+        return
+    underscored = found.replace("-", "_")
+    if underscored in known:
+        s.put("rollout.parser", underscored, by=key)
+    else:
+        s.refuse(key, f"there is no parser of that name.{did_you_mean(name, [*known, *names])}")
+
+
+def advantage(s: Source) -> None:
+    """Choose the estimator by its name."""
+    key = "algorithm.adv_estimator"
+    names = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+    name = str(s.get(key, "grpo"))
+    found = names.get(name, name)
+    if found in advantages or ":" in found:
+        s.put("algorithm.advantage", found, by=key)
+    elif found == "gae":
+        s.refuse(key, "it needs a critic, which polyturn does not train; use grpo")
+    else:
+        s.refuse(key, f"there is no such estimator.{did_you_mean(name, advantages)}")
+    if not s.get("algorithm.filter_groups.enable"):
+        s.put("algorithm.drop_zero_variance", False, by="algorithm.filter_groups.enable")
+
+
+def reward_function(s: Source) -> None:
+    """Score with one function, whatever the data_source; step rewards of tools are recorded and weigh 0, as in verl."""
+    key = "custom_reward_function.path"
+    s.put("reward.weights", {"outcome": 1.0}, by=key)
+    if (where := s.get(key)) is None:
+        return
+    where = str(where).removeprefix("pkg://")
+    name = f"{Path(where).expanduser()}:{s.get('custom_reward_function.name', 'compute_score')}"
+    s.put("reward.function.name", name, by=key)
+    s.put("reward.text", "turns", by=key)
+    if where.endswith(".py"):
+        s.paths.append(("reward", "function", "name"))
+    if kwargs := s.get("custom_reward_function.reward_kwargs"):
+        s.put("reward.function.kwargs", dict(kwargs), by="custom_reward_function.reward_kwargs")
+
+
+def reward_manager(s: Source) -> None:
+    """Set what a manager adds to the function: a penalty for length, or limits of its calls."""
+    key = "reward_model.reward_manager"
+    known = ("naive", "prime", "batch", "dapo", "rate_limited", "limited")
+    name = str(s.get(key, "naive"))
+    if name not in known:
+        s.refuse(key, f"there is no such reward manager.{did_you_mean(name, known)}")
+    kwargs = dict(s.get("reward_model.reward_kwargs", {}))
+    overlong = {**s.get("reward_model.overlong_buffer", {}), **(kwargs.pop("overlong_buffer_cfg", None) or {})}
+    longest = kwargs.pop("max_resp_len", None)
+    if kwargs:
+        s.refuse("reward_model.reward_kwargs", f"{sorted(kwargs)[0]!r} is read by no reward manager here")
+    if name == "dapo" and overlong.get("enable"):
+        s.put("reward.overlong.buffer", overlong.get("len", 0), by=key)
+        s.put("reward.overlong.penalty", overlong.get("penalty_factor", 0.0), by=key)
+        s.put("reward.overlong.max_tokens", longest, by=key)
+    if name.endswith("limited"):
+        s.put("reward.rate.max_concurrent", s.get("reward_model.max_concurrent", 1), by=key)
+        s.put("reward.rate.calls_per_minute", s.get("reward_model.max_rpm"), by=key)
+        s.put("reward.rate.tokens_per_minute", s.get("reward_model.max_tpm"), by=key)
+        s.put("reward.rate.tokens_per_call", s.get("reward_model.estimated_tokens_per_request", 2000), by=key)
+        s.put("reward.timeout_s", s.get("reward_model.timeout", 300.0), by=key)
+
+
+def steps(s: Source) -> None:
+    """Set how long a run is: in steps, else in passes over the tasks."""
+    if (total := s.get("trainer.total_training_steps")) is not None:
+        s.put("train.steps", total, by="trainer.total_training_steps")
+    else:
+        s.put("train.epochs", s.get("trainer.total_epochs", 30), by="trainer.total_epochs")
+
+
+def run_folder(s: Source) -> None:
+    """Set the folder of the run."""
+    key = "trainer.default_local_dir"
+    folder = Path(str(s.get(key, "checkpoints/verl_examples/gsm8k"))).expanduser()
+    s.put("out", str(folder.parent), by=key)
+    s.put("name", folder.name, by=key)
+
+
+def every(s: Source) -> None:
+    """Set how often a run saves and validates."""
+    for key, native in (("trainer.save_freq", "train.checkpoint_every"), ("trainer.test_freq", "evaluation.every")):
+        s.put(native, max(0, s.number(key, -1)), by=key)
+
+
+def keep(s: Source) -> None:
+    """Set how many checkpoints stay."""
+    key = "trainer.max_actor_ckpt_to_keep"
+    s.put("train.keep_checkpoints", s.get(key, KEEP_ALL), by=key)
+
+
+def _prompt(s: Source) -> int:
+    return int(s.number(f"{ROLLOUT}.prompt_length", 512))
+
+
+def _response(s: Source) -> int:
+    return int(s.number(f"{ROLLOUT}.response_length", 512))
+
+
+def _max_context(s: Source) -> int:
+    both = _prompt(s) + _response(s)
+    return min(int(s.number(f"{ROLLOUT}.max_model_len", both)), both)
+
+
+CONVERTERS: Mapping[str, Callable[[Source], None]] = {
+    f.__name__: f
+    for f in (
+        model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, warmup, temperature,
+        top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage, reward_function, reward_manager,
+        steps, run_folder, every, keep,
+    )
+}  # fmt: skip

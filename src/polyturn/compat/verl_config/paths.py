@@ -1,0 +1,57 @@
+"""Paths in a translated configuration: verl's start from the working directory, native ones from the config's folder."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from polyturn.compat.verl_config.translate import Translation
+
+
+def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]:
+    """Return the native configuration with absolute paths.
+
+    Args:
+        translation: The translation, whose paths start from the working directory.
+        folder: The config's folder, tried where a path is not in the working directory.
+    """
+
+    def place(path: str) -> str:
+        near = Path(path)
+        in_folder = None if folder is None else folder / near
+        if not near.exists() and in_folder is not None and in_folder.exists():
+            return str(in_folder.resolve())
+        return str(near.absolute())
+
+    return _changed(translation, place)
+
+
+def relative_to(translation: Translation, folder: Path) -> dict[str, Any]:
+    """Return the native configuration with the paths that are not absolute starting from `folder`."""
+
+    def place(path: str) -> str:
+        return path if Path(path).is_absolute() else os.path.relpath(Path(path).absolute(), folder.absolute())
+
+    return _changed(translation, place)
+
+
+def _changed(translation: Translation, place: Callable[[str], str]) -> dict[str, Any]:
+    def change(value: Any) -> Any:
+        if isinstance(value, list):
+            return [change(v) for v in value]
+        if not isinstance(value, str):
+            return value
+        file, colon, name = value.partition(".py:")
+        return f"{place(f'{file}.py')}:{name}" if colon else place(value)
+
+    native = copy.deepcopy(translation.native)
+    for path in translation.paths:
+        at: Any = native
+        for part in path[:-1]:
+            at = at[part]
+        if path[-1] in at:
+            at[path[-1]] = change(at[path[-1]])
+    return native

@@ -1,0 +1,133 @@
+"""The table of keys: `keys.yaml`, checked, and looked up by key.
+
+    table().find("actor_rollout_ref.rollout.n")  ->  Row(key=…, to=("train.group_size",))
+
+Separate because the translation, the migration and the documentation all read the same rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from polyturn.core.errors import did_you_mean
+
+KEYS = Path(__file__).parent / "keys.yaml"
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What becomes of one key, or of every key that fits a pattern."""
+
+    key: str
+    to: tuple[str, ...] = ()
+    """The native keys that it decides."""
+    convert: str | None = None
+    """A function of `convert.py`; None moves the value as it is."""
+    values: Mapping[Any, Any] | None = None
+    """The values that are understood, with their translation."""
+    rejected_values: Mapping[Any, str] | None = None
+    """Values with which the key is refused, and why; "*" stands for all others."""
+    means: str | None = None
+    ignored: str | None = None
+    rejected: str | None = None
+    unless: tuple[Any, ...] = ()
+    """Values with which a rejected key asks for nothing."""
+    note: str | None = None
+    notice: str | None = None
+    """A note that the terminal shows too."""
+    native: bool = False
+    """The section holds native keys."""
+
+    @property
+    def fate(self) -> str:
+        """One word for the documentation."""
+        if self.native:
+            return "native"
+        if self.means is not None:
+            return "another spelling"
+        return "rejected" if self.rejected is not None else "mapped" if self.to else "ignored"
+
+    @property
+    def says(self) -> str:
+        """What the documentation says about it."""
+        parts = [self.rejected or self.ignored or "", self.note or "", self.notice or ""]
+        if self.rejected is not None and self.unless:
+            parts.append(f"accepted where it asks for nothing: {', '.join(_yaml(v) for v in self.unless)}")
+        refusals = (self.rejected_values or {}).items()
+        parts += [f"{'anything else' if v == '*' else _yaml(v)} is rejected: {why}" for v, why in refusals]
+        return "; ".join(p for p in parts if p)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All rows, in the order of the file."""
+
+    rows: tuple[Row, ...]
+    exact: Mapping[str, Row]
+    patterns: tuple[tuple[re.Pattern[str], Row], ...]
+
+    def find(self, key: str) -> Row | None:
+        """Return the row of a key: its own, else the first pattern that it fits."""
+        if key in self.exact:
+            return self.exact[key]
+        return next((row for pattern, row in self.patterns if pattern.fullmatch(key)), None)
+
+    def knows(self, key: str) -> bool:
+        """Return whether a key has a row, or is a section with keys that have one."""
+        return self.find(key) is not None or any(known.startswith(f"{key}.") for known in self.exact)
+
+    def goes_deeper(self, key: str) -> bool:
+        """Return whether a row speaks of something inside the section `key`."""
+        return any(row.key.startswith(f"{key}.") and row.key != f"{key}.**" for row in self.rows)
+
+    def nearest(self, key: str) -> str:
+        """Return the end of the message about an unknown key."""
+        name = key.rpartition(".")[2]
+        same = [k for k in self.exact if k.rpartition(".")[2] == name]
+        if same:
+            return f" Did you mean {' or '.join(repr(k) for k in same[:2])}?"
+        prefix = key.rpartition(".")[0]
+        beside = [k for k in self.exact if k.rpartition(".")[0] == prefix]
+        hint = did_you_mean(key, beside) if beside else ""
+        return hint if hint.startswith(" Did") else did_you_mean(key, self.exact)
+
+
+@functools.cache
+def table() -> Table:
+    """Read the table."""
+    rows = tuple(Row(**_row(one)) for item in yaml.safe_load(KEYS.read_text(encoding="utf-8")) for one in _spread(item))
+    exact = {r.key: r for r in rows if "*" not in r.key}
+    patterns = [(_pattern(r.key), r) for r in rows if "*" in r.key]
+    return Table(rows, exact, tuple(patterns))
+
+
+def _spread(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield an item once for each key that its braces stand for."""
+    pieces = _BRACES.split(item["key"])
+    options = [piece.split(",") if i % 2 else [piece] for i, piece in enumerate(pieces)]
+    for chosen in itertools.product(*options):
+        yield {**item, "key": "".join(chosen)}
+
+
+def _row(item: Mapping[str, Any]) -> dict[str, Any]:
+    to = item.get("to", ())
+    return {**item, "to": (to,) if isinstance(to, str) else tuple(to), "unless": tuple(item.get("unless", ()))}
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """Return what fits `a.*.b`, `a.**` (the section itself too) and `**.b`."""
+    text = re.escape(key).replace(r"\*\*\.", r"(.*\.)?").replace(r"\.\*\*", r"(\..*)?").replace(r"\*", r"[^.]+")
+    return re.compile(text)
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...").strip()

@@ -1,0 +1,191 @@
+"""From a composed tree of verl's keys to a native configuration, with what became of every key.
+
+    translate(compose_file(path))  ->  Translation(native={"train": {"group_size": 8}, …}, fates=[Fate("…rollout.n", …)], …)
+
+Separate from `compose.py`, which knows no key, and from `keys.yaml`, which knows nothing but keys. A key that a file or an
+override wrote is mapped, ignored with a reason, or an error; there is no fourth way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyturn.compat.verl_config.compose import Composed, Unresolved, leaves
+from polyturn.compat.verl_config.convert import CONVERTERS, Source
+from polyturn.compat.verl_config.table import Row, table
+from polyturn.core.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What became of one key."""
+
+    key: str
+    value: Any
+    kind: str
+    """mapped, ignored or native."""
+    to: tuple[str, ...] = ()
+    notice: str = ""
+    """The reason, where whoever wrote the key should read it."""
+    says: str = ""
+    """The reason, or the note of the table."""
+    where: str = ""
+    """The file or override that wrote the key; empty for the shipped base."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """A native configuration and how it came about."""
+
+    native: dict[str, Any]
+    origin: Mapping[tuple[str | int, ...], str]
+    """Native key to where it came from, for messages."""
+    paths: tuple[tuple[str, ...], ...]
+    """Native keys whose values are paths, relative to the working directory."""
+    fates: tuple[Fate, ...]
+    resumes: bool
+    """Whether the run goes on from the newest checkpoint of its folder, if there is one."""
+
+    def notices(self) -> list[str]:
+        """Return a line for every reason that somebody who wrote these keys should read, each reason once."""
+        said: dict[str, list[str]] = {}
+        for fate in self.fates:
+            if fate.where and fate.notice:
+                said.setdefault(f"{'ignored: ' if fate.kind == 'ignored' else ''}{fate.notice}", []).append(fate.key)
+        return [f"{', '.join(keys)}: {reason}" for reason, keys in said.items()]
+
+
+def translate(tree: Composed) -> Translation:
+    """Translate a composed tree.
+
+    Raises:
+        ConfigError: a key is unknown, asks for something that does not exist here, or contradicts another; one line each.
+    """
+    source = Source()
+    problems = list(_collect(tree, source))
+    refused: list[tuple[str, str]] = []
+    converters: dict[str, None] = {}
+    for key, value in source.found.items():
+        row = table().find(key)
+        if row is None or row.native or row.means is not None:
+            continue
+        why = _refusal(key, value, row)
+        if why is not None:
+            refused.append((key, why))
+        elif row.convert is not None:
+            converters[row.convert] = None
+        elif row.to and value is not None:
+            source.put(row.to[0], value if row.values is None else row.values[value], by=key)
+    if not problems and not refused:
+        for name in converters:
+            CONVERTERS[name](source)
+        refused = source.problems
+    problems += _sentences(refused, source.found, tree)
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    for path, value in leaves(source.found.get("polyturn") or {}):
+        if path:
+            source.put(".".join(path), value, by=f"polyturn.{'.'.join(path)}")
+    return Translation(
+        native=source.native,
+        origin={path: f"from {key}{tree.where(key)}" for path, key in source.origin.items()},
+        paths=tuple(source.paths),
+        fates=tuple(_fates(tree, source)),
+        resumes=source.found.get("trainer.resume_mode") == "auto",
+    )
+
+
+def _collect(tree: Composed, source: Source) -> Iterator[str]:
+    """Fill `source.found`, and yield what is unknown, unresolved or said twice."""
+    aliases: list[tuple[str, Any, Row]] = []
+    for key, value in _keys(tree.values):
+        row = table().find(key)
+        if row is None:
+            yield f"unknown key {key!r}, set to {_show(value)}{tree.where(key)}.{table().nearest(key)}"
+        elif isinstance(value, Unresolved):
+            if row.ignored is None:
+                what = "has no value yet" if value == "???" else "cannot be resolved: it refers to a key that has no value"
+                yield f"{key} is {str(value)!r}{tree.where(key)}, which {what}; give it one"
+        elif row.means is not None:
+            aliases.append((key, value, row))
+        else:
+            source.found[key] = value
+            if tree.is_written(key):
+                source.written.add(key)
+    for key, value, row in aliases:
+        target = row.means or ""
+        if target in source.written and source.found[target] != value and source.found[target] is not None:
+            why = f"and {target}, which means the same, is {source.found[target]!r}; keep one"
+            yield from _sentences([(key, why)], {key: value}, tree)
+        source.found[target] = value
+        source.written.add(target)
+        source.found[key] = value
+
+
+def _keys(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield every key with its value, at the depth at which the table knows it."""
+    for name, value in values.items():
+        key = ".".join((*path, str(name)))
+        row = table().find(key)
+        is_section = isinstance(value, Mapping) and bool(value)
+        if is_section and (row is None or row.means is not None or table().goes_deeper(key)):
+            yield from _keys(value, (*path, str(name)))
+        elif row is not None or not isinstance(value, Mapping):
+            if row is None and not value and table().knows(key):
+                continue  # `section:` with nothing in it
+            yield key, value
+
+
+def _refusal(key: str, value: Any, row: Row) -> str | None:
+    """Return why a key cannot be done with this value; None where it can."""
+    if row.rejected is not None:
+        is_nothing = any(_same(value, v) for v in row.unless) or (
+            isinstance(value, Mapping) and None in row.unless and not any(v for _, v in leaves(value))
+        )
+        return None if is_nothing else row.rejected
+    for refused, why in (row.rejected_values or {}).items():
+        if _same(value, refused) or (refused == "*" and not any(_same(value, v) for v in row.values or {})):
+            return why
+    if row.values is not None and value is not None and not any(_same(value, v) for v in row.values):
+        return f"that value is not known here.{did_you_mean(str(value), map(str, row.values))}"
+    return None
+
+
+def _same(value: Any, other: Any) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _fates(tree: Composed, source: Source) -> Iterator[Fate]:
+    for key, value in source.found.items():
+        row = table().find(key)
+        if row is None:
+            continue
+        where = tree.where(key) if tree.is_written(key) else ""
+        notice = source.notes.get(key) or row.ignored or row.notice or ""
+        nothing = "it asks for nothing" if row.rejected is not None else ""
+        target = table().find(row.means) if row.means is not None else None
+        kind = "native" if row.native else "mapped" if row.to or target is not None else "ignored"
+        yield Fate(
+            key=key,
+            value=value,
+            kind=kind,
+            to=target.to if target is not None else row.to,
+            notice=notice,
+            says=notice or row.note or nothing,
+            where=where.strip(" ()"),
+        )
+
+
+def _sentences(refused: Sequence[tuple[str, str]], found: Mapping[str, Any], tree: Composed) -> list[str]:
+    """Return one sentence for each reason, whatever the number of its keys."""
+    by_reason: dict[str, list[str]] = {}
+    for key, why in refused:
+        by_reason.setdefault(why, []).append(f"{key} is {_show(found.get(key))}{tree.where(key)}")
+    return [f"{'; '.join(dict.fromkeys(keys))}: {why}" for why, keys in by_reason.items()]
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:77]}…" if len(text) > 80 else text

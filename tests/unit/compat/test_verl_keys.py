@@ -1,0 +1,465 @@
+"""Every key of a verl config, one by one: it moves to a native key, is ignored with a reason, or is refused with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from polyturn.compat.verl_config.compose import compose_name
+from polyturn.compat.verl_config.convert import CONVERTERS
+from polyturn.compat.verl_config.document import key_table
+from polyturn.compat.verl_config.table import table
+from polyturn.compat.verl_config.translate import Translation, translate
+from polyturn.config.load import load_values
+from polyturn.config.models import RunConfig
+from polyturn.config.schema import schema_table
+from polyturn.core.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+TURNS = f"{ROLLOUT}.multi_turn"
+ACTOR = "actor_rollout_ref.actor"
+REQUIRED = ["actor_rollout_ref.model.path=tiny"]
+
+
+def translated(*overrides: str) -> Translation:
+    return translate(compose_name("ppo_trainer", folder=None, overrides=[*REQUIRED, *overrides]))
+
+
+def native(values: dict[str, Any], key: str) -> Any:
+    at: Any = values
+    for part in key.split("."):
+        at = at[part]
+    return at
+
+
+MAPPED: list[tuple[str, str, Any]] = [
+    # many turns
+    (f"{TURNS}.max_assistant_turns=5", "rollout.limits.max_turns", 5),
+    (f"{TURNS}.max_turns=6", "rollout.limits.max_turns", 6),
+    (f"{TURNS}.max_user_turns=5", "rollout.limits.max_user_turns", 5),
+    (f"{TURNS}.tool_config_path=tools.yaml", "rollout.tools.file", "tools.yaml"),
+    (f"{TURNS}.function_tool_path=tools.py", "rollout.tools.functions", ["tools.py"]),
+    (f"{TURNS}.interaction_config_path=i.yaml", "rollout.interactions", "i.yaml"),
+    (f"{TURNS}.max_parallel_calls=1", "rollout.tools.max_parallel_calls", 1),
+    (f"{TURNS}.max_tool_response_length=256", "rollout.tools.max_result_chars", 256),
+    (f"{TURNS}.tool_response_truncate_side=left", "rollout.tools.truncate_side", "left"),
+    (f"{TURNS}.tool_response_truncate_side=middle", "rollout.tools.truncate_side", "middle"),
+    (f"{TURNS}.use_inference_chat_template=True", "rollout.use_inference_chat_template", True),
+    (f"{TURNS}.tokenization_sanity_check_mode=strict", "rollout.tokenization_sanity_check_mode", "strict"),
+    (
+        f"{TURNS}.tokenization_sanity_check_mode=ignore_strippable",
+        "rollout.tokenization_sanity_check_mode",
+        "ignore_strippable",
+    ),
+    (f"{TURNS}.tokenization_sanity_check_mode=disable", "rollout.tokenization_sanity_check_mode", "disable"),
+    (f"{TURNS}.tokenization_sanity_check_mode=off", "rollout.tokenization_sanity_check_mode", "off"),
+    (f"{TURNS}.format=hermes", "rollout.parser", "hermes"),
+    (f"{ROLLOUT}.tool_kwargs.tools_config_file=tools.yaml", "rollout.tools.file", "tools.yaml"),
+    (f"{ROLLOUT}.interaction_config_file=i.yaml", "rollout.interactions", "i.yaml"),
+    # rollout
+    (f"{ROLLOUT}.name=sglang", "engine.name", "embedded"),
+    (f"{ROLLOUT}.name=sglang_async", "engine.name", "embedded"),
+    (f"{ROLLOUT}.name=vllm", "engine.name", "embedded"),
+    (f"{ROLLOUT}.name=hf", "engine.name", "embedded"),
+    (f"{ROLLOUT}.temperature=0.7", "rollout.sampling.temperature", 0.7),
+    (f"{ROLLOUT}.do_sample=False", "rollout.sampling.temperature", 0.0),
+    (f"{ROLLOUT}.top_k=50", "rollout.sampling.top_k", 50),
+    (f"{ROLLOUT}.top_k=0", "rollout.sampling.top_k", -1),
+    (f"{ROLLOUT}.top_p=0.9", "rollout.sampling.top_p", 0.9),
+    (f"{ROLLOUT}.prompt_length=100", "rollout.limits.max_prompt_tokens", 100),
+    (f"{ROLLOUT}.response_length=100", "rollout.limits.max_tokens", 100),
+    (f"{ROLLOUT}.max_model_len=900", "rollout.limits.max_context", 900),
+    (f"{ROLLOUT}.max_model_len=9000", "rollout.limits.max_context", 1024),
+    (f"{ROLLOUT}.max_num_seqs=16", "engine.num_slots", 16),
+    (f"{ROLLOUT}.n=8", "train.group_size", 8),
+    (f"{ROLLOUT}.full_determinism=True", "engine.deterministic", True),
+    (f"{ROLLOUT}.val_kwargs.top_k=5", "evaluation.sets.validation.sampling.top_k", 5),
+    (f"{ROLLOUT}.val_kwargs.top_p=0.8", "evaluation.sets.validation.sampling.top_p", 0.8),
+    (f"{ROLLOUT}.val_kwargs.temperature=0.6", "evaluation.sets.validation.sampling.temperature", 0),
+    (f"{ROLLOUT}.val_kwargs.n=4", "evaluation.sets.validation.samples", 4),
+    (f"{ROLLOUT}.val_kwargs.do_sample=False", "evaluation.sets.validation.sampling.temperature", 0),
+    # data
+    ("data.train_files=[a.parquet,b.parquet]", "data.train.files", ["a.parquet", "b.parquet"]),
+    ("data.val_files=a.parquet", "evaluation.data.files", ["a.parquet"]),
+    ("data.max_prompt_length=128", "rollout.limits.max_prompt_tokens", 128),
+    ("data.max_response_length=128", "rollout.limits.max_tokens_per_turn", 128),
+    ("data.train_batch_size=64", "train.groups_per_step", 64),
+    ("data.filter_overlong_prompts=True", "data.drop_long_prompts", True),
+    ("data.apply_chat_template_kwargs={enable_thinking:false}", "model.template_kwargs", {"enable_thinking": False}),
+    ("data.shuffle=False", "data.shuffle", False),
+    ("data.seed=3", "seed", 3),
+    # reward
+    ("custom_reward_function.path=r.py", "reward.function.name", "r.py:compute_score"),
+    ("reward.custom_reward_function.path=r.py", "reward.function.name", "r.py:compute_score"),
+    ("reward_model.sandbox_fusion.url=http://x/run_code", "reward.sandbox.url", "http://x/run_code"),
+    ("reward_model.sandbox_fusion.max_concurrent=9", "reward.sandbox.max_concurrent", 9),
+    ("reward_model.sandbox_fusion.memory_limit_mb=99", "reward.sandbox.memory_limit_mb", 99),
+    # actor
+    (f"{ACTOR}.ppo_mini_batch_size=128", "train.minibatches", 8),
+    (f"{ACTOR}.grad_clip=0.5", "train.optim.max_grad_norm", 0.5),
+    (f"{ACTOR}.clip_ratio=0.1", "algorithm.clip_low", 0.1),
+    (f"{ACTOR}.clip_ratio_low=0.1", "algorithm.clip_low", 0.1),
+    (f"{ACTOR}.clip_ratio_high=0.28", "algorithm.clip_high", 0.28),
+    (f"{ACTOR}.clip_ratio_c=4.0", "algorithm.clip_dual", 4.0),
+    (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", "algorithm.aggregate", "seq-mean-token-sum"),
+    (f"{ACTOR}.entropy_coeff=0.01", "algorithm.entropy_coef", 0.01),
+    (f"{ACTOR}.use_kl_loss=True", "algorithm.kl_coef", 0.001),
+    (f"{ACTOR}.kl_loss_coef=0.01", "algorithm.kl_coef", 0.0),
+    (f"{ACTOR}.kl_loss_type=mse", "algorithm.kl_estimator", "k2"),
+    (f"{ACTOR}.optim.lr=1e-5", "train.optim.lr", 1e-5),
+    (f"{ACTOR}.optim.weight_decay=0.1", "train.optim.weight_decay", 0.1),
+    (f"{ACTOR}.optim.betas=[0.9,0.95]", "train.optim.betas", [0.9, 0.95]),
+    (f"{ACTOR}.optim.clip_grad=2.0", "train.optim.max_grad_norm", 2.0),
+    (f"{ACTOR}.optim.lr_warmup_steps=7", "train.optim.warmup_steps", 7),
+    (f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "train.optim.warmup_ratio", 0.1),
+    (f"{ACTOR}.optim.warmup_style=cosine", "train.optim.schedule", "cosine"),
+    (f"{ACTOR}.optim.lr_scheduler_type=cosine", "train.optim.schedule", "cosine"),
+    (f"{ACTOR}.optim.min_lr_ratio=0.1", "train.optim.min_lr_ratio", 0.1),
+    # algorithm, trainer, model
+    ("algorithm.adv_estimator=grpo", "algorithm.advantage", "grpo"),
+    ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.norm_by_std", False),
+    ("algorithm.filter_groups.enable=True", "algorithm.drop_zero_variance", True),
+    ("algorithm.rollout_correction.bypass_mode=True", "algorithm.old_logprobs", "engine"),
+    ("trainer.total_epochs=15", "train.epochs", 15),
+    ("trainer.total_training_steps=9", "train.steps", 9),
+    ("trainer.default_local_dir=out/one", "name", "one"),
+    ("trainer.project_name=shop", "out", "checkpoints/shop"),
+    ("trainer.experiment_name=lamp", "name", "lamp"),
+    ("trainer.save_freq=10", "train.checkpoint_every", 10),
+    ("trainer.test_freq=20", "evaluation.every", 20),
+    ("trainer.max_actor_ckpt_to_keep=3", "train.keep_checkpoints", 3),
+    ("trainer.rollout_data_dir=dump", "dump.train", "dump"),
+    ("trainer.validation_data_dir=dump", "dump.evaluation", "dump"),
+    ("actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct", "model.path", "Qwen/Qwen2.5-3B-Instruct"),
+    ("actor_rollout_ref.model.tokenizer_path=Qwen/Qwen2.5-3B", "model.tokenizer", "Qwen/Qwen2.5-3B"),
+    ("data.tokenizer=Qwen/Qwen2.5-3B", "model.tokenizer", "Qwen/Qwen2.5-3B"),
+]
+
+IGNORED = [
+    f"{ROLLOUT}.mode=async",
+    f"{ROLLOUT}.mode=sync",
+    f"{ROLLOUT}.max_num_batched_tokens=8192",
+    f"{ROLLOUT}.over_sample_rate=0.1",
+    f"{ROLLOUT}.calculate_log_probs=True",
+    f"{ROLLOUT}.agent.num_workers=8",
+    f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
+    f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent",
+    f"{ROLLOUT}.trace.backend=weave",
+    f"{ROLLOUT}.trace.token2text=True",
+    f"{ROLLOUT}.trace.max_samples_per_step_per_worker=2",
+    f"{ROLLOUT}.skip_dump_dir=dump",
+    f"{ROLLOUT}.skip_tokenizer_init=True",
+    f"{ROLLOUT}.checkpoint_engine.backend=naive",
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=2048",
+    f"{ROLLOUT}.prometheus.enable=True",
+    f"{ROLLOUT}.prometheus.port=9090",
+    f"{ROLLOUT}.prometheus.file=p.yml",
+    f"{ROLLOUT}.prometheus.served_model_name=m",
+    f"{ROLLOUT}.enable_prefix_caching=True",
+    f"{ROLLOUT}.enable_chunked_prefill=True",
+    f"{ROLLOUT}.free_cache_engine=True",
+    f"{ROLLOUT}.load_format=dummy",
+    f"{ROLLOUT}.scheduling_policy=fcfs",
+    f"{ROLLOUT}.seed=42",
+    f"{ROLLOUT}.nnodes=0",
+    f"{ROLLOUT}.disaggregation.enabled=False",
+    f"{ROLLOUT}.disaggregation.prefill_replicas=1",
+    f"{ROLLOUT}.disaggregation.decode_replicas=1",
+    f"{ROLLOUT}.disaggregation.transfer_backend=nixl",
+    f"{ROLLOUT}.gpu_memory_utilization=0.5",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
+    "data.return_raw_chat=True",
+    "data.truncation=error",
+    "data.tool_config_path=tools.yaml",
+    "data.filter_overlong_prompts_workers=8",
+    "actor_rollout_ref.hybrid_engine=True",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    f"{ACTOR}.strategy=fsdp2",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
+    f"{ACTOR}.fsdp_config.param_offload=True",
+    f"{ACTOR}.fsdp_config.optimizer_offload=True",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+    "critic.optim.lr=1e-5",
+    "critic.strategy=fsdp",
+    "algorithm.kl_ctrl.kl_coef=0.001",
+    "algorithm.kl_penalty=kl",
+    "trainer.critic_warmup=0",
+    "trainer.logger=[console,wandb]",
+    "trainer.n_gpus_per_node=8",
+    "trainer.nnodes=1",
+    "trainer.val_before_train=False",
+    "trainer.log_val_generations=10",
+    "trainer.resume_mode=auto",
+    "trainer.resume_mode=disable",
+    "hydra.run.dir=out",
+    f"{TURNS}._target_=verl.workers.config.MultiTurnConfig",
+    "ray_init.num_cpus=4",
+]
+
+ASKS_FOR_NOTHING = [
+    f"{TURNS}.completion_callback=null",
+    f"{TURNS}.num_repeat_rollouts=null",
+    f"{ROLLOUT}.agent.agent_loop_config_path=null",
+    f"{ROLLOUT}.agent.custom_async_server.path=null",
+    f"{ROLLOUT}.skip_rollout=False",
+    f"{ROLLOUT}.enable_rollout_routing_replay=False",
+    f"{ROLLOUT}.router_config_path=null",
+    "data.prompt_key=prompt",
+    "data.reward_fn_key=data_source",
+    "data.image_key=images",
+    "data.video_key=videos",
+    "data.train_max_samples=-1",
+    "data.val_max_samples=-1",
+    "data.custom_cls.path=null",
+    "data.datagen.path=null",
+    "data.sampler.class_path=null",
+    "reward_model.reward_manager=naive",
+    "reward_model.reward_kwargs={}",
+    "reward_model.enable=False",
+    f"{ACTOR}.ppo_epochs=1",
+    "algorithm.gamma=1.0",
+    "algorithm.lam=1.0",
+    "algorithm.use_kl_in_reward=False",
+]
+
+REJECTED = [
+    (f"{TURNS}.completion_callback=my.Callback", "rollout.scheduler"),
+    (f"{TURNS}.num_repeat_rollouts=4", "forked"),
+    (f"{TURNS}.format=hermez", "Did you mean 'hermes'"),
+    (f"{ROLLOUT}.name=trtllm", "TensorRT"),
+    (f"{ROLLOUT}.name=sglangs", "Did you mean 'sglang"),
+    (f"{ROLLOUT}.agent.default_agent_loop=react_agent", "rollout.scheduler"),
+    (f"{ROLLOUT}.agent.agent_loop_config_path=loops.yaml", "rollout.scheduler"),
+    (f"{ROLLOUT}.agent.agent_loop_manager_class=x.Y", "rollout.scheduler"),
+    (f"{ROLLOUT}.agent.custom_async_server.path=x", "rollout.name"),
+    (f"{ROLLOUT}.agent.custom_async_server.name=x", "rollout.name"),
+    (f"{ROLLOUT}.skip_rollout=True", "stored"),
+    (f"{ROLLOUT}.enable_rollout_routing_replay=True", "routing"),
+    (f"{ROLLOUT}.router_config_path=r.yaml", "one engine"),
+    ("data.prompt_key=question", "must be called prompt"),
+    ("data.reward_fn_key=source", "must be called data_source"),
+    ("data.image_key=pictures", "must be called images"),
+    ("data.video_key=films", "must be called videos"),
+    ("data.truncation=left", "filter_overlong_prompts"),
+    ("data.truncation=right", "filter_overlong_prompts"),
+    ("data.truncation=middle", "filter_overlong_prompts"),
+    ("data.custom_cls.path=rows.py", "generator"),
+    ("data.custom_cls.name=Rows", "generator"),
+    ("data.datagen.path=gen.py", "generator"),
+    ("data.datagen.name=Gen", "generator"),
+    ("data.sampler.class_path=s.py", "class_path and class_name"),
+    ("data.sampler.class_name=S", "class_path and class_name"),
+    ("reward_model.reward_manager=gdpo", "no such reward manager"),
+    ("reward_model.reward_kwargs={colour: red}", "'colour'"),
+    ("reward_model.enable=True", "custom_reward_function"),
+    (f"{ACTOR}.strategy=megatron", "Megatron"),
+    (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "Megatron"),
+    ("actor_rollout_ref.ref.megatron.param_offload=True", "Megatron"),
+    (f"{ACTOR}.ppo_epochs=2", "ppo_mini_batch_size"),
+    (f"{ACTOR}.ppo_mini_batch_size=300", "must divide data.train_batch_size"),
+    (f"{ACTOR}.policy_loss.loss_mode=gspo", "vanilla"),
+    ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
+    ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
+    ("algorithm.adv_estimator=gae", "critic"),
+    ("algorithm.adv_estimator=grop", "Did you mean"),
+    ("algorithm.use_kl_in_reward=True", "use_kl_loss"),
+    ("algorithm.rollout_correction.rollout_is=token", "correction"),
+    ("trainer.val_only=True", "polyturn eval"),
+    ("trainer.resume_mode=resume_path", "default_local_dir"),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "value"), MAPPED)
+def test_a_key_moves_to_its_native_key(override: str, key: str, value: Any):
+    made = translated(override, f"{TURNS}.enable=True") if ".max_" in override else translated(override)
+    assert native(made.native, key) == value
+    fate = next(f for f in made.fates if f.key == override.partition("=")[0])
+    assert fate.kind == "mapped" and fate.where == f"from the override {override!r}"
+    assert any(key == to or key.startswith(f"{to}.") or to.startswith(f"{key}.") for to in fate.to) or len(fate.to) > 1, fate
+
+
+@pytest.mark.parametrize("override", IGNORED)
+def test_a_key_is_ignored_with_its_reason_said_once(override: str):
+    made = translated(f"+{override}")
+    key = override.partition("=")[0]
+    fate = next(f for f in made.fates if key == f.key or key.startswith(f"{f.key}."))
+    assert fate.kind == "ignored" and len(fate.says) > 10
+    assert sum(fate.says in line for line in made.notices()) == 1
+
+
+@pytest.mark.parametrize("override", ASKS_FOR_NOTHING)
+def test_a_value_that_asks_for_nothing_is_accepted_without_a_word(override: str):
+    assert translated(f"++{override}").notices() == []
+
+
+@pytest.mark.parametrize(("override", "says"), REJECTED)
+def test_a_key_is_refused_in_one_sentence(override: str, says: str):
+    with pytest.raises(ConfigError) as refused:
+        translated(override)
+    key, _, value = override.partition("=")
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+    assert key.rpartition(".")[0] in str(refused.value) or value in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        (f"{TURNS}.max_asistant_turns", f"{TURNS}.max_assistant_turns"),
+        (f"{ROLLOUT}.interaction_config_path", f"{TURNS}.interaction_config_path"),
+        (f"{ROLLOUT}.temprature", f"{ROLLOUT}.temperature"),
+        ("trainer.total_epoch", "trainer.total_epochs"),
+        ("dta.train_files", "data.train_files"),
+    ],
+)
+def test_an_unknown_key_is_an_error_with_the_nearest_known_one(key: str, nearest: str):
+    with pytest.raises(ConfigError, match=f"unknown key '{key}', set to 3.*Did you mean '{nearest}'"):
+        translated(f"+{key}=3")
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ConfigError) as refused:
+        translated("+nonsense.one=1", "+nonsense.two=2", "actor_rollout_ref.model.lora_rank=4")
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_every_row_names_a_converter_and_native_keys_that_exist():
+    known = {row.key for row in schema_table(RunConfig)}
+    for row in table().rows:
+        assert row.convert is None or row.convert in CONVERTERS, row
+        assert set(row.to) <= known, row
+        assert sum([bool(row.to), bool(row.rejected), bool(row.means), bool(row.ignored), row.native]) == 1, row
+        if row.means is not None:
+            assert table().find(row.means) is not None, row
+    assert {row.convert for row in table().rows} - {None} == set(CONVERTERS)
+
+
+def test_keys_of_megatron_are_refused_in_one_sentence_however_many_there_are():
+    with pytest.raises(ConfigError) as refused:
+        translated(f"{ACTOR}.strategy=megatron", f"+{ACTOR}.megatron.a=1", "+actor_rollout_ref.ref.megatron.b=2")
+    assert len(str(refused.value).splitlines()) == 1 and "strategy fsdp" in str(refused.value)
+    with pytest.raises(ConfigError, match="Megatron's backend"):
+        compose_name("ppo_megatron_trainer", folder=None)
+
+
+def test_no_key_has_two_rows():
+    keys = [row.key for row in table().rows]
+    assert len(keys) == len(set(keys))
+
+
+def test_every_key_of_the_base_is_in_the_table():
+    made = translated()
+    assert all(f.where == "" for f in made.fates if f.key != "actor_rollout_ref.model.path")
+    assert made.notices() == []
+
+
+def test_the_page_of_keys_is_the_table():
+    """`python -m polyturn.compat.verl_config.document > docs/migrate/verl-keys.md` after a change."""
+    assert (Path(__file__).parents[3] / "docs/migrate/verl-keys.md").read_text() == key_table()
+
+
+def test_the_base_makes_a_native_configuration():
+    made = translated("data.train_files=train.parquet")
+    config = load_values(RunConfig, made.native, origin=made.origin).config
+    assert config.rollout.limits.max_turns == 1, "nobody but the model speaks"
+    assert config.algorithm.clip_high == 0.2 and config.train.optim.betas == (0.9, 0.999)
+    assert config.reward.weights == {"outcome": 1.0} and not config.algorithm.drop_zero_variance
+
+
+def test_a_native_value_that_cannot_be_names_the_verl_key():
+    made = translated(f"{ROLLOUT}.n=many")
+    with pytest.raises(ConfigError, match=r"train.group_size is 'many' .*rollout\.n.*override.*must be a valid integer"):
+        load_values(RunConfig, made.native, origin=made.origin)
+    with pytest.raises(ConfigError, match=r"data.train_batch_size is 'many' .*it must be a number"):
+        translated("data.train_batch_size=many")
+
+
+# What belongs together
+
+
+def test_turns_without_caps_are_a_third_of_the_context_as_in_the_first_releases():
+    limits = translated(f"{TURNS}.enable=True", "data.max_prompt_length=100", "data.max_response_length=200").native[
+        "rollout"
+    ]
+    assert limits["limits"]["max_turns"] == limits["limits"]["max_user_turns"] == 100
+
+
+def test_nothing_is_cut_or_capped_unless_it_is_written():
+    rollout = translated(f"{TURNS}.enable=True").native["rollout"]
+    assert rollout["tools"]["max_result_chars"] >= 1_000_000 and "max_parallel_calls" not in rollout["tools"]
+    assert rollout["tools"]["truncate_side"] == "middle"
+
+
+def test_files_without_enable_are_multi_turn_and_an_explicit_false_is_a_contradiction():
+    assert translated(f"{TURNS}.tool_config_path=t.yaml").native["rollout"]["limits"]["max_turns"] > 1
+    with pytest.raises(ConfigError, match=r"enable is False .*tool_config_path is set"):
+        translated(f"{TURNS}.tool_config_path=t.yaml", f"{TURNS}.enable=False")
+
+
+def test_a_bare_multi_turn_true_is_enable_and_keeps_the_keys_beside_it():
+    made = translated(f"{TURNS}.max_assistant_turns=3", f"{ROLLOUT}.multi_turn=True")
+    assert made.native["rollout"]["limits"]["max_turns"] == 3
+
+
+def test_two_spellings_of_one_key_must_agree():
+    with pytest.raises(
+        ConfigError, match=r"tools_config_file is 'a.yaml'.*tool_config_path, which means the same, is 'b.yaml'"
+    ):
+        translated(f"+{ROLLOUT}.tool_kwargs.tools_config_file=a.yaml", f"{TURNS}.tool_config_path=b.yaml")
+
+
+def test_the_engine_that_stands_in_for_another_is_said():
+    assert any("embedded engine" in line for line in translated(f"{ROLLOUT}.name=vllm").notices())
+
+
+def test_chatml_means_that_the_parser_is_found_from_the_model():
+    assert translated(f"{TURNS}.format=chatml").native["rollout"]["parser"] == translated().native["rollout"]["parser"]
+
+
+def test_validation_samples_only_where_it_is_asked_to():
+    sets = translated(f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=0.6").native["evaluation"][
+        "sets"
+    ]
+    assert sets["validation"]["sampling"]["temperature"] == 0.6
+
+
+def test_micro_batches_are_bounded_by_tokens_and_hold_at_least_one_trajectory():
+    assert translated(f"{ACTOR}.use_dynamic_bsz=True").native["train"]["max_tokens_per_batch"] == 16384
+    long = translated("data.max_response_length=9000").native["train"]
+    assert long["max_tokens_per_batch"] == 9512
+
+
+def test_a_custom_reward_gets_its_arguments_and_reads_what_the_model_wrote():
+    reward = translated(
+        "custom_reward_function.path=r.py", "custom_reward_function.name=mine", "+custom_reward_function.reward_kwargs={a:1}"
+    ).native["reward"]
+    assert reward["function"] == {"name": "r.py:mine", "kwargs": {"a": 1}} and reward["text"] == "turns"
+
+
+def test_the_managers_that_do_more_than_call_a_function():
+    dapo = translated(
+        "reward_model.reward_manager=dapo",
+        "+reward_model.reward_kwargs={max_resp_len: 200, overlong_buffer_cfg: {enable: True, len: 50, penalty_factor: 0.5}}",
+    )
+    assert dapo.native["reward"]["overlong"] == {"buffer": 50, "penalty": 0.5, "max_tokens": 200}
+    limited = translated("reward_model.reward_manager=rate_limited", "+reward_model.max_rpm=60", "+reward_model.timeout=5")
+    assert limited.native["reward"]["rate"]["calls_per_minute"] == 60 and limited.native["reward"]["timeout_s"] == 5
+
+
+def test_native_keys_stand_above_everything_that_was_translated():
+    made = translated("+polyturn.engine.num_slots=4", f"{ROLLOUT}.max_num_seqs=9")
+    assert made.native["engine"]["num_slots"] == 4
+    wrong = translated("+polyturn.engine.num_slot=4")
+    with pytest.raises(ConfigError, match=r"unknown key 'engine\.num_slot'"):
+        load_values(RunConfig, wrong.native, origin=wrong.origin)
+
+
+def test_the_base_is_yaml_that_a_reader_can_copy():
+    from polyturn.compat.verl_config.compose import BASE
+
+    assert set(yaml.safe_load(BASE.read_text())) >= {"data", "actor_rollout_ref", "algorithm", "trainer"}
