@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from polyturn.core.errors import PolyturnError, RolloutError, SchedulerError, one_line
-from polyturn.tools.bounded import Bounded, DeadlineError
 from polyturn.tools.threads import DaemonThreads
 
-MAX_THREADS = 512
+MAX_THREADS = 1024
+"""Plain methods that run at once; beyond it they wait. `run` keeps one for as long as its episode lives."""
 
 
 class AuthorCalls:
@@ -31,8 +31,7 @@ class AuthorCalls:
         """
         self.timeout_s = timeout_s
         self._max_abandoned = max_abandoned
-        self._bounded = Bounded(name="scheduler", timeout_s=timeout_s, max_threads=MAX_THREADS)
-        self._runs = DaemonThreads(name="scheduler-run", max_threads=MAX_THREADS)
+        self._threads = DaemonThreads(name="scheduler", max_threads=MAX_THREADS)
         self._turn_taking: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def call(self, method: Callable[..., Any], *args: Any, is_shared: bool = False, has_deadline: bool = True) -> Any:
@@ -60,25 +59,30 @@ class AuthorCalls:
             return await answer if inspect.isawaitable(answer) else answer
         except PolyturnError:
             raise
-        except DeadlineError as problem:
-            if self._bounded.num_abandoned > self._max_abandoned:
-                raise RolloutError(
-                    f"{self._bounded.num_abandoned} calls of the scheduler's {name} still run past their deadline; give "
-                    "what it waits for a time-out of its own"
-                ) from problem
-            raise SchedulerError(
-                f"the scheduler's {name} took longer than {self.timeout_s:g} s; raise rollout.scheduler_timeout_s or make "
-                "it quicker"
-            ) from problem
         except Exception as problem:
             raise SchedulerError(f"the scheduler's {name} raised {one_line(problem)}") from problem
 
     async def _in_thread(self, method: Callable[..., Any], *args: Any, has_deadline: bool) -> Any:
-        if not has_deadline:
-            return await self._runs.run(method, *args)
-        # What a plain method gives to await is no part of its deadline, so it comes out wrapped.
-        (answer,) = await self._bounded.run(lambda: (method(*args),))
-        return answer
+        """Call a plain method; what it gives to await is no part of its deadline."""
+        clock = asyncio.timeout(self.timeout_s if has_deadline else None)
+        try:
+            async with clock:
+                return await self._threads.run(method, *args)
+        except TimeoutError as problem:
+            if not clock.expired():
+                raise
+            self._check_abandoned(method)
+            raise SchedulerError(
+                f"the scheduler's {method.__name__} took longer than {self.timeout_s:g} s; raise "
+                "rollout.scheduler_timeout_s or make it quicker"
+            ) from problem
+
+    def _check_abandoned(self, method: Callable[..., Any]) -> None:
+        if self._threads.num_abandoned > self._max_abandoned:
+            raise RolloutError(
+                f"{self._threads.num_abandoned} calls of the scheduler's {method.__name__} still run past their deadline; "
+                "give what it waits for a time-out of its own"
+            )
 
     def _lock(self) -> asyncio.Lock:
         loop = asyncio.get_running_loop()
