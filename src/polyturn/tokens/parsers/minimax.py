@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 
 from polyturn.core.messages import ToolCall
 from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers
@@ -56,7 +57,7 @@ class MinimaxM2Parser(TurnParser):
 def _read_block(text: str, tools: Tools) -> list[ToolCall]:
     starts = list(_INVOKE.finditer(text))
     calls = []
-    for start, following in zip(starts, [*starts[1:], None], strict=True):
+    for start, following in zip_longest(starts, starts[1:]):
         limit = len(text) if following is None else following.start()
         close = text.rfind(_END_INVOKE, start.end(), limit)
         if close < 0:

@@ -14,6 +14,7 @@ The outer opening tag may be missing, as these models often leave it out. One li
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 
 from polyturn.core.messages import ToolCall
 from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers
@@ -41,7 +42,7 @@ class Qwen3CoderParser(TurnParser):
         pieces: list[str] = []
         calls: list[ToolCall] = []
         position = 0
-        for start, following in zip(starts, [*starts[1:], None], strict=True):
+        for start, following in zip_longest(starts, starts[1:]):
             pieces.append(text[position : start.start()])
             limit = len(text) if following is None else following.start()
             close = text.rfind(_CLOSE, start.end(), limit)
