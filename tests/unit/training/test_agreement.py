@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from polyturn.core.metrics import merge, reduce
 from polyturn.core.sample import SampleId, TrainSample
+from polyturn.testing.tiny import tiny_model
 from polyturn.tracking.alarms import Alarms, diagnose
 from polyturn.training.agreement import agreement
+from polyturn.training.local import LocalPolicy
+from polyturn.training.optim import OptimSettings
 
 TURNS, LENGTH = 5, 12
 
@@ -115,3 +122,69 @@ def test_the_log_says_it_once_until_it_is_over_or_another() -> None:
     assert said == [[], ["disagreement_template"], [], ["disagreement_scaffold"], [], ["disagreement_scaffold"]]
     (alarm,) = Alarms().feed(7, planted("template"))
     assert alarm.message.startswith("step 7: engine and trainer disagree on sampled tokens by 0.9")
+
+
+# The same faults in a real model: the engine's logprobs come from what it really would have computed.
+
+
+def peaked_model(seed: int = 0) -> PreTrainedModel:
+    """A tiny model whose predictions depend on its context, as those of a trained one do."""
+    model = tiny_model(64, hidden=32, seed=seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.mul_(6.0 if "embed" in name else 12.0)
+    return model
+
+
+def engine_logprobs(model: PreTrainedModel, batch: list[TrainSample]) -> list[np.ndarray]:
+    policy = LocalPolicy(copy.deepcopy(model), optim=OptimSettings())
+    return policy.score([s.replace(rollout_logprobs=None) for s in batch])
+
+
+def rewritten(sample: TrainSample, turns: range) -> np.ndarray:
+    """Its ids with other observations behind the given turns."""
+    is_observed = (sample.loss_weights == 0) & np.isin(sample.turn_ids, list(turns))
+    return np.where(is_observed, (sample.token_ids + 7) % 64, sample.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("none", None),
+        ("bfloat16", None),
+        ("template", "disagreement_template"),
+        ("numerics", "disagreement_numerics"),
+        ("stale", "disagreement_stale"),
+        ("weights", "disagreement_stale"),
+    ],
+)
+def test_a_fault_planted_in_a_real_model_is_named_from_the_training_forward_alone(fault: str, name: str | None) -> None:
+    rng = np.random.default_rng(3)
+    batch = [
+        s.replace(token_ids=rng.integers(0, 64, len(s)), advantages=np.ones(len(s)), rollout_logprobs=None)
+        for s in samples(6)
+    ]
+    model = peaked_model()
+    engine, seen = model, batch
+    if fault == "template":
+        seen = [s.replace(token_ids=rewritten(s, range(TURNS))) for s in batch]
+    elif fault == "bfloat16":
+        engine = copy.deepcopy(model).to(torch.bfloat16)
+    elif fault == "numerics":
+        engine = copy.deepcopy(model)
+        with torch.no_grad():
+            for weight in engine.parameters():
+                weight.copy_(weight.to(torch.float8_e5m2).float())
+    elif fault == "weights":
+        engine = peaked_model(seed=1)
+    elif fault == "stale":
+        engine = copy.deepcopy(model)
+        with torch.no_grad():
+            for weight in engine.parameters():
+                weight.add_(torch.randn_like(weight) * 0.05 * weight.std())
+    batch = [s.replace(rollout_logprobs=lp) for s, lp in zip(batch, engine_logprobs(engine, seen), strict=True)]
+    policy = LocalPolicy(model, optim=OptimSettings())
+    metrics = reduce(policy.forward_backward(batch)) | {"buffer/staleness": float(fault == "stale")}
+    found = diagnose(metrics)
+    assert (found and found.name) == name, (found, {k: v for k, v in metrics.items() if "rollout_diff" in k})
