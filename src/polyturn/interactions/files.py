@@ -12,7 +12,7 @@ Separate because both kinds of file are read, checked and reported on in the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,16 @@ from typing import Any
 import yaml
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
+
+TRANSLATED_KEYS = {
+    "工具": "tools",
+    "交互": "interaction",
+    "名称": "name",
+    "类名": "class_name",
+    "配置": "config",
+    "工具模式": "tool_schema",
+}
+"""Keys as translated documents print them, and what they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +73,7 @@ def read_plugin_file(
         path = base / path if base is not None and not path.is_absolute() else path
         origin, data = str(path), _load(path)
         base = path.parent
+    _refuse_translated(data, origin=origin)
     if key not in data:
         hint = did_you_mean(key, map(str, data)) if data else " The file is empty."
         raise ConfigError(f"{origin}: there is no top-level list {key!r}.{hint}")
@@ -71,6 +82,18 @@ def read_plugin_file(
         raise ConfigError(f"{origin}: {key!r} must be a list of items with a class_name, not {items!r:.100}")
     entries = tuple(_entry(item, where=f"{origin}: {key}[{i}]", allowed=allowed) for i, item in enumerate(items))
     return PluginFile(entries=entries, base=base)
+
+
+def _refuse_translated(data: Mapping[str, Any], *, origin: str) -> None:
+    """Raise a ConfigError that names the English keys where a file has translated ones."""
+    items = [item for value in data.values() if isinstance(value, list) for item in value if isinstance(item, Mapping)]
+    found = [str(k) for part in (data, *items) for k in part if k in TRANSLATED_KEYS]
+    if found:
+        said = ", ".join(f"{k!r} is {TRANSLATED_KEYS[k]!r}" for k in dict.fromkeys(found))
+        raise ConfigError(
+            f"{origin}: keys are written in English: {said}. A tool file has `tools`, each item with `class_name`, `config` "
+            "and `tool_schema`; an interaction file has `interaction`, each item with `name`, `class_name` and `config`"
+        )
 
 
 def _entry(item: Any, *, where: str, allowed: Collection[str]) -> PluginEntry:
@@ -125,6 +148,6 @@ def _resolved(data: Mapping[str, Any], *, where: str) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_plain(v) for v in value]
     return value

@@ -417,8 +417,9 @@ def test_the_engine_that_stands_in_for_another_is_said():
     assert any("embedded engine" in line for line in translated(f"{ROLLOUT}.name=vllm").notices())
 
 
-def test_chatml_means_that_the_parser_is_found_from_the_model():
-    assert translated(f"{TURNS}.format=chatml").native["rollout"]["parser"] == translated().native["rollout"]["parser"]
+@pytest.mark.parametrize(("named", "parser"), [("chatml", "auto"), ("null", "auto"), ("gpt-oss", "gpt-oss"), ("glm", "glm")])
+def test_the_parser_is_found_from_the_model_unless_it_is_named(named: str, parser: str):
+    assert translated(f"{TURNS}.format={named}").native["rollout"]["parser"] == parser
 
 
 def test_validation_samples_only_where_it_is_asked_to():

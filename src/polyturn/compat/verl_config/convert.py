@@ -252,15 +252,9 @@ def parser(s: Source) -> None:
     names = {"chatml": "auto", "qwen": "auto", "qwen25": "hermes"}
     name = str(s.get(key, "auto"))
     found = names.get(name, name)
-    if found == "auto" and found not in parsers:
-        found = "hermes"
-    known = [*parsers]
+    known = [*parsers, "auto"]
     if found in known:
         s.put("rollout.parser", found, by=key)
-        return
-    underscored = found.replace("-", "_")
-    if underscored in known:
-        s.put("rollout.parser", underscored, by=key)
     else:
         s.refuse(key, f"there is no parser of that name.{did_you_mean(name, [*known, *names])}")
 
