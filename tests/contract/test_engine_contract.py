@@ -1,52 +1,59 @@
-"""One suite for every engine: what `core.protocols.Engine` promises to the loop.
-
-Engines that sample from a model are also held to the one meaning of logprobs (I8) in tests/unit/engines.
-"""
+"""One suite for every engine: what `core.protocols.Engine` promises to the loop, on the real vLLM and SGLang servers too."""
 
 import asyncio
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from conftest import VOCAB, small_model
 
 from polyturn.core.errors import EngineError
 from polyturn.core.generation import FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.protocols import Engine
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.scripted import ScriptedEngine
+from polyturn.engines.sglang import SglangEngine
+from polyturn.engines.vllm import VllmEngine
 
-VOCAB = 96
+SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
+SAMPLING_ENGINES = ["embedded", "embedded_deterministic", "vllm", "sglang"]
 
 
-def scripted() -> ScriptedEngine:
-    return ScriptedEngine(lambda request: np.arange(3, 3 + 64) % VOCAB, latency_s=0.001)
-
-
-def embedded(**options) -> EmbeddedEngine:
+async def make(name, url, model_folder):
+    if name in SERVERS:
+        made = SERVERS[name](url, vocab_size=VOCAB, max_context=256, model=model_folder)
+        await made.update_weights(0, weights=small_model().state_dict())
+        return made
+    if name == "scripted":
+        return ScriptedEngine(lambda request: np.arange(3, 3 + 64) % VOCAB, latency_s=0.001)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-    )
-    return EmbeddedEngine(Qwen3ForCausalLM(config), num_slots=8, **options)
+    return EmbeddedEngine(small_model(), num_slots=8, deterministic=name.endswith("deterministic"))
 
 
-def embedded_deterministic() -> EmbeddedEngine:
-    return embedded(deterministic=True)
+def started(name, server_of):
+    return name, server_of(name) if name in SERVERS else None
 
 
-@pytest.fixture(params=[scripted, embedded, embedded_deterministic], ids=lambda make: make.__name__)
-async def engine(request):
-    made = request.param()
+@pytest.fixture(params=["scripted", *SAMPLING_ENGINES])
+def place(request, server_of):
+    return started(request.param, server_of)
+
+
+@pytest.fixture(params=SAMPLING_ENGINES)
+def sampling_place(request, server_of):
+    return started(request.param, server_of)
+
+
+@pytest.fixture
+async def engine(place, model_folder):
+    made = await make(*place, model_folder)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def sampling_engine(sampling_place, model_folder):
+    made = await make(*sampling_place, model_folder)
     yield made
     await made.close()
 
@@ -60,7 +67,6 @@ def ask(name: str = "r", *, prompt=(1, 2, 3), session: str | None = None, **samp
 async def test_it_is_an_engine_and_says_what_it_can_do(engine):
     assert isinstance(engine, Engine)
     assert engine.capabilities.logprobs
-    assert engine.capabilities.seeded
 
 
 async def test_one_logprob_per_token_none_positive(engine):
@@ -72,14 +78,16 @@ async def test_one_logprob_per_token_none_positive(engine):
 
 
 async def test_the_stop_token_ends_the_completion_and_is_kept(engine):
-    free = (await engine.generate(ask("free", max_tokens=20, seed=1))).token_ids.tolist()
+    free = (await engine.generate(ask("free", max_tokens=20, temperature=0.0))).token_ids.tolist()
     stop = free[5]
-    completion = await engine.generate(ask("stopped", max_tokens=20, seed=1, stop_token_ids=(VOCAB + 1, stop)))
+    completion = await engine.generate(ask("stopped", max_tokens=20, temperature=0.0, stop_token_ids=(VOCAB - 1, stop)))
     assert completion.token_ids.tolist() == free[: free.index(stop) + 1]
     assert completion.finish_reason is FinishReason.STOP
 
 
 async def test_the_same_seed_gives_the_same_tokens(engine):
+    if not engine.capabilities.seeded:
+        pytest.skip("this engine says that it has no seeds")
     first = await engine.generate(ask("a", max_tokens=12, seed=5))
     second = await engine.generate(ask("b", max_tokens=12, seed=5))
     assert first.token_ids.tolist() == second.token_ids.tolist()
@@ -119,8 +127,78 @@ async def test_cancelling_the_call_leaves_the_engine_usable(engine):
 
 async def test_a_completion_carries_the_version_that_sampled_it(engine):
     assert (await engine.generate(ask("old", max_tokens=2))).policy_versions == ((0, 0),)
-    await engine.update_weights(7)
+    await engine.update_weights(7, weights=small_model().state_dict())
     assert (await engine.generate(ask("new", max_tokens=2))).policy_versions == ((0, 7),)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+async def test_logprobs_are_those_of_the_full_distribution_after_the_temperature(sampling_engine, temperature):
+    completion = await sampling_engine.generate(ask(max_tokens=40, temperature=temperature, prompt=range(1, 30)))
+    assert largest_difference(small_model(), range(1, 30), completion, temperature or 1.0) < 1e-4
+
+
+async def test_logprobs_are_those_of_the_new_weights_after_an_update(sampling_engine):
+    changed = small_model()
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    old = await sampling_engine.generate(ask("old", max_tokens=40, prompt=range(1, 30)))
+    assert largest_difference(changed, range(1, 30), old, 1.0) > 0.1
+    await sampling_engine.update_weights(1, weights=changed.state_dict())
+    new = await sampling_engine.generate(ask("new", max_tokens=40, prompt=range(1, 30)))
+    assert largest_difference(changed, range(1, 30), new, 1.0) < 1e-4
+
+
+async def test_an_update_in_the_middle_of_a_completion_loses_nothing_and_is_told_to_the_token(sampling_engine):
+    changed = small_model()
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    running = asyncio.create_task(sampling_engine.generate(ask("long", max_tokens=220, prompt=range(1, 30))))
+    await asyncio.sleep(0.1)
+    await sampling_engine.update_weights(1, weights=changed.state_dict())
+    completion = await running
+    assert len(completion.token_ids) == len(completion.logprobs) == 220
+    if len(completion.policy_versions) > 1:  # the update came in time
+        (_, first), (change, second) = completion.policy_versions
+        assert (first, second) == (0, 1)
+        late = gaps(changed, range(1, 30), completion, 1.0)[change:]
+        assert late.max() < 1e-4
+
+
+async def test_an_id_beyond_the_vocabulary_never_reaches_the_model(sampling_engine):
+    with pytest.raises(EngineError, match="vocabulary"):
+        await sampling_engine.generate(ask(prompt=(1, 2, VOCAB)))
+    assert len((await sampling_engine.generate(ask("after", max_tokens=3))).token_ids) == 3
+
+
+async def test_a_late_request_returns_what_there_is(sampling_engine):
+    if not isinstance(sampling_engine, tuple(SERVERS.values())):
+        pytest.skip("an engine in this process drops requests that are late before they start, and no others")
+    request = GenerateRequest(
+        request_id="late",
+        session_id="late",
+        prompt_ids=[1, 2, 3],
+        sampling=SamplingParams(max_tokens=250),
+        deadline=asyncio.get_running_loop().time() + 0.02,
+    )
+    completion = await sampling_engine.generate(request)
+    assert completion.finish_reason is FinishReason.ABORT
+    assert len(completion.token_ids) < 250
+
+
+def gaps(model, prompt, completion, temperature) -> np.ndarray:
+    """Return how far the completion's logprobs are from the model's own, token by token."""
+    prompt = list(prompt)
+    ids = torch.tensor([prompt + completion.token_ids.tolist()])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids).logits[0] / temperature, dim=-1)
+    own = logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    return np.abs(own - completion.logprobs)
+
+
+def largest_difference(model, prompt, completion, temperature) -> float:
+    return float(gaps(model, prompt, completion, temperature).max())
 
 
 async def test_a_closed_engine_refuses_with_a_sentence(engine):

@@ -1,4 +1,4 @@
-"""What the embedded engine refuses, in sentences: models that it cannot compute, requests that it cannot serve."""
+"""What engines refuse, in sentences: requests that cannot be served, models that the embedded engine cannot compute."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import GenerateRequest
 
 
-def check_request(request: GenerateRequest, *, live: Container[str], max_context: int, has_processor: bool) -> None:
+def check_request(
+    request: GenerateRequest, *, live: Container[str], vocab_size: int, max_context: int | None, takes_media: bool
+) -> None:
     """Refuse a request that cannot be served.
 
     Raises:
-        EngineError: the prompt is empty or does not fit, its id is live, or it shows media to an engine without a processor.
+        EngineError: the prompt is empty, does not fit or holds an id that the model does not have, the request's id is live,
+            or it shows media to an engine that takes none.
     """
     name = f"request {request.request_id!r}"
-    if request.media and not has_processor:
+    if request.media and not takes_media:
         raise EngineError(f"{name} has media, and the engine was given no processor; without one it serves text only")
     if request.request_id in live:
         raise EngineError(f"request id {request.request_id!r} is live already; use a fresh id for every request")
     length = len(request.prompt_ids)
     if length == 0:
         raise EngineError(f"{name} has an empty prompt; give at least one token")
-    if length >= max_context:
+    low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise EngineError(
+            f"{name} holds token id {low if low < 0 else high}, and the model's vocabulary ends at {vocab_size - 1}; "
+            "tokenizer and model do not belong together"
+        )
+    if max_context is not None and length >= max_context:
         raise EngineError(
             f"{name} has a prompt of {length} tokens and the context holds {max_context}, "
             "the completion included; shorten the history or raise max_context"

@@ -104,6 +104,7 @@ class EmbeddedEngine:
         self.version = version
         self._device = next(self.module.parameters()).device
         self._dtype = next(self.module.parameters()).dtype
+        self._vocab_size = int(config.vocab_size)
         self._num_slots = num_slots
         self._max_context = limit
         self._prefill_chunk = prefill_chunk
@@ -147,7 +148,13 @@ class EmbeddedEngine:
         """
         if self._is_closed:
             raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
-        check_request(request, live=self._requests, max_context=self._max_context, has_processor=self._shown is not None)
+        check_request(
+            request,
+            live=self._requests,
+            vocab_size=self._vocab_size,
+            max_context=self._max_context,
+            takes_media=self._shown is not None,
+        )
         seed = request.sampling.seed
         uniform = random.Random(self._seeds.getrandbits(64) if seed is None else seed)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

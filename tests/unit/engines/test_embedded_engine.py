@@ -386,8 +386,16 @@ def test_numbers_out_of_range_are_refused(wrong):
 
 
 async def test_a_broken_model_fails_every_request_and_says_why():
-    engine = EmbeddedEngine(make_model(), num_slots=2)
+    model = make_model()
+    model.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight[:4].clone())
+    engine = EmbeddedEngine(model, num_slots=2)
     with pytest.raises(EngineError, match="broke: IndexError"):
+        await engine.generate(ask([VOCAB - 1]))
+
+
+async def test_an_id_that_the_model_does_not_have_is_refused_and_named():
+    engine = EmbeddedEngine(make_model(), num_slots=2)
+    with pytest.raises(EngineError, match=f"token id {VOCAB + 5}, and the model's vocabulary ends at {VOCAB - 1}"):
         await engine.generate(ask([VOCAB + 5]))
 
 

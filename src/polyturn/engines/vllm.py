@@ -1,0 +1,98 @@
+"""VllmEngine: a client of a vLLM server's token-in, token-out route.
+
+    POST /inference/v1/generate   {"token_ids": […], "sampling_params": {…}}   ->   ids, logprobs, weight versions
+
+The server must run with `--enable-scale-out` (the route), `--logprobs-mode processed_logprobs` (logprobs after the
+temperature) and `VLLM_SERVER_DEV_MODE=1` (pause and weight routes). Its processed logprobs are also after top-p and top-k,
+which is not what training means by a logprob, so a request that sets those is refused while `for_training` is true.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyturn.core.errors import EngineError
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.remote import Call, RemoteEngine, version_number, version_runs
+
+_LOAD_TIMEOUT_S = 600.0
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+class VllmEngine(RemoteEngine):
+    """One vLLM server."""
+
+    name = "vllm"
+
+    def __init__(self, url: str, *, for_training: bool = True, **options: Any) -> None:
+        """See `RemoteEngine`; `for_training` refuses requests whose logprobs would not be the trainer's."""
+        super().__init__(url, **options)
+        self._for_training = for_training
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Seeded; logprobs in training's meaning as long as neither top-p nor top-k is set."""
+        return EngineCapabilities(
+            seeded=True, logprobs=True, pause_modes=("abort", "wait", "keep"), max_context=self._max_context
+        )
+
+    def _check(self, request: GenerateRequest) -> None:
+        super()._check(request)
+        sampling = request.sampling
+        if self._for_training and sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
+            raise EngineError(
+                f"request {request.request_id!r} sets top_p {sampling.top_p}, top_k {sampling.top_k}, and vLLM's logprobs "
+                "are then those after the cut, which training must not use; leave both off, or use another engine"
+            )
+
+    def _call(self, request: GenerateRequest, wire_id: str) -> Call:
+        sampling = request.sampling
+        parameters: dict[str, Any] = {
+            "max_tokens": self._room(request),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(sampling.top_k, 0),
+            "logprobs": 0,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        if sampling.seed is not None:
+            parameters["seed"] = sampling.seed
+        body = {"request_id": wire_id, "token_ids": request.prompt_ids, "sampling_params": parameters}
+        return Call("/inference/v1/generate", body)
+
+    def _read(self, request: GenerateRequest, reply: Any) -> Completion:
+        choice = reply["choices"][0]
+        ids = np.asarray(choice["token_ids"] or [], np.int32)
+        content = (choice["logprobs"] or {}).get("content") or []
+        spans = choice["weight_versions"] or []
+        usage = reply["usage"] or {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Completion(
+            token_ids=ids,
+            logprobs=np.asarray([entry["logprob"] for entry in content], np.float32),
+            finish_reason=_FINISH[choice["finish_reason"]],
+            policy_versions=version_runs([(s["start"], version_number(s["version"])) for s in spans], current=self.version),
+            info={"prefilled_tokens": len(request.prompt_ids) - cached},
+        )
+
+    async def _abort(self, wire_id: str) -> None:
+        await self._post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{wire_id}"]})
+
+    async def _pause(self) -> None:
+        await self._post("/pause?mode=keep")
+
+    async def _load(self, folder: Path, version: int) -> None:
+        rpc = {"method": "polyturn_load_weights", "kwargs": {"folder": str(folder)}, "timeout": _LOAD_TIMEOUT_S}
+        await self._post("/collective_rpc", rpc, timeout_s=_LOAD_TIMEOUT_S)
+        if not (await self._post("/reset_prefix_cache?reset_running_requests=true"))["success"]:
+            raise EngineError(f"{self.url} keeps what it computed with the weights before version {version}")
+        await self._post("/update_weight_version", {"new_version": str(version)})
+
+    async def _resume(self) -> None:
+        await self._post("/resume")

@@ -1,0 +1,70 @@
+"""New weights on their way to a server: a folder with one safetensors file, in memory where the system offers that.
+
+    with WeightFolder(model_folder) as files:
+        folder = files.write({"model.embed_tokens.weight": tensor, …})      the server reads `folder`
+
+The folder also holds the model's config, because servers read a checkpoint, not a file. Each write gets a folder of its own
+and removes the one before it, so that a server which is still reading never sees half of the next one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_IN_MEMORY = Path("/dev/shm")
+
+
+class WeightFolder:
+    """Writes checkpoints that a server on the same machine reads."""
+
+    def __init__(self, model: Path, *, root: Path | None = None) -> None:
+        """Make a place for checkpoints of the model whose config lies in `model`; `root` defaults to shared memory."""
+        if root is None and _IN_MEMORY.is_dir():
+            root = _IN_MEMORY
+        self._root = Path(tempfile.mkdtemp(prefix="polyturn-weights-", dir=root))
+        self._config = model / "config.json"
+        self._number = 0
+        self._last: Path | None = None
+
+    def write(self, weights: Mapping[str, Tensor]) -> Path:
+        """Write `weights` as a checkpoint and return its folder; a tied tensor is written once, under its first name."""
+        from safetensors.torch import save_file
+
+        folder = self._root / f"{self._number:08d}"
+        self._number += 1
+        folder.mkdir()
+        shutil.copy(self._config, folder / "config.json")
+        save_file(_once_each(weights), folder / "model.safetensors")
+        self.drop()
+        self._last = folder
+        return folder
+
+    def drop(self) -> None:
+        """Remove what was written last."""
+        if self._last is not None:
+            shutil.rmtree(self._last, ignore_errors=True)
+            self._last = None
+
+    def close(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def __enter__(self) -> WeightFolder:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+
+def _once_each(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    for name, tensor in weights.items():
+        first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+    return {name: weights[name].detach().cpu().contiguous() for name in first.values()}

@@ -1,0 +1,60 @@
+"""One model, and one server of each real engine, for the whole session."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from engine_servers import launch_spec, why_not
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from polyturn.engines.launcher import Server
+
+VOCAB = 96
+
+
+def small_model() -> Qwen3ForCausalLM:
+    """Return a model whose distributions are far from uniform, so that wrong weights show; its head is tied."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    small_model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server_of(model_folder):
+    """Return a function that starts an engine's server once and gives its URL, or skips the test and says why."""
+    loop = asyncio.new_event_loop()
+    servers: dict[str, Server] = {}
+
+    def start(engine: str) -> str:
+        if (reason := why_not(engine)) is not None:
+            pytest.skip(reason)
+        if engine not in servers:
+            servers[engine] = loop.run_until_complete(Server.start(launch_spec(engine, model_folder)))
+        return servers[engine].url
+
+    yield start
+    for server in servers.values():
+        loop.run_until_complete(server.stop())
+    loop.close()
