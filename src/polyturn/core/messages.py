@@ -114,6 +114,8 @@ def to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _call_from_openai(data: Mapping[str, Any], index: int) -> ToolCall:
     function = data.get("function", data)
+    if function is data and not data.get("name") and data.get("type", "function") != "function":
+        function = {**data, "name": data["type"]}  # a flat form, whose type is the name of the tool
     if not function.get("name"):
         raise DataError(f"a tool call needs a name; this one is {dict(data)!r}")
     written = function.get("arguments") or {}

@@ -51,6 +51,19 @@ def test_a_message_passes_through() -> None:
     assert Message.from_openai(message) is message
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"id": "tool1", "type": "search", "arguments": {"query": "why"}},
+        {"id": "tool1", "name": "search", "arguments": '{"query": "why"}'},
+        {"id": "tool1", "type": "function", "function": {"name": "search", "arguments": {"query": "why"}}},
+    ],
+)
+def test_a_call_may_be_flat_with_its_name_or_its_type_naming_the_tool(call: dict[str, object]) -> None:
+    message = Message.from_openai({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert message.tool_calls == (ToolCall(id="tool1", name="search", arguments={"query": "why"}),)
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 def test_reasoning_is_read_under_both_names(key: str) -> None:
     assert Message.from_openai({"role": "assistant", "content": "", key: "why"}).reasoning == "why"
