@@ -31,6 +31,7 @@ from polyturn.core.generation import SamplingParams
 from polyturn.core.registry import import_attr
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
+from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.conversations import generate_conversations, read_conversations
 from polyturn.data.dataset import DatasetSummary, Subset, TaskDataset, check_tasks, generate_tasks
 from polyturn.data.sampler import Curriculum, TaskSampler
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.training.local import LocalPolicy
     from polyturn.training.loop import Trainer, TrainObserver
+    from polyturn.training.observer import AlsoRecord
 
 logger = logging.getLogger(__name__)
 
@@ -528,11 +530,39 @@ def build_eval_sets(place: Place) -> list[EvalSet]:
             tasks=tasks,
             sampling=_sampling(one.sampling, config.rollout.limits),
             max_turns=one.max_turns,
+            num_samples=one.samples,
             is_periodic=one.every,
             success_at=config.evaluation.success_at,
         )
         for name, one in config.evaluation.sets.items()
     ]
+
+
+def build_records(parts: Parts, eval_sets: Sequence[EvalSet]) -> AlsoRecord:
+    """Make what a run records beside its metrics and trajectories."""
+    from polyturn.tracking.dump import TrajectoryDump
+    from polyturn.training.observer import AlsoRecord
+
+    config = parts.place.config
+
+    def dump(folder: str | None) -> TrajectoryDump | None:
+        return None if folder is None else TrajectoryDump(Path(folder).expanduser(), decode)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(parts.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def verl_metrics(name: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+        from polyturn.compat.verl.validation import validation_metrics
+
+        # Their names have no place for the name of a set, so only one set can have them.
+        return validation_metrics(groups) if name == eval_sets[0].name else {}
+
+    return AlsoRecord(
+        train_dump=dump(config.dump.train),
+        eval_dump=dump(config.dump.evaluation),
+        has_many_sets=len(eval_sets) > 1,
+        **({"eval_metrics": verl_metrics} if config.compat.validation_metrics else {}),
+    )
 
 
 def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per_batch: int) -> LocalPolicy:

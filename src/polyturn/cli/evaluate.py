@@ -33,7 +33,8 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     build.check_run(parts, tasks, name="evaluation.data")
     folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-eval")
     write_resolved(resolved, folder / "config.yaml")
-    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
+    also = build.build_records(parts, sets)
+    with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
         reports = asyncio.run(_all(parts, sets, observer))
     (folder / "report.json").write_text(
         json.dumps({name: dataclasses.asdict(r) for name, r in reports.items()}, indent=2) + "\n"

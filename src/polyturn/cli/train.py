@@ -87,7 +87,8 @@ def train(
     out.fact("run folder", folder)
     renamed = [] if folder.name == config.name else [f"name={folder.name}"]
     line = shlex.join([*again, *renamed, "--resume"])
-    with RunObserver(folder, total_steps=config.train.steps, console=stderr_console()) as observer:
+    also = build.build_records(parts, tasks.eval_sets)
+    with RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer:
         warm = Spent()
         if latest is None:
             warm = warm_start(parts, observer, folder=folder, again=line)

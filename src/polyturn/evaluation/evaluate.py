@@ -1,6 +1,6 @@
 """Run a set of tasks the way training runs them, with other sampling or turn limits, and report.
 
-Nothing here generates or scores by itself: an evaluation is a rollout of groups of one.
+Nothing here generates or scores by itself: an evaluation is a rollout of small groups, most often of one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class EvalSet:
     sampling: SamplingParams
     max_turns: int | None = None
     """Overrides the run's turn limit; None keeps it."""
+    num_samples: int = 1
+    """How often each task is run."""
     is_periodic: bool = True
     """Whether it also runs during training."""
     success_at: float = 1.0
@@ -50,7 +52,7 @@ async def evaluate(
     seed: int = 0,
     on_group: Callable[[TrajectoryGroup], None] | None = None,
 ) -> EvalResult:
-    """Run every task of `which` once and return the report and the trajectories.
+    """Run every task of `which` as often as it says, and return the report and the trajectories.
 
     Args:
         context: What the episodes share.
@@ -68,7 +70,7 @@ async def evaluate(
         context = dataclasses.replace(context, limits=dataclasses.replace(context.limits, max_turns=which.max_turns))
     pool = RolloutPool(context, max_concurrent=max_concurrent, max_failed_share=max_failed_share, on_group=on_group)
     specs = [
-        GroupSpec(id=f"eval-{which.name}-{index}", task=task, seed=seed, sampling=which.sampling)
+        GroupSpec(id=f"eval-{which.name}-{index}", task=task, size=which.num_samples, seed=seed, sampling=which.sampling)
         for index, task in enumerate(which.tasks[:limit])
     ]
     groups = await pool.run(specs)

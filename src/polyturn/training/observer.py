@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,26 +21,48 @@ from typing import Self
 from rich.console import Console
 
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.evaluation.repeated import flat, repeated_metrics
 from polyturn.evaluation.report import EvalReport
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.tracking.alarms import Alarms
 from polyturn.tracking.console import ConsoleTracker, Progress
+from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 
 logger = logging.getLogger(__name__)
 
 
+def _no_metrics(name: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlsoRecord:
+    """What a run records beside its metrics and trajectories."""
+
+    train_dump: TrajectoryDump | None = None
+    eval_dump: TrajectoryDump | None = None
+    has_many_sets: bool = False
+    """Whether there are several evaluation sets, so that each has a folder of its own in `eval_dump`."""
+    eval_metrics: Callable[[str, Sequence[TrajectoryGroup]], Mapping[str, float]] = _no_metrics
+    """Further numbers of an evaluation set, from its name and its groups."""
+
+
 class RunObserver:
     """Writes into the folder of a run."""
 
-    def __init__(self, folder: Path, *, total_steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, total_steps: int, console: Console | None = None, also: AlsoRecord | None = None
+    ) -> None:
         """Open the records of the run.
 
         Args:
             folder: The run's folder.
             total_steps: How many steps it is going to take, for the time left.
             console: Where progress bars are drawn; the one that log lines go to.
+            also: What is recorded beside them.
         """
+        self._also = also or AlsoRecord()
         self._folder = folder
         self._bars = console
         self._console = ConsoleTracker(total_steps)
@@ -95,6 +118,8 @@ class RunObserver:
         """A training step is done: its metrics and its trajectories are written."""
         self._end_phase()
         self._record(groups, step=step, split="train")
+        if self._also.train_dump is not None:
+            self._also.train_dump.write(step, groups)
         self._tracker().log(step, metrics)
         self._console.log(step, metrics)
         for alarm in self._alarms.feed(step, metrics):
@@ -106,7 +131,12 @@ class RunObserver:
         """An evaluation set is done: its numbers and its trajectories are written."""
         self._end_phase()
         self._record(groups, step=step, split=f"eval/{name}")
-        self._tracker().log(step, report.to_metrics(f"eval/{name}"))
+        if self._also.eval_dump is not None:
+            self._also.eval_dump.write(step, groups, name=name if self._also.has_many_sets else "")
+        metrics = report.to_metrics(f"eval/{name}")
+        if any(len(group.trajectories) > 1 for group in groups):
+            metrics |= {f"eval/{name}/{key}": value for key, value in flat(repeated_metrics(groups)).items()}
+        self._tracker().log(step, {**metrics, **self._also.eval_metrics(name, groups)})
         logger.info(
             "eval %-10s success %.3f  first turn %.3f  turns %.2f  valid calls %.3f  repaired %.3f (of %d)",
             name, report.success, report.first_turn_success, report.mean_turns, report.valid_tool_calls, report.repaired,

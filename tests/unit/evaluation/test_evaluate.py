@@ -1,4 +1,4 @@
-"""An evaluation is a rollout of groups of one, with its own sampling and limits."""
+"""An evaluation is a rollout of small groups, with its own sampling and limits."""
 
 from __future__ import annotations
 
@@ -42,6 +42,21 @@ async def test_only_the_first_tasks_when_there_is_a_limit_and_progress_is_told()
     context = scripted_context(["#### 4"], interactions={"gsm8k": Gsm8kInteraction({})})
     found = await evaluate(context, eval_set(), limit=3, on_group=lambda g: told.append(g.task.id))
     assert sorted(told) == ["t0", "t1", "t2"] and found.report.num_trajectories == 3 and found.report.success == 1
+
+
+async def test_a_task_may_run_several_times_each_with_a_seed_of_its_own():
+    seeds: list[int | None] = []
+
+    def says(request: GenerateRequest) -> str:
+        seeds.append(request.sampling.seed)
+        return "#### 4"
+
+    context = scripted_context(says, interactions={"gsm8k": Gsm8kInteraction({})})
+    found = await evaluate(context, eval_set(num_samples=4), limit=2)
+    assert [[t.id for t in g.trajectories] for g in found.groups] == [
+        [f"eval-greedy-{i}/{member}" for member in range(4)] for i in range(2)
+    ]
+    assert found.report.num_trajectories == 8 and len(set(seeds)) == 8
 
 
 async def test_seeds_depend_on_the_seed_and_the_task_alone():

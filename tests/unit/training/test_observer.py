@@ -14,8 +14,9 @@ from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.parquet_store import open_store
 from polyturn.testing.episodes import scripted_context, task
+from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.jsonl import read_metrics
-from polyturn.training.observer import RunObserver
+from polyturn.training.observer import AlsoRecord, RunObserver
 
 
 async def groups(first: int = 0, num: int = 2) -> list[TrajectoryGroup]:
@@ -45,6 +46,23 @@ async def test_an_evaluation_is_recorded_under_its_own_split_and_in_the_line_of_
     assert (line["step"], line["eval/greedy/success"]) == (0, 1.0)
     assert {t.id for t in open_store(tmp_path).trajectories(split="eval/greedy")} == {"g0/0", "g0/1", "g1/0", "g1/1"}
     assert any("eval greedy" in message and "success 1.000" in message for message in caplog.messages)
+
+
+async def test_more_can_be_recorded_beside_them(tmp_path: Path):
+    found = await groups()
+    also = AlsoRecord(
+        train_dump=TrajectoryDump(tmp_path / "train", str),
+        eval_dump=TrajectoryDump(tmp_path / "eval", str),
+        has_many_sets=True,
+        eval_metrics=lambda name, seen: {f"mine/{name}": len(seen)},
+    )
+    with RunObserver(tmp_path, total_steps=1, also=also) as observer:
+        observer.on_step(1, {"reward/mean": 0.5}, found)
+        observer.on_eval(1, "greedy", report([t for g in found for t in g.trajectories]), found)
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line["mine/greedy"], line["eval/greedy/openai/gsm8k/reward/mean@2"]) == (2, 1.0)
+    dumps = [tmp_path / "train" / "1.jsonl", tmp_path / "eval" / "greedy" / "1.jsonl"]
+    assert [len(file.read_text().splitlines()) for file in dumps] == [4, 4]
 
 
 async def test_after_a_resume_later_metrics_go_and_the_same_step_is_written_once(tmp_path: Path):

@@ -1,0 +1,117 @@
+"""What an evaluation shows that runs every task N times: the mean, the best, the worst and the vote of n out of N.
+
+    {"openai/gsm8k": {"reward": {"mean@4": 0.5, "std@4": 0.3, "best@2/mean": 0.7, "best@4/mean": 0.9, …}}}
+
+best@n is what the best of n samples is expected to reach, by the bootstrap: a thousand times n of a task's N samples are
+drawn, with replacement. maj@n is the value of the answer that most of the n give, where the reward function returned the
+answer as `pred`. The draws are those of a seed, the same for every task, so equal values give equal numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+
+PRED = "pred"
+"""Under this name a reward function returns the answer that it read."""
+NUM_DRAWS = 1000
+
+Table = dict[str, dict[str, dict[str, float]]]
+"""data_source -> variable -> metric -> value."""
+
+
+def repeated_metrics(groups: Iterable[TrajectoryGroup], *, seed: int = 42) -> Table:
+    """Return the metrics of every variable, averaged over the tasks of each data source.
+
+    The variables are the reward and every number that reward functions returned beside it. A trajectory that failed counts
+    for nothing, and N stays what it was meant to be.
+
+    Args:
+        groups: One for each task, with its N trajectories.
+        seed: Of the draws.
+    """
+    found: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for group in groups:
+        scored = [t for t in group.trajectories if t.reward is not None]
+        rows = [variables(t) for t in scored]
+        votes = [None if t.reward is None else t.reward.info.get(PRED) for t in scored]
+        for name in dict.fromkeys(key for row in rows for key in row):
+            values = [(row[name], vote) for row, vote in zip(rows, votes, strict=True) if name in row]
+            of_task = task_metrics(
+                [v for v, _ in values], num=len(group.trajectories), votes=[vote for _, vote in values], seed=seed
+            )
+            for metric, value in of_task.items():
+                found[group.task.data_source or "unknown"][name][metric].append(value)
+    return {
+        source: {name: {m: float(np.mean(v)) for m, v in metrics.items()} for name, metrics in names.items()}
+        for source, names in found.items()
+    }
+
+
+def variables(trajectory: Trajectory) -> dict[str, float]:
+    """Return the numbers of a trajectory's reward: `reward`, and those that its function returned."""
+    assert trajectory.reward is not None  # only scored trajectories are asked
+    numbers = {k: float(v) for k, v in trajectory.reward.info.items() if isinstance(v, bool | int | float | np.number)}
+    return {"reward": trajectory.reward.total, **numbers}
+
+
+def task_metrics(
+    values: Sequence[float], *, num: int, votes: Sequence[Any] | None = None, seed: int = 42
+) -> dict[str, float]:
+    """Return the metrics of one task's values.
+
+    Args:
+        values: One for each sample, at least one.
+        num: N, how many samples there were meant to be.
+        votes: The answer of each sample; None among them, or instead of them, leaves the vote out.
+        seed: Of the draws.
+    """
+    data = np.asarray(values, np.float64)
+    out = {f"mean@{num}": float(data.mean())}
+    if num == 1:
+        return out
+    out[f"std@{num}"] = float(data.std())
+    can_vote = bool(votes) and all(vote is not None for vote in votes or ())
+    for n in sizes(num):
+        drawn = _draws(len(data), n, seed)
+        found = {"best": data[drawn].max(axis=1), "worst": data[drawn].min(axis=1)}
+        if can_vote:
+            found["maj"] = _majority(data, votes or (), drawn)
+        for name, sample in found.items():
+            out[f"{name}@{n}/mean"], out[f"{name}@{n}/std"] = float(sample.mean()), float(sample.std())
+    return out
+
+
+def sizes(num: int) -> list[int]:
+    """Return the numbers of samples that are looked at: the powers of two below N, and N."""
+    return [*(2**i for i in range(1, num.bit_length()) if 2**i < num), num]
+
+
+def flat(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """Return a table as `source/variable/metric` -> value."""
+    return {
+        f"{s}/{name}/{m}": v for s, names in table.items() for name, metrics in names.items() for m, v in metrics.items()
+    }
+
+
+def _majority(data: NDArray[np.float64], votes: Sequence[Any], drawn: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the value of the vote that won each draw; of equal ones, the one that was drawn first."""
+    numbers: dict[str, int] = {}
+    codes = np.array([numbers.setdefault(str(vote), len(numbers)) for vote in votes])[drawn]
+    counts = (codes[:, :, None] == codes[:, None, :]).sum(axis=2)
+    winners: NDArray[np.float64] = data[drawn[np.arange(len(drawn)), counts.argmax(axis=1)]]
+    return winners
+
+
+@functools.lru_cache(maxsize=64)
+def _draws(num_values: int, n: int, seed: int) -> NDArray[np.int64]:
+    """Return [NUM_DRAWS, n] indices, drawn with replacement."""
+    drawn: NDArray[np.int64] = np.random.RandomState(seed).choice(num_values, size=(NUM_DRAWS, n), replace=True)
+    return drawn

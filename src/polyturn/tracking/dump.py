@@ -1,0 +1,109 @@
+"""A folder of `<step>.jsonl`: the trajectories of a step as text, one object a line, for scripts and for eyes.
+
+    {"input": "…", "output": "…", "gts": "72", "score": 1.0, "step": 7, "acc": 1.0, "request_id": "g3/0",
+     "messages": [{"role": "user", …}, …], "turns": [{"index": 0, "text": "…", "score": 0.0, "observation": […]}, …]}
+
+`input` and `output` are decoded tokens without special ones, in which roles cannot be seen; `messages` and `turns` have
+them. A step that is taken again overwrites its file, which is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyturn.core.messages import to_openai
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup, Turn
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, without special tokens."""
+
+
+class TrajectoryDump:
+    """Writes one file a step."""
+
+    def __init__(self, folder: Path, decode: Decode) -> None:
+        self.folder = folder
+        self._decode = decode
+
+    def write(self, step: int, groups: Iterable[TrajectoryGroup], *, name: str = "") -> Path:
+        """Write the trajectories of a step and return their file.
+
+        Args:
+            step: The step.
+            groups: Its groups.
+            name: A folder within the folder, for instance one for each of several evaluation sets.
+        """
+        pairs = [(g, t) for g in groups for t in g.trajectories]
+        extras = sorted({key for _, t in pairs if t.reward is not None for key in t.reward.info})
+        path = self.folder / name / f"{step}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            for group, trajectory in pairs:
+                info = {} if trajectory.reward is None else trajectory.reward.info
+                record = {**{key: info.get(key) for key in extras}, **self._record(group, trajectory), "step": step}
+                file.write(json.dumps(_plain(record), ensure_ascii=False, default=str) + "\n")
+        os.replace(temporary, path)
+        return path
+
+    def _record(self, group: TrajectoryGroup, trajectory: Trajectory) -> dict[str, Any]:
+        reward = trajectory.reward
+        given, said = self._texts(trajectory)
+        return {
+            "input": given,
+            "output": said,
+            "gts": trajectory.task.ground_truth,
+            "score": None if reward is None else reward.total,
+            "request_id": trajectory.id,
+            "uid": group.id,
+            "task": trajectory.task.id,
+            "data_source": trajectory.task.data_source,
+            "stop_reason": trajectory.stop_reason.value,
+            "error": trajectory.error,
+            "components": {} if reward is None else reward.components,
+            "messages": to_openai(trajectory.messages),
+            "turns": [_turn(turn) for turn in trajectory.turns],
+        }
+
+    def _texts(self, trajectory: Trajectory) -> tuple[str, str]:
+        """Return the prompt, and what followed it; a rewritten history adds what followed there."""
+        given, said = "", []
+        for number, segment in enumerate(trajectory.segments):
+            ids, sampled = segment.token_ids, segment.sampled_mask
+            start = int(sampled.argmax()) if sampled.any() else len(ids)
+            given = self._decode(ids[:start].tolist()) if number == 0 else given
+            said.append(self._decode(ids[start:].tolist()))
+        return given, "\n".join(said)
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "index": turn.index,
+        "role": turn.message.role,
+        "text": turn.message.text,
+        "finish_reason": turn.finish_reason.value,
+        "score": turn.score,
+        "scores": turn.scores,
+        "tool_calls": [{"name": r.name, "reward": r.reward, "error": r.error} for r in turn.tool_results],
+        "observation": to_openai(turn.observation),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON can hold it: numbers that are not finite become null."""
+    if isinstance(value, np.generic | np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
