@@ -35,8 +35,13 @@ _NATIVE = {
 """Modules of verl that are modules of polyturn under another name."""
 
 _HERE = {
+    "verl.trainer.main_ppo": "polyturn.cli.main_ppo",
     "verl.tools.function_tool": "polyturn.compat.verl.function_tool",
+    "verl.utils.rollout_trace": "polyturn.compat.verl.rollout_trace",
+    "verl.utils.profiler": "polyturn.compat.verl.profiler",
     "verl.trainer.ppo.core_algos": "polyturn.compat.verl.core_algos",
+    "verl.experimental.agent_loop.agent_loop": "polyturn.compat.verl.agent_loop",
+    "verl.experimental.agent_loop.tool_parser": "polyturn.compat.verl.tool_parser",
 }
 """Modules that only code written for verl needs."""
 
@@ -45,6 +50,7 @@ VERL = Namespace(
     modules={**_NATIVE, **_HERE},
     packages={
         "verl.utils.reward_score": "polyturn.rewards.default",
+        "verl.experimental.agent_loop": "polyturn.compat.verl.agent_loop",
     },
 )
 
