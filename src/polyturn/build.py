@@ -30,6 +30,7 @@ from polyturn.core.errors import ConfigError, DataError, TemplateError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.registry import import_attr
 from polyturn.core.sample import TrainSample
+from polyturn.core.signature import has_parameter
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.conversations import generate_conversations, read_conversations
@@ -330,7 +331,12 @@ def build_scheduler(place: Place) -> MultiTurnScheduler:
     name = place.config.rollout.scheduler
     if name is None:
         return MultiTurnScheduler()
-    scheduler = import_attr(name, base=place.base)()
+    found = import_attr(name, base=place.base)
+    if isinstance(found, type) and any(c.__module__ == "polyturn.compat.verl.agent_loop" for c in found.__mro__):
+        from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
+
+        return AgentLoopScheduler(found)
+    scheduler = found()
     if not isinstance(scheduler, MultiTurnScheduler):
         raise ConfigError(f"rollout.scheduler names {name!r}, which makes no MultiTurnScheduler; inherit that class")
     return scheduler
@@ -663,6 +669,10 @@ def build_estimator(place: Place) -> Any:
 
     algorithm = place.config.algorithm
     estimator = advantages.resolve(algorithm.advantage, base=place.base)
+    if has_parameter(estimator, "token_level_rewards"):  # an estimator that was written for verl
+        from polyturn.compat.verl.core_algos import as_estimator
+
+        estimator = as_estimator(estimator)
     if algorithm.advantage == "grpo":
         return functools.partial(estimator, norm_by_std=algorithm.norm_by_std)
     return estimator

@@ -1,0 +1,271 @@
+"""verl.experimental.agent_loop: a user's agent loop, which runs as a scheduler over the native episode.
+
+    @register("mine")
+    class Mine(AgentLoopBase):
+        async def run(self, sampling_params, **kwargs):
+            ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+            said = await self.server_manager.generate(request_id="r", prompt_ids=ids, sampling_params=sampling_params)
+            return AgentLoopOutput(prompt_ids=ids, response_ids=said.token_ids, response_mask=[1] * len(said.token_ids))
+
+Every `generate` is a turn of the episode: its prompt is shown as it is given, its limits are the episode's, its ids and
+logprobs are those the engine sampled. What the output says besides is only read: where its mask is 1 on a sampled token the
+token is trained, everything else of it is an observation. See `agent_scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+
+__all__ = [
+    "AgentData",
+    "AgentLoopBase",
+    "AgentLoopMetrics",
+    "AgentLoopOutput",
+    "AgentState",
+    "AsyncLLMServerManager",
+    "DictConfigWrap",
+    "FunctionCall",
+    "TokenOutput",
+    "ToolParser",
+    "get_agent_loop_class",
+    "get_trajectory_info",
+    "register",
+]
+
+_Class = TypeVar("_Class", bound="type[AgentLoopBase]")
+
+_REGISTERED: dict[str, type[AgentLoopBase]] = {}
+
+
+class TokenOutput(BaseModel):
+    """What one `generate` returns."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any | None = None
+    stop_reason: str | None = None
+    """"completed", "aborted" or None."""
+    num_preempted: int | None = None
+    extra_fields: dict[str, Any] = Field(default_factory=dict)
+
+
+class AgentLoopMetrics(BaseModel):
+    """Seconds that a loop measured itself."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    num_preempted: int = -1
+    compute_score: float = 0.0
+
+
+class AgentLoopOutput(BaseModel):
+    """What `run` returns: a prompt, everything that followed it, and which of that the model wrote."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    routed_experts: Any | None = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = Field(default_factory=dict)
+    mm_processor_kwargs: dict[str, Any] | None = None
+    mm_processor_output: Any | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields."""
+        return self.model_dump()
+
+
+class AgentState(Enum):
+    """States of an agent loop that is written as a state machine."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    TERMINATED = "terminated"
+    INTERACTING = "interacting"
+
+
+class AgentData:
+    """The state of one trajectory, for loops that keep theirs in one object."""
+
+    def __init__(
+        self,
+        messages: list[dict[str, Any]],
+        image_data: Any = None,
+        video_data: Any = None,
+        metrics: dict[str, Any] | None = None,
+        request_id: str = "",
+        tools_kwargs: dict[str, Any] | None = None,
+        interaction: Any = None,
+        interaction_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.messages = messages
+        self.image_data = image_data
+        self.video_data = video_data
+        self.metrics = {} if metrics is None else metrics
+        self.request_id = request_id
+        self.tools_kwargs = tools_kwargs or {}
+        self.interaction = interaction
+        self.interaction_kwargs = interaction_kwargs or {}
+        self.prompt_ids: list[int] = []
+        self.response_ids: list[int] = []
+        self.response_mask: list[int] = []
+        self.response_logprobs: list[float] = []
+        self.turn_scores: list[float] = []
+        self.tool_rewards: list[float] = []
+        self.user_turns = 0
+        self.assistant_turns = 0
+        self.tool_calls: list[FunctionCall] = []
+        self.extra_fields: dict[str, Any] = dict(kwargs)
+
+
+class DictConfigWrap:
+    """A config in a box, so that nobody copies it."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+class AsyncLLMServerManager(ABC):
+    """Where an agent loop generates; the native one is `agent_scheduler.EpisodeServer`."""
+
+    @abstractmethod
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> TokenOutput:
+        """Continue `prompt_ids` by one turn."""
+
+
+class AgentLoopBase(ABC):
+    """An agent that owns its loop. One object runs one trajectory."""
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        server_manager: AsyncLLMServerManager,
+        tokenizer: Any,
+        processor: Any = None,
+        dataset_cls: Any = None,
+        dataset_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.config = _unwrapped(trainer_config)
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.dataset_cls = dataset_cls
+        self.dataset_config = _unwrapped(dataset_config)
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.apply_chat_template_kwargs: dict[str, Any] = dict(self.config.data.get("apply_chat_template_kwargs") or {})
+        self.loop = asyncio.get_running_loop()
+        self.init_class(config=self.config, tokenizer=tokenizer, processor=processor, **kwargs)
+
+    @classmethod  # noqa: B027
+    def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:
+        """Prepare what all trajectories share; override it, and make a second call do nothing."""
+
+    @property
+    def system_prompt(self) -> list[int]:
+        """The tokens that the template writes before the first message."""
+        one = self._render([{"role": "user", "content": ""}], add_generation_prompt=False)
+        two = self._render([{"role": "user", "content": ""}] * 2, add_generation_prompt=False)
+        return one[: len(one) - (len(two) - len(one))]
+
+    async def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        remove_system_prompt: bool = False,
+    ) -> list[int]:
+        """Return the ids of `messages` and the generation prompt, without what the template writes before the first message
+        if `remove_system_prompt`."""
+        if images or videos:
+            raise ConfigError("an agent loop that shows media is not run here; use the native scheduler for such tasks")
+        ids = self._render(messages, tools=tools, add_generation_prompt=True)
+        return ids[len(self.system_prompt) :] if remove_system_prompt else ids
+
+    async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the media in `messages`: none, because media are for the native scheduler."""
+        return {}
+
+    def _render(self, messages: list[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool) -> list[int]:
+        rendered = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            **self.apply_chat_template_kwargs,
+        )
+        return list(rendered)
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Run one trajectory.
+
+        Args:
+            sampling_params: Passed on to `server_manager.generate`.
+            kwargs: The fields of the row: raw_prompt, data_source, reward_model, extra_info, tools_kwargs, index, uid, …
+        """
+
+
+def register(agent_name: str) -> Callable[[_Class], _Class]:
+    """Return a decorator that registers a class under the name that rows give in `agent_name`."""
+
+    def add(cls: _Class) -> _Class:
+        _REGISTERED[agent_name] = cls
+        return cls
+
+    return add
+
+
+def get_agent_loop_class(agent_name: str) -> type[AgentLoopBase]:
+    """Return a registered class.
+
+    Raises:
+        UnknownNameError: there is none of that name; import the module that registers it.
+    """
+    if agent_name not in _REGISTERED:
+        raise UnknownNameError(
+            f"Agent loop {agent_name} not registered, registered agent loops: {sorted(_REGISTERED)}."
+            f"{did_you_mean(agent_name, _REGISTERED) if _REGISTERED else ' Import the module that registers it.'}"
+        )
+    return _REGISTERED[agent_name]
+
+
+async def get_trajectory_info(step: int, index: Sequence[Any], validate: bool) -> list[dict[str, Any]]:
+    """Return {"step", "sample_index", "rollout_n", "validate"} of each row; rollout_n counts equal indices in a row."""
+    out: list[dict[str, Any]] = []
+    number = 0
+    for position, of in enumerate(index):
+        number = number + 1 if position and index[position - 1] == of else 0
+        out.append({"step": step, "sample_index": of, "rollout_n": number, "validate": validate})
+    return out
+
+
+def _unwrapped(config: Any) -> Any:
+    return config.config if isinstance(config, DictConfigWrap) else config

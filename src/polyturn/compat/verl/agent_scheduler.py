@@ -1,0 +1,320 @@
+"""AgentLoopScheduler: runs a user's `AgentLoopBase` as the scheduler of a native episode.
+
+    scheduler = AgentLoopScheduler(Mine)          or AgentLoopScheduler(): the row's `agent_name` chooses
+
+`run` gives the loop a server whose `generate` is one turn of the episode: the given prompt is shown as it is, the engine
+samples, the record keeps ids, logprobs and versions. When the loop returns, its masks become loss weights:
+
+    output   [ prompt_ids | response_ids, mask 1 1 1 0 0 1 1 ]
+    turns      ~~~~~~~~~~   [ turn 0  ]     [turn 1]          the same ids at the same places: weight = mask
+    anything else that is sampled weighs 0; anything else with mask 1 was not sampled and cannot be trained
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from polyturn.compat.verl.agent_loop import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    AsyncLLMServerManager,
+    DictConfigWrap,
+    TokenOutput,
+    get_agent_loop_class,
+)
+from polyturn.core.arrays import Ids, ids_array
+from polyturn.core.errors import PolyturnError, SchedulerError, one_line
+from polyturn.core.generation import FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.signature import has_parameter
+from polyturn.core.task import Task
+from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+
+if TYPE_CHECKING:
+    from polyturn.rollout.episode import Episode
+    from polyturn.rollout.live_turn import LiveTurn
+
+logger = logging.getLogger(__name__)
+
+
+NATIVE_AGENTS = (None, "single_turn_agent", "tool_agent")
+"""Values of a row's `agent_name` that stand for the native loop."""
+
+
+class EpisodeOver(Exception):
+    """A limit of the episode forbids another turn; raised out of `generate`, and not meant to be caught."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(f"the episode is over: {reason.value}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A turn, and where its tokens begin in the context it was sampled in."""
+
+    turn: LiveTurn
+    start: int
+
+
+class EpisodeServer(AsyncLLMServerManager):
+    """Lets an agent loop generate in an episode, one turn at a time."""
+
+    def __init__(self, episode: Episode) -> None:
+        self._episode = episode
+        self._lock = asyncio.Lock()
+        self.claims: list[_Claim] = []
+        self.over: StopReason | None = None
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int] | Mapping[str, Any],
+        sampling_params: Mapping[str, Any],
+        image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> TokenOutput:
+        """Let the model continue `prompt_ids` by one turn of the episode.
+
+        Temperature, top_p and top_k are the run's, because the trainer's logprobs depend on them; see `sampling_params`.
+
+        Raises:
+            EpisodeOver: a limit forbids it.
+        """
+        if image_data or video_data:
+            raise SchedulerError("an agent loop that shows media is not run here; use the native scheduler for such tasks")
+        ids = ids_array(prompt_ids["input_ids"] if isinstance(prompt_ids, Mapping) else prompt_ids)
+        async with self._lock:
+            self._episode.show_ids(ids)
+            if (reason := await self._episode.prepare()) is not None:
+                self.over = reason
+                raise EpisodeOver(reason)
+            turn = await self._episode.generate()
+            self.claims.append(_Claim(turn, len(ids)))
+            self._episode.record(turn, Reply(goes_on=True))
+        completion = turn.completion
+        if turn.finish_reason is FinishReason.ABORT:
+            self.over = StopReason.ABORTED
+            raise EpisodeOver(StopReason.ABORTED)
+        return TokenOutput(
+            token_ids=completion.token_ids.tolist(),
+            log_probs=None if completion.logprobs is None else completion.logprobs.tolist(),
+            stop_reason="completed",
+        )
+
+
+class AgentLoopScheduler(MultiTurnScheduler):
+    """Drives episodes with an agent loop."""
+
+    shared = True
+
+    def __init__(
+        self, loop: type[AgentLoopBase] | str | None = None, *, config: Any = None, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Choose the loop.
+
+        Args:
+            loop: The class, its registered name, or None: the row's `agent_name`.
+            config: A config tree in verl's shape, for what a loop reads beside the lengths, which are the episode's.
+            kwargs: Further arguments of the class.
+        """
+        self._loop = get_agent_loop_class(loop) if isinstance(loop, str) else loop
+        self._config = config
+        self._kwargs = dict(kwargs or {})
+
+    async def run(self, episode: Episode) -> StopReason:
+        """Run the loop to its end, then let its masks say what is trained."""
+        if self._loop is None and episode.task.extra.get("agent_name") in NATIVE_AGENTS:
+            return await super().run(episode)
+        server = EpisodeServer(episode)
+        try:
+            output = await self._run_loop(episode, server)
+        except EpisodeOver as end:
+            return end.reason
+        except (PolyturnError, asyncio.CancelledError):
+            raise
+        except Exception as problem:
+            if server.over is not None:
+                return server.over
+            raise SchedulerError(f"the agent loop raised {one_line(problem)}") from problem
+        outputs = output if isinstance(output, list) else [output]
+        for one in outputs:
+            if not isinstance(one, AgentLoopOutput):
+                raise SchedulerError(f"the agent loop returned {one!r:.200}; return an AgentLoopOutput, or a list of them")
+        if not server.claims:
+            raise SchedulerError("the agent loop returned without a single call of server_manager.generate")
+        _weigh(episode, server.claims, outputs)
+        _score(server.claims, outputs)
+        return server.over or StopReason.STOP
+
+    async def _run_loop(self, episode: Episode, server: EpisodeServer) -> Any:
+        name = episode.task.extra.get("agent_name")
+        cls = self._loop or get_agent_loop_class(str(name))
+        config = _config(episode, self._config)
+        tokenizer = _list_tokenizer(episode.codec.tokenizer)
+        if has_parameter(cls.__init__, "trainer_config") or not has_parameter(cls.__init__, "config"):
+            loop = cls(
+                trainer_config=DictConfigWrap(config),
+                server_manager=server,
+                tokenizer=tokenizer,
+                processor=None,
+                dataset_cls=None,
+                dataset_config=DictConfigWrap(config.data),
+                **self._kwargs,
+            )
+        else:
+            old: Any = cls
+            loop = old(config, server, tokenizer, **self._kwargs)
+        sampling = episode.sampling
+        params = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
+        }
+        row = row_of(episode.task)
+        run: Any = loop.run
+        answer = run(row["raw_prompt"], params) if has_parameter(run, "messages") else run(params, **row)
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+def row_of(task: Task) -> dict[str, Any]:
+    """Return a task as the fields of a row in verl's names."""
+    tools_kwargs = {
+        name: {
+            key: dict(value)
+            for key, value in (
+                ("create_kwargs", of.create_kwargs),
+                ("execute_kwargs", of.execute_kwargs),
+                ("calc_reward_kwargs", of.calc_reward_kwargs),
+                ("release_kwargs", of.release_kwargs),
+            )
+            if value
+        }
+        for name, of in task.tools_kwargs.items()
+    }
+    interaction_kwargs = {} if task.interaction is None else dict(task.interaction.kwargs)
+    extra = dict(task.extra)
+    return {
+        **extra,
+        "raw_prompt": [m.to_openai() for m in task.prompt],
+        "data_source": task.data_source,
+        "reward_model": {"style": "rule", "ground_truth": task.ground_truth},
+        "tools_kwargs": tools_kwargs,
+        "interaction_kwargs": interaction_kwargs,
+        "extra_info": {**extra, "tools_kwargs": tools_kwargs, "interaction_kwargs": interaction_kwargs},
+        "index": extra.get("index", task.id),
+        "uid": task.id,
+    }
+
+
+def _weigh(episode: Episode, claims: Sequence[_Claim], outputs: Sequence[AgentLoopOutput]) -> None:
+    """Weigh every sampled token by the outputs' masks; count what has mask 1 and was never sampled."""
+    unsampled = 0
+    found: dict[int, Any] = {c.turn.index: np.zeros(c.turn.num_tokens, np.float32) for c in claims}
+    for output in outputs:
+        ids = np.array([*output.prompt_ids, *output.response_ids], np.int32)
+        mask = np.zeros(len(ids), np.float32)
+        given = np.asarray(output.response_mask, np.float32)
+        if len(given) != len(output.response_ids):
+            raise SchedulerError(
+                f"the agent loop returned {len(output.response_ids)} response_ids and a response_mask of {len(given)}; they "
+                "must be as many"
+            )
+        mask[len(output.prompt_ids) :] = given
+        left = mask.copy()
+        for claim in claims:
+            here = _overlap(ids, claim)
+            if here:
+                part = slice(claim.start, claim.start + here)
+                weights = found[claim.turn.index]
+                weights[:here] = np.maximum(weights[:here], mask[part])
+                left[part] = 0
+        unsampled += int(np.count_nonzero(left))
+    for claim in claims:
+        episode.weigh(claim.turn, found[claim.turn.index])
+    last = claims[-1].turn
+    last.info["unsampled_masked_tokens"] = unsampled
+    if unsampled:
+        logger.warning(
+            "%s: the agent loop marks %d tokens as the model's that the engine did not sample there; they are not trained",
+            episode.id,
+            unsampled,
+        )
+
+
+def _overlap(ids: Ids, claim: _Claim) -> int:
+    """Return how many of the turn's tokens stand in `ids` where they were sampled; an output may end within a turn."""
+    sampled = claim.turn.completion.token_ids[: claim.turn.num_tokens]
+    here = ids[claim.start : claim.start + len(sampled)]
+    is_same = bool(np.array_equal(here, sampled[: len(here)]))
+    return len(here) if is_same else 0
+
+
+def _score(claims: Sequence[_Claim], outputs: Sequence[AgentLoopOutput]) -> None:
+    """Keep what the loop itself scored, on its turns: `turn_scores` by turn, else `reward_score` on the last one."""
+    last = outputs[-1]
+    scores = last.extra_fields.get("turn_scores") or []
+    for claim, score in zip(claims, scores, strict=False):
+        if score is not None:
+            claim.turn.scores["interaction"] = float(score)
+    if last.reward_score is not None:
+        claims[-1].turn.scores["interaction"] = float(last.reward_score)
+    claims[-1].turn.info.update({k: v for k, v in last.extra_fields.items() if k != "turn_scores"})
+
+
+def _config(episode: Episode, given: Any) -> Any:
+    """Return the config tree that a loop reads: the given one, under the lengths of the episode."""
+    limits = episode.limits
+    response = limits.max_tokens or limits.max_context or limits.max_tokens_per_turn or 1 << 20
+    own = {
+        "actor_rollout_ref": {
+            "rollout": {
+                "name": "polyturn",
+                "mode": "async",
+                "prompt_length": limits.max_context or 1 << 20,
+                "response_length": response,
+                "max_model_len": limits.max_context,
+                "temperature": episode.sampling.temperature,
+                "top_p": episode.sampling.top_p,
+                "top_k": episode.sampling.top_k,
+                "calculate_log_probs": True,
+                "multi_turn": {
+                    "enable": True,
+                    "format": "hermes",
+                    "max_assistant_turns": limits.max_turns,
+                    "max_user_turns": limits.max_user_turns,
+                    "max_parallel_calls": 1,
+                    "max_tool_response_length": 256,
+                    "tool_response_truncate_side": "middle",
+                    "tool_config_path": None,
+                    "interaction_config_path": None,
+                },
+                "agent": {"num_workers": 1},
+            },
+            "model": {},
+        },
+        "data": {"apply_chat_template_kwargs": {}},
+        "trainer": {},
+    }
+    return OmegaConf.merge(OmegaConf.create(own), OmegaConf.create(given) if isinstance(given, Mapping) else given or {})
+
+
+def _list_tokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer whose `apply_chat_template` returns a list of ids unless it is asked for more."""
+    view = copy.copy(tokenizer)
+    view.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+    return view

@@ -1,0 +1,89 @@
+"""verl.experimental.agent_loop.tool_parser: `ToolParser` and `FunctionCall`, on the native parsers."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel
+
+from polyturn.core.errors import UnknownNameError, did_you_mean
+from polyturn.tokens.parsers import parsers
+
+_Class = TypeVar("_Class", bound="type[ToolParser]")
+
+
+class FunctionCall(BaseModel):
+    """A call as the model wrote it: the arguments are still JSON text."""
+
+    arguments: str
+    name: str
+    tool_call_id: str | None = None
+
+
+class ToolParser(ABC):
+    """Reads the tool calls in the ids of one turn."""
+
+    _registry: ClassVar[dict[str, type[ToolParser]]] = {}
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @abstractmethod
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        """Return the text without its calls, and the calls."""
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Ids at which generation stops besides the usual ones."""
+        return []
+
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
+        """Return a parser by name: a registered one, or a native one.
+
+        Raises:
+            UnknownNameError: there is none of that name.
+        """
+        if name in cls._registry:
+            return cls._registry[name](tokenizer)
+        if name in parsers:
+            return NativeToolParser(tokenizer, name)
+        raise UnknownNameError(f"Unknown tool parser: {name}.{did_you_mean(name, [*cls._registry, *parsers])}")
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[_Class], _Class]:
+        """Return a decorator that registers a class."""
+
+        def add(subclass: _Class) -> _Class:
+            cls._registry[name] = subclass
+            return subclass
+
+        return add
+
+
+class NativeToolParser(ToolParser):
+    """One of polyturn's parsers. Calls inside reasoning are thoughts; calls that cannot be read are left out here."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        super().__init__(tokenizer)
+        self._parser = parsers.resolve(name)()
+
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        """Return the text without its calls, and the calls."""
+        ids = list(responses_ids)
+        if ids and ids[-1] == self.tokenizer.eos_token_id:
+            ids.pop()
+        parsed = self._parser.parse(self.tokenizer.decode(ids, skip_special_tokens=False))
+        calls = [
+            FunctionCall(name=c.name, arguments=json.dumps(dict(c.arguments), ensure_ascii=False), tool_call_id=c.id)
+            for c in parsed.tool_calls
+            if c.error is None
+        ]
+        return parsed.content, calls
