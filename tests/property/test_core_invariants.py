@@ -23,6 +23,7 @@ from polyturn.core.builder import TrajectoryBuilder
 from polyturn.core.errors import LifecycleError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.lifecycle import TRANSITIONS, Lifecycle, RequestState, StopReason
+from polyturn.core.media import KINDS, Media
 from polyturn.core.messages import Message, ToolCall
 from polyturn.core.metrics import Max, Mean, Metric, Sum, merge, reduce
 from polyturn.core.protocols import EngineCapabilities
@@ -124,7 +125,8 @@ tasks = st.builds(
     extra=info,
 )
 branches = st.none() | st.builds(Branch, st.integers(0, 3), st.integers(0, 9))
-segments = st.builds(Segment, spans=tuples(spans()), media=tuples(plain, 2), agent=name, parent=branches)
+media = st.builds(Media, kind=st.sampled_from(KINDS), source=name | st.lists(name, max_size=2).map(tuple))
+segments = st.builds(Segment, spans=tuples(spans()), media=tuples(media, 2), agent=name, parent=branches)
 tool_results = st.builds(
     ToolResult,
     call_id=name,
@@ -170,7 +172,7 @@ requests = st.builds(
         seed=st.none() | st.integers(0, 9),
         stop_token_ids=tuples(st.integers(0, 9)),
     ),
-    media=tuples(plain, 2),
+    media=tuples(media, 2),
     deadline=st.none() | st.floats(),
     priority=st.floats(),
 )
@@ -190,7 +192,7 @@ def samples(draw: st.DrawFn) -> TrainSample:
         versions=draw(st.none() | st.lists(st.integers(-1, 3), min_size=n, max_size=n)),
         reward=draw(st.floats()),
         temperature=draw(st.floats(0.1, 2)),
-        media=draw(tuples(plain, 2)),
+        media=draw(tuples(media, 2)),
         **{field: draw(st.none() | floats) for field in optional},
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
 from polyturn.core.errors import AlignmentError, ConfigError
+from polyturn.core.media import Media
 
 
 class FinishReason(Enum):
@@ -59,7 +60,8 @@ class GenerateRequest(Record):
     session_id: str
     prompt_ids: Ids
     sampling: SamplingParams = SamplingParams()
-    media: tuple[Any, ...] = ()
+    media: tuple[Media, ...] = ()
+    """What the prompt shows, in order; its placeholders in `prompt_ids` are expanded."""
     deadline: float | None = None
     """`loop.time()` after which nobody waits for the answer any more; None means no deadline."""
     priority: float = 0.0

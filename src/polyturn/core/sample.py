@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from polyturn.core.arrays import Record, float_array, ids_array
 from polyturn.core.errors import AlignmentError
+from polyturn.core.media import Media
 
 
 class SampleId(NamedTuple):
@@ -54,7 +55,7 @@ class TrainSample(Record):
     """The trajectory's scalar reward."""
     temperature: float = 1.0
     """The temperature that the tokens were sampled at; logprobs are log_softmax(logits / temperature)."""
-    media: tuple[Any, ...] = ()
+    media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("token_ids", "turn_ids", "versions"):

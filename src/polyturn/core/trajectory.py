@@ -23,6 +23,7 @@ from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
 from polyturn.core.errors import AlignmentError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.media import Media
 from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
@@ -105,7 +106,8 @@ class Segment(Record):
     """One continuous token sequence that the engine saw and extended: one training sample."""
 
     spans: tuple[Span, ...]
-    media: tuple[Any, ...] = ()
+    media: tuple[Media, ...] = ()
+    """What the tokens show, in their order; what a later segment shows again is in both, as the tokens are."""
     agent: str = "assistant"
     parent: Branch | None = None
 

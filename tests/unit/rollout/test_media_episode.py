@@ -1,0 +1,273 @@
+"""Episodes in which the prompt, a tool and an interaction show images: what was seen is what is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import polyturn
+from polyturn.batching.samples import to_samples
+from polyturn.core.arrays import same
+from polyturn.core.errors import ConfigError
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message, ToolCall
+from polyturn.core.serde import from_json, to_json
+from polyturn.core.task import InteractionRef, Task
+from polyturn.core.trajectory import Segment, Trajectory, TrajectoryGroup
+from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.interactions.base import BaseInteraction
+from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.episode import run_episode
+from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.store.parquet_store import ParquetStore, open_store
+from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.multimodal import MediaProcessor
+from polyturn.tokens.parsers.base import ParsedTurn
+from polyturn.tools.executor import ToolBox
+from polyturn.tools.schema import ToolResponse
+from polyturn.training.local import LocalPolicy
+from polyturn.training.optim import OptimSettings
+
+TOKENIZER = vision_tokenizer()
+CODEC = Codec(TOKENIZER)
+MEDIA = MediaProcessor(tiny_processor(TOKENIZER), CODEC)
+SPELLED = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
+    return Image.new("RGB", (width, height), color)
+
+
+@polyturn.tool
+def look() -> ToolResponse:
+    """Look again."""
+    return ToolResponse(text=f"closer {SPELLED} " + "and closer " * 12, image=[picture("blue", 56, 28), picture("green")])
+
+
+class Painter(BaseInteraction):
+    """Answers every turn with a picture."""
+
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        return False, [{"type": "image", "image": picture("black", 28, 84)}, {"type": "text", "text": "And this?"}], 0.5, {}
+
+
+class CallsLook:
+    """Reads the first turn, whatever it says, as a call of `look`."""
+
+    def parse(self, text: str, *, id_prefix: str = "call", tools: Any = ()) -> ParsedTurn:
+        calls = (ToolCall(id="call_0_0", name="look"),) if id_prefix.endswith("_0") else ()
+        return ParsedTurn(content=text, tool_calls=calls)
+
+
+class ReadsText(CallsLook):
+    """Reads every turn as text."""
+
+    def parse(self, text: str, *, id_prefix: str = "call", tools: Any = ()) -> ParsedTurn:
+        return ParsedTurn(content=text)
+
+
+class GoesOn(MultiTurnScheduler):
+    """Does not mind that a turn was cut, which those of a random model are."""
+
+    def check_finished(self, episode: Any, turn: Any) -> None:
+        return None
+
+
+def sharp_model() -> torch.nn.Module:
+    """Return the tiny model with weights large enough that a wrong position or picture shows in its logprobs."""
+    model = tiny_vision_model(TOKENIZER)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(6 if "language_model" in name else 3)
+    return model
+
+
+def context(model: torch.nn.Module, **options: Any) -> RolloutContext:
+    values: dict[str, Any] = {
+        "media": MEDIA,
+        "parser": CallsLook(),
+        "limits": Limits(max_turns=3, max_tokens_per_turn=8, max_context=512),
+        "scheduler": GoesOn(),
+        "sanity_every": 0,
+        **options,
+    }
+    return RolloutContext(
+        engine=EmbeddedEngine(model, media=MEDIA, num_slots=4),
+        codec=CODEC,
+        tools=ToolBox([look], timeout_s=5.0),
+        interactions={"painter": Painter({"name": "painter"})},
+        rewarder=RewardRouter({}),
+        sampling=SamplingParams(temperature=1.0),
+        **values,
+    )
+
+
+def task(color: str = "red") -> Task:
+    shown = ({"type": "image", "image": picture(color, 56, 56)}, {"type": "text", "text": f"Which color? {SPELLED}"})
+    return Task(
+        id=color,
+        prompt=(Message(role="user", content=shown),),
+        interaction=InteractionRef(name="painter", kwargs={"name": "painter"}),
+    )
+
+
+async def run(made: RolloutContext, one: Task | None = None) -> Trajectory:
+    trajectory = await run_episode(made, one or task(), id="e0", seed=1)
+    assert trajectory.error is None
+    return trajectory
+
+
+def num_features(segment: Segment) -> int:
+    return int((MEDIA.types(segment.token_ids) > 0).sum())
+
+
+async def test_the_engines_logprobs_are_the_trainers_when_a_tool_and_an_interaction_show_images() -> None:
+    """I8, over three turns: a picture in the prompt, two from a tool, one from an interaction."""
+    model = sharp_model()
+    trajectory = await run(context(model))
+    (segment,) = trajectory.segments
+    assert [len(turn.observation) for turn in trajectory.turns] == [1, 1, 1]
+    assert len(segment.media) == 4
+    samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
+    (scores,) = LocalPolicy(model, optim=OptimSettings(), media=MEDIA).score(samples)
+    assert np.count_nonzero(samples[0].loss_weights) == 24
+    np.testing.assert_allclose(scores, segment.logprobs, atol=1e-4)
+
+
+async def test_images_belong_to_the_segment_and_spelled_placeholders_are_text() -> None:
+    trajectory = await run(context(sharp_model()))
+    (segment,) = trajectory.segments
+    assert [medium.kind for medium in segment.media] == ["image"] * 4
+    assert num_features(segment) == 4 + 2 + 1 + 3
+    assert (
+        CODEC.decode(segment.token_ids).count(SPELLED) == 3
+    )  # spelled in prompt and tool result, and one real 1-token image
+
+
+async def test_only_what_is_new_is_prefilled_in_later_turns() -> None:
+    trajectory = await run(context(sharp_model()))
+    (segment,) = trajectory.segments
+    assert trajectory.metrics["prefilled_tokens"] == len(segment) - trajectory.num_sampled_tokens + 2
+
+
+async def test_a_trajectory_with_media_survives_pickle_json_and_the_store(tmp_path: Any) -> None:
+    """I13; what a record keeps of an image is its file, as a data URI."""
+    trajectory = await run(context(sharp_model()))
+    for again in (
+        pickle.loads(pickle.dumps(trajectory)),
+        from_json(Trajectory, json.loads(json.dumps(to_json(trajectory)))),
+    ):
+        assert again.same_as(trajectory)
+    group = TrajectoryGroup(id="g", task=trajectory.task, trajectories=(trajectory,))
+    with ParquetStore(tmp_path) as store:
+        store.add(group, step=0, split="train")
+    stored = open_store(tmp_path).trajectory("e0")
+    assert stored.same_as(trajectory)
+    assert same(
+        MEDIA.inputs(stored.segments[0].media)["pixel_values"].numpy(),
+        MEDIA.inputs(trajectory.segments[0].media)["pixel_values"].numpy(),
+    )
+    (sample,) = to_samples(group, temperature=1.0)
+    assert pickle.loads(pickle.dumps(sample)).same_as(sample)
+
+
+async def test_a_rewrite_that_swaps_an_image_opens_a_segment_although_the_ids_are_equal() -> None:
+    class Swaps(GoesOn):
+        async def step(self, episode: Any, turn: Any) -> Any:
+            if turn.index:
+                return None
+            _, *rest = episode.messages
+            other = dataclasses.replace(task("blue").prompt[0])
+            return episode.rewrite([other, *rest])
+
+    trajectory = await run(context(sharp_model(), scheduler=Swaps(), parser=ReadsText()))
+    first, second = trajectory.segments
+    assert first.token_ids[: len(first) - 8].tolist() == second.token_ids[: len(first) - 8].tolist()
+    assert (first.media, second.media) == (task("red").prompt[0].media, task("blue").prompt[0].media)
+    model = sharp_model()
+    samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
+    for sample, scores in zip(samples, LocalPolicy(model, optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
+        np.testing.assert_allclose(scores, sample.rollout_logprobs * sample.loss_weights, atol=1e-4)
+
+
+@pytest.mark.parametrize("renders_history", [False, True])
+async def test_every_segment_lists_the_media_that_its_tokens_show(renders_history: bool) -> None:
+    class Forks(GoesOn):
+        async def step(self, episode: Any, turn: Any) -> Any:
+            if turn.index == 1:
+                other = episode.fork()
+                await other.prepare()
+                await other.generate()
+            return await super().step(episode, turn)
+
+    model = sharp_model()
+    trajectory = await run(context(model, scheduler=Forks(), renders_history=renders_history))
+    assert len(trajectory.segments) > 1
+    for segment in trajectory.segments:
+        assert num_features(segment) == sum(MEDIA.expansion(m).num_features for m in segment.media)
+    samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
+    for sample, scores in zip(samples, LocalPolicy(model, optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
+        np.testing.assert_allclose(scores, sample.rollout_logprobs * sample.loss_weights, atol=1e-4)
+
+
+async def test_a_policy_that_shortens_the_history_leaves_the_images_of_old_observations_out() -> None:
+    length = len((await run(context(sharp_model()))).segments[0])
+    limits = Limits(max_turns=3, max_tokens_per_turn=8, max_context=length - 8, context_policy=ContextPolicy.COMPACT)
+    trajectory = await run(context(sharp_model(), limits=limits))
+    assert len(trajectory.segments) == 2
+    assert [len(segment.media) for segment in trajectory.segments] == [3, 2]
+
+
+async def test_an_image_that_a_run_without_processor_cannot_show_ends_the_run_by_name() -> None:
+    made = context(sharp_model(), media=None)
+    with pytest.raises(ConfigError, match="a user message shows image and the run has no processor"):
+        await run(made)
+    text = dataclasses.replace(task(), prompt=(Message(role="user", content="Which color?"),))
+    with pytest.raises(ConfigError, match="a tool message shows image"):
+        await run(made, text)
+
+
+async def test_an_engine_that_samples_a_token_that_stands_for_media_fails_the_trajectory() -> None:
+    class Careless(EmbeddedEngine):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            done = await super().generate(request)
+            return dataclasses.replace(done, token_ids=np.full_like(done.token_ids, MEDIA.token_ids[0]))
+
+    made = context(sharp_model())
+    made.engine = Careless(sharp_model(), media=MEDIA)
+    trajectory = await run_episode(made, task(), id="e0", seed=1)
+    assert trajectory.stop_reason is StopReason.ERROR
+    assert trajectory.error is not None and "sampled a token that it was told not to" in trajectory.error
+
+
+SHOWS: list[Callable[[], Any]] = [
+    lambda: ToolResponse(text="hi", image=[picture("red")]),
+    lambda: [{"type": "image", "image": picture("red")}, "hi"],
+    lambda: ({"image": picture("red")}, {"type": "text", "text": "hi"}),
+]
+
+
+@pytest.mark.parametrize("make", SHOWS)
+async def test_an_interaction_answers_with_images_in_several_forms(make: Callable[[], Any]) -> None:
+    class Shows(BaseInteraction):
+        async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+            return False, make(), 0.0, {}
+
+    made = context(sharp_model(), parser=ReadsText())
+    made.interactions = {"painter": Shows({"name": "painter"})}
+    trajectory = await run(made)
+    message = trajectory.turns[0].observation[0]
+    assert (message.text, len(message.media)) == ("hi", 1)
