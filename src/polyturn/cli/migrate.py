@@ -32,7 +32,11 @@ def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
     notes = target.with_suffix(".md")
     notes.write_text(fate_table(translation, source=source), encoding="utf-8")
     console = Output()
-    table = Table("key", "value", "became", "why", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("key", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=24)
+    table.add_column("became", overflow="fold")
+    table.add_column("why")
     for fate in translation.fates:
         if fate.where:
             table.add_row(fate.key, str(fate.value), ", ".join(fate.to) or fate.kind, fate.says)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,9 +24,11 @@ def run(name: str, command: Sequence[str]) -> None:
         ConfigError: there is nothing that stands in for `name`, or no such command.
     """
     environment = {**os.environ, **variables(name, os.environ)}
+    # `python` is the one that runs polyturn, also where its virtual environment is not activated
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     if not command:
         raise ConfigError(f"there is no command; write polyturn run-as {name} -- python -m …")
-    program = shutil.which(command[0])
+    program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
         raise ConfigError(f"the command {command[0]!r} is not found; write polyturn run-as {name} -- python -m …")
     os.execve(program, [command[0], *command[1:]], environment)

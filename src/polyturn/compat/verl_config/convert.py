@@ -249,7 +249,7 @@ def sanity_mode(s: Source) -> None:
 def parser(s: Source) -> None:
     """Choose what reads tool calls."""
     key = f"{MULTI_TURN}.format"
-    names = {"chatml": "auto", "qwen": "auto", "qwen25": "hermes"}
+    names = {"chatml": "auto", "kimi": "kimi_k2", "minimax": "minimax-m2"}
     name = str(s.get(key, "auto"))
     found = names.get(name, name)
     known = [*parsers, "auto"]

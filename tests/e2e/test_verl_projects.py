@@ -1,0 +1,221 @@
+"""Projects written for verl run as they are: its documents' configs and commands, with the placeholders filled.
+
+The model is tiny and random and the data a few problems in GSM8K's form, prepared by the shipped scripts; each run takes one
+step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from polyturn.cli import verl
+from polyturn.cli.main import main
+from polyturn.core.trajectory import Trajectory
+from polyturn.store.parquet_store import open_store
+from polyturn.testing.runs import call_command
+from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "sglang_multiturn" / "config"
+PREPARE = ROOT / "examples" / "data_preprocess"
+SMALL = [
+    "data.train_batch_size=2",
+    "data.max_prompt_length=1400",
+    "data.max_response_length=160",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.max_num_seqs=8",
+    "trainer.total_training_steps=1",
+    "data.val_max_samples=1",
+]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, and with data that the shipped scripts prepared."""
+    folder = tmp_path_factory.mktemp("project")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    model = tiny_model(tokenizer, hidden=16, layers=1, max_positions=2048)
+    with torch.no_grad():  # every sixth token or so ends the turn, so that there are several
+        weight = model.get_input_embeddings().weight
+        weight[:, 0] += 1.0
+        weight[tokenizer.eos_token_id, 0] += 1.1
+    model.save_pretrained(folder / "model")
+    problems = [{"question": f"What is {i} + 2?", "answer": f"It is {i + 2}.\n#### {i + 2}"} for i in range(3)]
+    (folder / "raw").mkdir()
+    for split in ("train", "test"):
+        (folder / "raw" / f"{split}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+    for kind in ("tool", "interaction"):
+        prepared = run_script(f"gsm8k_multiturn_w_{kind}.py", "--local_dataset_path", folder / "raw", out=folder / kind)
+        assert prepared.returncode == 0, prepared.stderr
+    return folder
+
+
+def run_script(name: str, *arguments: object, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, PREPARE / name, "--local_save_dir", out, *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
+
+
+def fill(project: Path, kind: str, run: Path) -> list[str]:
+    """Return the overrides that fill what a config leaves open."""
+    return [
+        *SMALL,
+        f"actor_rollout_ref.model.path={project / 'model'}",
+        f"data.train_files={project / kind / 'train.parquet'}",
+        f"data.val_files={project / kind / 'test.parquet'}",
+        f"trainer.default_local_dir={run}",
+    ]
+
+
+def trained(run: Path) -> list[Trajectory]:
+    """Return the trajectories of the one step that a run took."""
+    assert (run / "checkpoints" / "step-000001").is_dir()
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in steps if "loss/total" in s or "loss" in str(s)][-1] == 1
+    found = list(open_store(run).trajectories(split="train"))
+    assert len(found) == 4 and not any(t.is_failed for t in found)
+    return found
+
+
+def train(config: dict[str, Any], project: Path, kind: str, tmp_path: Path, *overrides: str) -> list[Trajectory]:
+    """Train one step of a config in verl's keys."""
+    file = tmp_path / "verl.yaml"
+    file.write_text(yaml.safe_dump(config))
+    called = call_command(main, "train", "--verl", file, *fill(project, kind, tmp_path / "run"), *overrides)
+    assert called.code == 0, called.err
+    return trained(tmp_path / "run")
+
+
+def rollout(**keys: Any) -> dict[str, Any]:
+    return {"actor_rollout_ref": {"rollout": keys}}
+
+
+def speakers(trajectories: Sequence[Trajectory]) -> set[str]:
+    """Return who but the model spoke after the prompt."""
+    return {m.role for t in trajectories for turn in t.turns for m in turn.observation}
+
+
+# The documents
+
+
+def test_the_basic_setup_of_interactions(project: Path, tmp_path: Path):
+    path = EXAMPLES / "interaction_config" / "gsm8k_interaction_config.yaml"
+    turns = {"enable": True, "interaction_config_path": str(path), "max_user_turns": 10, "max_assistant_turns": 10}
+    found = train(rollout(multi_turn=turns), project, "interaction", tmp_path)
+    assert speakers(found) == {"user"} and max(len(t.turns) for t in found) > 1
+
+
+def test_the_keys_that_were_documented_and_never_read(project: Path, tmp_path: Path):
+    path = EXAMPLES / "interaction_config" / "gsm8k_interaction_config.yaml"
+    config = rollout(multi_turn=True, name="sglang", interaction_config_file=str(path))
+    assert speakers(train(config, project, "interaction", tmp_path)) == {"user"}
+
+
+def test_the_first_announcement_of_tools(project: Path, tmp_path: Path):
+    path = EXAMPLES / "tool_config" / "gsm8k_tool_config.yaml"
+    turns = {"enable": True, "tool_config_path": str(path), "format": "chatml"}
+    found = train(rollout(name="sglang_async", multi_turn=turns), project, "tool", tmp_path)
+    assert all(t.task.tools == ("calc_gsm8k_reward",) for t in found)
+
+
+def test_tools_under_the_key_of_the_translated_document(project: Path, tmp_path: Path):
+    path = EXAMPLES / "tool_config" / "gsm8k_tool_config.yaml"
+    config = rollout(multi_turn=True, name="sglang", tool_kwargs={"tools_config_file": str(path)})
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    checks = f"{turns}.tokenization_sanity_check_mode=ignore_strippable"
+    train(config, project, "tool", tmp_path, checks, f"{turns}.use_inference_chat_template=True")
+
+
+def test_the_training_command_of_the_interaction_document(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    verl.run_main_ppo(
+        [
+            f"--config-path={EXAMPLES}",
+            "--config-name=gsm8k_multiturn_grpo_w_interaction",
+            "algorithm.adv_estimator=grpo",
+            "data.train_batch_size=512",
+            "data.return_raw_chat=True",
+            "actor_rollout_ref.rollout.name=sglang",
+            "actor_rollout_ref.rollout.multi_turn.interaction_config_path="
+            f"{EXAMPLES / 'interaction_config' / 'gsm8k_interaction_config.yaml'}",
+            "trainer.total_epochs=15",
+            *fill(project, "interaction", tmp_path / "run"),
+        ]
+    )
+    assert speakers(trained(tmp_path / "run")) == {"user"}
+
+
+def test_the_run_script_in_a_process_of_its_own(project: Path, tmp_path: Path):
+    """`polyturn run-as verl -- python3 -m verl.trainer.main_ppo …`, with every key that such scripts write."""
+    script = EXAMPLES.parent / "run_qwen2.5-3b_gsm8k_multiturn.sh"
+    variables = {
+        **os.environ,
+        "MODEL": str(project / "model"),
+        "DATA": str(project / "tool"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    batch = ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    command = ["bash", str(script), *fill(project, "tool", tmp_path / "run"), *batch]
+    ended = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "the embedded engine samples" in ended.stderr and ended.stderr.count("tensor_model_parallel_size") == 1
+    assert len(trained(tmp_path / "run")) == 4
+
+
+# Around them
+
+
+def test_a_run_goes_on_from_its_folder_unless_it_is_told_not_to(project: Path, tmp_path: Path):
+    """verl's resume_mode auto: the same command again continues."""
+    path = EXAMPLES / "interaction_config" / "gsm8k_interaction_config.yaml"
+    config = rollout(multi_turn={"interaction_config_path": str(path)})
+    train(config, project, "interaction", tmp_path, "data.val_files=null")
+    arguments = ["train", "--verl", tmp_path / "verl.yaml", *fill(project, "interaction", tmp_path / "run")]
+    two = ["data.val_files=null", "trainer.total_training_steps=2"]
+    assert call_command(main, *arguments, *two).code == 0
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir() and not (tmp_path / "run-2").exists()
+    assert call_command(main, *arguments, *two, "trainer.resume_mode=disable").code == 0
+    assert (tmp_path / "run-2").is_dir()
+
+
+def test_a_migrated_config_trains_and_says_what_became_of_each_key(project: Path, tmp_path: Path):
+    path = EXAMPLES / "interaction_config" / "gsm8k_interaction_config.yaml"
+    config = rollout(multi_turn={"enable": True, "interaction_config_path": str(path)}, gpu_memory_utilization=0.5)
+    file, out = tmp_path / "verl.yaml", tmp_path / "native" / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    called = call_command(main, "config", "migrate", file, *fill(project, "interaction", tmp_path / "run"), "--out", out)
+    assert called.code == 0, called.err
+    assert "gpu_memory_utilization" in called.out
+    notes = out.with_suffix(".md").read_text()
+    assert "| `actor_rollout_ref.rollout.gpu_memory_utilization` | `0.5` | ignored |" in notes
+    assert "| `actor_rollout_ref.rollout.n` | `2` | `train.group_size` |" in notes
+    called = call_command(main, "train", out)
+    assert called.code == 0, called.err
+    assert speakers(trained(tmp_path / "run")) == {"user"}
+
+
+def test_the_prepared_rows_are_the_documented_ones(project: Path):
+    tool, talk = (pq.read_table(project / kind / "train.parquet").to_pylist()[1] for kind in ("tool", "interaction"))
+    for row in (tool, talk):
+        assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+        assert row["data_source"] == "openai/gsm8k" and row["reward_model"] == {"style": "rule", "ground_truth": "3"}
+        assert row["extra_info"]["index"] == 1 and row["extra_info"]["split"] == "train"
+    assert talk["extra_info"]["interaction_kwargs"] == {"name": "gsm8k", "query": "What is 1 + 2?", "ground_truth": "3"}
+    assert tool["extra_info"]["need_tools_kwargs"] is True
+    assert tool["extra_info"]["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "3"}}}
+
+
+def test_the_scripts_answer_for_options_that_they_cannot_serve(project: Path, tmp_path: Path):
+    refused = run_script("gsm8k_multiturn_w_tool.py", "--hdfs_dir", "hdfs://x", out=tmp_path)
+    assert refused.returncode == 2 and "copy the written folder yourself" in refused.stderr
