@@ -15,10 +15,12 @@ The default answers tool calls first, else lets the row's interaction answer, el
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from polyturn.core.aio import first_error
 from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -90,6 +92,16 @@ class MultiTurnScheduler:
                 return StopReason.ENV_DONE
             if not reply.messages and not reply.goes_on:
                 return StopReason.STOP
+
+    async def run_forks(self, forks: Sequence[Episode]) -> list[StopReason]:
+        """Drive forks of an episode side by side, each through the loop above, and return why each ended.
+
+        If one fails, the others are cancelled and its error is raised.
+        """
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(MultiTurnScheduler.run(self, fork), name=fork.id) for fork in forks]
+        return [task.result() for task in running]
 
     async def step(self, episode: Episode, turn: LiveTurn) -> Any:
         """Answer one turn: its tool calls first, else the row's interaction, else nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -191,14 +192,11 @@ class Tree(MultiTurnScheduler):
         await episode.prepare()
         branches = [episode.fork() for _ in range(self.width)]
         if self.at_once:
-            await asyncio.gather(*map(self.drive, branches))
+            await self.run_forks(branches)
         else:
             for branch in branches:
-                await self.drive(branch)
+                await super().run(branch)
         return StopReason.STOP
-
-    async def drive(self, branch: Episode) -> StopReason:
-        return await super().run(branch)
 
     def step(self, episode: Any, turn: Any) -> Any:
         return "once more" if len(episode.turns) < 3 else None
@@ -219,6 +217,48 @@ async def test_branches_share_a_prefix_and_train_each_sampled_token_once(at_once
         assert text.count("I am e ") == 1 and len(set(text.split("I am e#")[1:])) == 2
     assert context.engine.ended_sessions == ["e", "e#1", "e#2", "e#3"]  # type: ignore[attr-defined]
     assert t.metrics["num_forks"] == 3
+
+
+async def test_a_branch_that_fails_ends_the_others_and_the_trajectory():
+    waited: list[str] = []
+
+    class OneFails(Tree):
+        async def step(self, episode: Any, turn: Any) -> Any:
+            if episode.id == "e#1":
+                raise ValueError("this branch")
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                waited.append(episode.id)
+                raise
+
+    t = await run_episode(scripted_context(["x"], scheduler=OneFails()), task(), id="e")
+    assert t.error == "SchedulerError: the scheduler's step raised ValueError: this branch"
+    assert sorted(waited) == ["e#2", "e#3"]
+
+
+async def test_nothing_is_generated_for_an_episode_that_has_ended():
+    kept: list[Episode] = []
+
+    class Leaks(MultiTurnScheduler):
+        async def step(self, episode: Any, turn: Any) -> None:
+            kept.append(episode.fork())
+
+    await run_episode(scripted_context(["x"], scheduler=Leaks()), task(), id="e")
+    with pytest.raises(LifecycleError, match="episode 'e#1' has ended; nothing can be generated for it any more"):
+        await kept[0].generate()
+
+
+@pytest.mark.parametrize("name", ["Tips", "Compact", "Tree"])
+async def test_the_schedulers_of_the_documentation_run(name):
+    """docs/segments.md shows these."""
+    page = (Path(__file__).parents[3] / "docs/segments.md").read_text()
+    names: dict[str, Any] = {"MultiTurnScheduler": MultiTurnScheduler}
+    exec(page.split("```python")[1].split("```")[0], names)
+    context = scripted_context(["a <answer>1", "42"], scheduler=names[name]())
+    t = await run_episode(context, task(data_source=None), id="e")
+    check(t)
+    assert len(t.turns) == {"Tips": 2, "Compact": 1, "Tree": 4}[name]
 
 
 async def test_limits_hold_along_a_branch_and_seeds_differ_between_branches():
