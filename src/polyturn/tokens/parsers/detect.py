@@ -71,8 +71,13 @@ class _Probe:
         said = [(c.name, dict(c.arguments), c.error) for c in turn.tool_calls]
         if said != [(c.name, dict(c.arguments), None) for c in self.message.tool_calls]:
             return False
-        # A template may write what is said beside a call as reasoning, or not at all.
-        return turn.content.strip() in (self.message.text, "")
+        # A template may write what is said beside a call as reasoning, or not at all; reasoning has tags of its own.
+        content = turn.content.strip()
+        return (
+            not content or content.endswith(self.message.text)
+            if self.message.reasoning
+            else content in (self.message.text, "")
+        )
 
 
 def build_parser(

@@ -36,7 +36,7 @@ class Llama3Parser(TurnParser):
         if not tag:
             return _read_bare(text, tools) if _LOOKS_LIKE.match(text) else Found([text], [])
         if _PYTHON.match(rest):
-            found = read_python_calls(rest, tools)
+            found = read_python_calls(rest, tag=tag)
             return Found([content, *found.pieces], found.calls)
         calls, behind = _read_objects(rest)
         if not calls:

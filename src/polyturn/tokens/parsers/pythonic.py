@@ -54,16 +54,16 @@ class PythonicParser(TurnParser):
         """Read the list behind a tag, or the first line that is one."""
         tag = _OPEN.search(text)
         if tag is not None:
-            found = read_python_calls(text[tag.end() :], tools)
+            found = read_python_calls(text[tag.end() :], tag=tag[0])
             return Found([text[: tag.start()], *found.pieces], found.calls)
         start = _BARE.search(text)
         if start is None:
             return Found([text], [])
-        found = read_python_calls(text[start.start() :], tools)
+        found = read_python_calls(text[start.start() :])
         return Found([text[: start.start()], *found.pieces], found.calls)
 
 
-def read_python_calls(text: str, tools: Tools) -> Found:
+def read_python_calls(text: str, *, tag: str = "") -> Found:
     """Read lists of calls, each as far as it is well-formed; what cannot be read is one broken call with the rest."""
     pieces: list[str] = []
     calls: list[ToolCall] = []
@@ -76,7 +76,7 @@ def read_python_calls(text: str, tools: Tools) -> Found:
             reader.read_list(calls)
         except BadPythonError as problem:
             form = "write [NAME(KEY=VALUE, …)] with values that are literals"
-            raw = text[reader.call_start :]
+            raw = text[reader.call_start :].rstrip() or tag
             calls.append(broken(raw, f"the tool call cannot be read ({problem}); {form}", name=reader.call_name))
             return Found(pieces, calls)
         position = reader.position
@@ -189,7 +189,8 @@ class _Reader:
     def _token(self) -> re.Match[str]:
         token = _TOKEN.match(self.text, self.position)
         if token is None:
-            raise BadPythonError(f"cannot read {self._here()}")
+            is_string = self.text[self.position : self.position + 2].strip()[:1] in ("'", '"')
+            raise BadPythonError("a string is not closed, it is cut" if is_string else f"cannot read {self._here()}")
         self.position = token.end()
         return token
 
