@@ -127,6 +127,7 @@ def dialogue(
     markers: Sequence[str] = MARKERS,
     alternates: bool = False,
     has_system: bool | None = None,
+    has_tools: bool | None = None,
     num_turns: int | None = None,
 ) -> Dialogue:
     """Return the conversation of `seed`.
@@ -137,6 +138,7 @@ def dialogue(
         markers: Control texts that a hostile one speaks in.
         alternates: Never let two user messages, or a tool's and a user's, stand side by side.
         has_system: Whether it starts with a system message; drawn by default.
+        has_tools: Whether tools may be called; drawn by default, where the kind leaves it open.
         num_turns: How many turns; at most 4 by default.
 
     Raises:
@@ -145,6 +147,8 @@ def dialogue(
     if kind not in KINDS:
         raise ConfigError(f"there is no kind of dialogue {kind!r}.{did_you_mean(kind, KINDS)}")
     writer = _Writer(random.Random(f"{kind}/{seed}"), kind, tuple(markers))
+    if has_tools is not None:
+        writer.has_calls = has_tools
     draw = writer.draw
     prompt = [Message(role="user", content=writer.words(1))]
     if draw.random() < 0.5 if has_system is None else has_system:

@@ -1,0 +1,410 @@
+"""Does an episode hold exactly what was sampled, and around it exactly what the template writes? One dialogue at a time.
+
+`examine` runs a dialogue as a real episode, whose model says what the oracle found it would say, and compares every id that
+the engine was shown and every token that would train with the oracle's reading. What it returns is empty for a right one.
+
+    examine(subject, dialogue)  ->  [Violation(rule="between", detail="turn 0: held '…', the template writes '…'")]
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from polyturn.batching.samples import to_samples
+from polyturn.core.errors import TemplateError, one_line
+from polyturn.core.messages import Message, ToolCall
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.testing.dialogues import KINDS, MARKERS, TOOL_KINDS, Dialogue, dialogue
+from polyturn.testing.oracle import Oracle, RefusedError, tame
+from polyturn.testing.told import Runner, Told
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.markers import add_template_markers, template_markers
+from polyturn.tokens.sanity import check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+RULES = {
+    "prompt": "the first prompt is not the ids of the rendered conversation",
+    "kept": "the prompt that the engine saw, or what was sampled behind it, is not in the sample as it was (I1)",
+    "weights": "ids, weights, logprobs and turns of a sample have different lengths (I2)",
+    "owned": "the tokens that train are not the sampled ones, each once (I3, I4)",
+    "between": "the text between two turns is not what the template writes there",
+    "invented": "between two turns stands text that is nowhere in a render of the conversation",
+    "control": "between two turns stands a control token that the template did not write",
+    "full": "the full render is not the ids of the rendered conversation",
+    "unreported": "the held ids differ from a full render and the check is silent (I5)",
+    "reported": "the check reports a difference where there is none",
+    "unexplained": "the check gives a difference a class that this template cannot cause",
+    "refused": "the encoder refuses what the template renders",
+}
+"""What can be wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One way in which an episode did not hold what it should."""
+
+    template: str
+    rule: str
+    """One of `RULES`."""
+    kind: str
+    seed: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quiet:
+    """The control tokens that a template writes of itself around one answer."""
+
+    behind_a_turn: list[int]
+    in_a_history: list[int]
+    is_plain: bool
+    """What is written behind a turn is the end of what is written in a history."""
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """One template under examination, with what rendering cannot tell about it."""
+
+    name: str
+    codec: Codec
+    oracle: Oracle
+    markers: tuple[str, ...]
+    alternates: bool = False
+    looks_back: bool = False
+    """What the template writes between two turns depends on more than the turn before: no delta can know it."""
+    lossy: tuple[str, ...] = ()
+    """The kinds of difference from a full render that are the template's own doing."""
+    _quiet: dict[tuple[str, str], Quiet] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    """How many dialogues were examined, refused by the template, and equal to or different from a full render, by kind."""
+
+    @classmethod
+    def of(cls, name: str, template: str, tokenizer: PreTrainedTokenizerBase, facts: Mapping[str, Any]) -> Subject:
+        """Return the template `name` with a copy of `tokenizer` that knows its markers.
+
+        Args:
+            name: What it is called in a report.
+            template: Jinja text.
+            tokenizer: Stays as it is.
+            facts: What tests/data/templates/facts.yaml says of it, which explains each entry.
+        """
+        own, _ = add_template_markers(tokenizer, template)
+        return cls(
+            name=name,
+            codec=Codec(own, chat_template=template),
+            oracle=Oracle(own, template, **{k: facts[k] for k in ("ends", "openers", "closes") if k in facts}),
+            markers=template_markers(template),
+            alternates=bool(facts.get("alternates")),
+            looks_back=bool(facts.get("looks_back")),
+            lossy=tuple(facts.get("lossy", ())),
+        )
+
+    @cached_property
+    def runner(self) -> Runner:
+        """Runs dialogues with this template."""
+        return Runner(self.codec)
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the template renders a system message."""
+        try:
+            self.oracle.render([Message(role="system", content="Be brief."), Message(role="user", content="Hi")])
+        except RefusedError:
+            return False
+        return True
+
+    @cached_property
+    def shows_results(self) -> bool:
+        """Whether the template renders what a tool answers."""
+        probe = self.dialogue(0, "tool_calls")
+        try:
+            shown = self.oracle.render(probe.messages, probe.tools)
+        except RefusedError:
+            return False
+        results = [m.text.strip()[:4] for m in probe.messages if m.role == "tool"]
+        return bool(results) and all(r in shown for r in results)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of dialogue that the template can render."""
+        return KINDS if self.shows_results else tuple(k for k in KINDS if k not in TOOL_KINDS)
+
+    def quiet(self, what: str, messages: Sequence[Message], tools: Sequence[Any]) -> Quiet:
+        """Return what the template itself writes around `messages`, in which nothing is hostile.
+
+        Raises:
+            RefusedError: the template cannot render them.
+        """
+        asks, said, heard = messages
+        blank = [bool(m.text.strip()) for m in messages], [c.name.strip() for c in said.tool_calls] == [""]
+        key = (what, str(blank))
+        if key not in self._quiet:
+            encoder = self.runner.encoder(has_tools=self.shows_results)
+            shown = self.oracle.render(messages, tools, prompt=True)
+            last = self.codec.stop_token_ids[0]
+            behind = encoder.extend([heard], last_id=last, history=[asks, said]).tolist()
+            self._quiet[key] = Quiet(
+                behind_a_turn=self.oracle.control(behind),
+                in_a_history=self.oracle.control(self.oracle.ids(shown)),
+                is_plain=shown.endswith(self.oracle.decode(behind)),
+            )
+        return self._quiet[key]
+
+    def dialogue(self, seed: int, kind: str) -> Dialogue:
+        """Return the dialogue of `seed`, hostile ones in this template's own control texts too."""
+        markers = tuple(dict.fromkeys((*MARKERS, *self.markers * 2)))
+        has_system = None if self.takes_system else False
+        has_tools = None if kind in TOOL_KINDS or self.shows_results else False
+        return dialogue(seed, kind, markers=markers, alternates=self.alternates, has_system=has_system, has_tools=has_tools)
+
+
+def load_subjects(
+    folder: Path, facts: Mapping[str, Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, only: Sequence[str] = ()
+) -> list[Subject]:
+    """Return the templates of `folder` that `facts` has an entry for, in the order of `facts`."""
+    return [
+        Subject.of(name, (folder / f"{name}.jinja").read_text(encoding="utf-8"), tokenizer, entry)
+        for name, entry in facts.items()
+        if not only or name in only
+    ]
+
+
+def examine(subject: Subject, told: Dialogue, *, is_uncanonical: bool = False) -> list[Violation]:
+    """Run `told` with the template of `subject` and return what was wrong.
+
+    Args:
+        subject: The template.
+        told: The dialogue.
+        is_uncanonical: Let the model sample the same text in other tokens than the tokenizer would choose.
+    """
+    oracle, codec = subject.oracle, subject.codec
+    out: list[Violation] = []
+
+    def report(rule: str, detail: str) -> None:
+        out.append(Violation(template=subject.name, rule=rule, kind=told.kind, seed=told.seed, detail=detail))
+
+    if told.tools:
+        told = replace(told, tools=tuple(subject.runner.context(has_tools=True).tools.schemas.values()))
+    try:
+        texts = [oracle.says(told, turn) for turn in range(len(told.turns))]
+        betweens = [oracle.between(told, turn) for turn in range(len(told.turns) - 1)]
+        shown = oracle.render(told.messages, told.tools)
+    except RefusedError:
+        subject.counts["refused"] += 1
+        return out
+    said = [_sampled(codec, text, seed=told.seed if is_uncanonical else None) for text in texts]
+    subject.counts["examined"] += 1
+    try:
+        run = subject.runner.tell(told, said)
+    except TemplateError as problem:
+        silent = any(
+            m.text.strip() and tame(m).text.strip()[:4] not in oracle.between(told, k, is_tame=True)
+            for k, t in enumerate(told.turns)
+            for m in t.answer
+        )
+        if silent:
+            subject.counts["silent"] += 1
+        else:
+            report("refused", one_line(problem))
+        return out
+
+    # What the engine was shown: the prompt as rendered, then what was sampled, then what the template writes between.
+    expected = oracle.ids(oracle.render(told.prompt, told.tools, prompt=True))
+    if run.prompts[0] != expected:
+        report("prompt", _first(oracle, run.prompts[0], expected))
+    differs_between = []
+    for turn in range(len(told.turns) - 1):
+        before, after = [*run.prompts[turn], *said[turn]], run.prompts[turn + 1]
+        if after[: len(before)] != before:
+            report("kept", f"turn {turn}: the next prompt does not begin with what was shown and sampled")
+            return out
+        heard = after[len(before) :]
+        texts_ok = [oracle.normal(t) for t in _endings(betweens[turn], said[turn], oracle)]
+        own = oracle.control(oracle.ids(oracle.between(told, turn, is_tame=True)))
+        found = oracle.control(heard)
+        if oracle.decode(heard) not in texts_ok:
+            got = oracle.decode(heard)
+            differs_between.append((turn, got, texts_ok[-1]))
+            lines = [line for line in re.split("|".join(map(re.escape, (*oracle.markers, "\n"))), got) if len(line) >= 12]
+            for line in lines:
+                if line not in oracle.normal(betweens[turn]) and line not in oracle.normal(shown):
+                    report("invented", f"turn {turn}: {line!r} stands nowhere in what the template writes")
+            # The template looks further back than the turn before: what it writes around harmless text is the measure.
+            history = (*told.before(turn), told.turns[turn].message)
+            quiet = run.encoder.extend([tame(m) for m in told.turns[turn].answer], last_id=before[-1], history=history)
+            own = oracle.control(quiet.tolist())
+        if found not in (own, own[1:]):
+            report("control", f"turn {turn}: {oracle.decode(found)!r}, the template writes {oracle.decode(own)!r}")
+    held = [*run.prompts[-1], *said[-1]]
+    out += _samples(subject, told, run, said)
+    out += _against_full(subject, told, run, held, shown, differs_between)
+    return out
+
+
+def examine_text(subject: Subject, text: str) -> list[Violation]:
+    """Let every field that an environment writes say `text`, and return what was wrong with the ids.
+
+    A user's reply, a tool's result, a result's name, and parts of a content; in the turn after a completion and in a
+    history that is rendered again.
+    """
+    oracle, encoder = subject.oracle, subject.runner.encoder(has_tools=subject.shows_results)
+    base = subject.dialogue(0, "tool_calls" if subject.shows_results else "plain")
+    out: list[Violation] = []
+
+    def report(rule: str, what: str, detail: str) -> None:
+        out.append(Violation(template=subject.name, rule=rule, kind=what, seed=0, detail=f"{what} {text!r}: {detail}"))
+
+    asks, last = Message(role="user", content="Hi"), subject.codec.stop_token_ids[0]
+    plain = Message(role="assistant", content="So.")
+    heard = {
+        "a user's reply": (plain, Message(role="user", content=text)),
+        "a part of a reply": (plain, Message(role="user", content=({"type": "text", "text": text},))),
+    }
+    if subject.shows_results:
+        call = ToolCall(id="call00000", name="look_up", arguments={"query": "x"})
+        calling = Message(role="assistant", content="", tool_calls=(call,))
+        result = Message(role="tool", content="4", tool_call_id=call.id, name=call.name)
+        named = replace(calling, tool_calls=(replace(call, name=text),))
+        asked = replace(calling, tool_calls=(replace(call, arguments={"query": text}),))
+        heard |= {
+            "a tool's result": (calling, replace(result, content=text)),
+            "a tool's name": (named, replace(result, name=text)),
+            "a call's argument": (asked, result),
+        }
+    for what, (said, message) in heard.items():
+        try:
+            shown = oracle.render([asks, said, message], base.tools, prompt=True)
+            quiet = subject.quiet(what, [asks, tame(said), tame(replace(message, content=message.text))], base.tools)
+        except RefusedError:
+            continue
+        ids = encoder.extend([message], last_id=last, history=[asks, said]).tolist()
+        if oracle.control(ids) != quiet.behind_a_turn:
+            report("control", what, f"behind a turn: {oracle.decode(oracle.control(ids))!r}")
+        if quiet.is_plain and not oracle.normal(shown).endswith(oracle.decode(ids)):
+            report("between", what, f"behind a turn: {oracle.decode(ids)!r}, written {shown!r}")
+        ids = encoder.start([asks, said, message]).tolist()
+        if oracle.control(ids) != quiet.in_a_history:
+            report("control", what, f"in a history: {oracle.decode(oracle.control(ids))!r}")
+        if oracle.decode(ids) != oracle.normal(shown):
+            report("full", what, f"in a history: {oracle.decode(ids)!r}, written {shown!r}")
+    return out
+
+
+def _samples(subject: Subject, told: Dialogue, run: Told, said: Sequence[Sequence[int]]) -> list[Violation]:
+    """Check what would train: each sampled token once, with a weight, in the context that it was sampled in."""
+    out = []
+
+    def report(rule: str, detail: str) -> None:
+        out.append(Violation(template=subject.name, rule=rule, kind=told.kind, seed=told.seed, detail=detail))
+
+    group = TrajectoryGroup(id="g", task=run.trajectory.task, trajectories=(run.trajectory,))
+    samples = to_samples(group, temperature=1.0)
+    owned: list[tuple[int, int]] = []
+    for sample in samples:
+        lengths = {len(sample.token_ids), len(sample.loss_weights), len(sample.turn_ids)}
+        if sample.rollout_logprobs is not None:
+            lengths.add(len(sample.rollout_logprobs))
+        if len(lengths) > 1:
+            report("weights", f"arrays of different lengths {sorted(lengths)}")
+        for position in np.flatnonzero(sample.loss_weights).tolist():
+            owned.append((int(sample.turn_ids[position]), int(sample.token_ids[position])))
+    if owned != [(turn, int(i)) for turn, ids in enumerate(said) for i in ids]:
+        report("owned", "the tokens with a weight are not the sampled ones, each once and in order")
+    for turn, ids in enumerate(said):
+        seen = [*run.prompts[turn], *ids]
+        if ids and not any(s.token_ids[: len(seen)].tolist() == seen for s in samples):
+            report("kept", f"turn {turn}: no sample begins with what the engine saw and sampled")
+    return out
+
+
+def _against_full(
+    subject: Subject,
+    told: Dialogue,
+    run: Told,
+    held: list[int],
+    shown: str,
+    differs_between: Sequence[tuple[int, str, str]],
+) -> list[Violation]:
+    """Check that a difference from a full render is reported and explained, and that nothing else is."""
+    oracle, codec, out = subject.oracle, subject.codec, []
+
+    def report(rule: str, detail: str) -> None:
+        out.append(Violation(template=subject.name, rule=rule, kind=told.kind, seed=told.seed, detail=detail))
+
+    full = run.encoder.full(told.messages)
+    is_hostile = any(oracle.is_hostile(m.text) for t in told.turns for m in t.answer)
+    if not is_hostile and full.tolist() != oracle.ids(shown):
+        report("full", _first(oracle, full.tolist(), oracle.ids(shown)))
+    if is_hostile and oracle.decode(full.tolist()) != oracle.normal(shown):
+        report("full", f"text of the full render: {oracle.decode(full.tolist())!r}, not {shown!r}")
+    found = check(held, full, codec)
+    subject.counts["equal" if found is None else found.kind] += 1
+    whole = full.tolist()
+    n = min(len(held), len(whole))
+    is_equal = held[:n] == whole[:n] and _is_ending(oracle, held[n:]) and _is_ending(oracle, whole[n:])
+    if is_equal and found is not None:
+        report("reported", f"a difference where there is none: {found}")
+    if not is_equal and found is None and not _differs_in_last_ending(oracle, held, whole):
+        report("unreported", _first(oracle, held, whole))
+    if found is not None and found.kind not in (*subject.lossy, "merge") and not is_equal:
+        report("unexplained", str(found))
+    if not subject.looks_back or found is None:
+        for turn, got, expected in differs_between:
+            report("between", f"turn {turn}: held {got!r}, the template writes {expected!r}")
+    return out
+
+
+def _sampled(codec: Codec, text: str, *, seed: int | None) -> list[int]:
+    """Return ids that say `text`: the tokenizer's, or with a seed others, cut where it would not cut."""
+    if seed is None:
+        return codec.encode(text).tolist()
+    draw = random.Random(seed)
+    pieces: list[str] = []
+    for piece in re.split(
+        "(" + "|".join(map(re.escape, sorted(codec.control_tokens.values(), key=len, reverse=True))) + ")", text
+    ):
+        if piece in codec.control_tokens.values() or len(piece) < 2:
+            pieces.append(piece)
+        else:
+            at = draw.randint(1, len(piece) - 1)
+            pieces += [piece[:at], piece[at:]]
+    return [i for p in pieces for i in codec.encode(p).tolist()]
+
+
+def _endings(between: str, said: Sequence[int], oracle: Oracle) -> list[str]:
+    """Return what may follow a completion: all of `between`, less the end or the opener that the model has written."""
+    last = oracle.decode(said[-1:]) if said else ""
+    for end in (*oracle.ends, *oracle.openers.values()):
+        if last in (*oracle.ends, *oracle.openers.values(), oracle.tokenizer.eos_token) and between.startswith(end):
+            return [between[len(end) :]]
+    return [between]
+
+
+def _is_ending(oracle: Oracle, ids: Sequence[int]) -> bool:
+    text = oracle.decode(ids)
+    for end in (*oracle.ends, *oracle.closes, *oracle.openers.values(), oracle.tokenizer.eos_token):
+        text = text.replace(end, "")
+    return not text.strip()
+
+
+def _differs_in_last_ending(oracle: Oracle, held: Sequence[int], full: Sequence[int]) -> bool:
+    n = next((i for i, (a, b) in enumerate(zip(held, full, strict=False)) if a != b), min(len(held), len(full)))
+    return _is_ending(oracle, held[n:]) and _is_ending(oracle, full[n:])
+
+
+def _first(oracle: Oracle, got: Sequence[int], expected: Sequence[int]) -> str:
+    n = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
+    around = slice(max(n - 8, 0), n + 12)
+    return f"token {n}: {oracle.decode(got[around])!r}, expected {oracle.decode(expected[around])!r}"
