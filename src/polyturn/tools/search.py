@@ -50,6 +50,11 @@ class SearchTool(BaseTool):
         )
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
+    @property
+    def num_connected(self) -> int:
+        """How many episodes hold the tool's connections open."""
+        return self._service.num_users
+
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the schema that is used where the file has none."""
         queries = {

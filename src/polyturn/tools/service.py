@@ -70,6 +70,11 @@ class HttpService:
         self._session: aiohttp.ClientSession | None = None
         self._limit = asyncio.Semaphore(max_concurrent)
 
+    @property
+    def num_users(self) -> int:
+        """How many users hold the connections open."""
+        return self._num_users
+
     def open(self) -> None:
         """Count one user; the first one makes the connections. Call it in the event loop that is to use them."""
         self._num_users += 1

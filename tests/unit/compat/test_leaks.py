@@ -1,0 +1,12 @@
+"""Whatever happens to an episode, its tools and its partner are let go of."""
+
+from __future__ import annotations
+
+from polyturn.testing.leaks import count_leaks
+
+
+async def test_nothing_is_left_after_errors_timeouts_and_cancellations() -> None:
+    report = await count_leaks(300, seed=1)
+    assert report.left == {}
+    assert {"error", "env_done", "cancelled"} <= set(report.ends), report.ends
+    assert sum(report.ends.values()) == 300
