@@ -76,7 +76,7 @@ def read_python_calls(text: str, *, tag: str = "") -> Found:
             reader.read_list(calls)
         except BadPythonError as problem:
             form = "write [NAME(KEY=VALUE, …)] with values that are literals"
-            raw = text[reader.call_start :].rstrip() or tag
+            raw = text[reader.call_start :].rstrip() or tag or text.strip()
             calls.append(broken(raw, f"the tool call cannot be read ({problem}); {form}", name=reader.call_name))
             return Found(pieces, calls)
         position = reader.position
@@ -112,7 +112,7 @@ class _Reader:
             if not is_list:
                 return
             has_comma = self._take(",")
-            if self._take("]"):
+            if self._take("]") or not (has_comma or self._rest()):  # cut behind a whole call
                 return
             if not has_comma:
                 raise BadPythonError(f"expected , or ] at {self._here()}")
@@ -212,12 +212,17 @@ class _Reader:
         self.position = token.end()
         return True
 
+    def _rest(self) -> bool:
+        """Return whether anything but white space follows."""
+        return _SPACE.match(self.text, self.position).end() < len(self.text)  # type: ignore[union-attr]  # it always matches
+
     def _here(self) -> str:
         return (
             repr(self.text[self.position : self.position + 30]) if self.position < len(self.text) else "the end, it is cut"
         )
 
 
+_SPACE = re.compile(r"\s*+")
 _MARK = re.compile(r"\s*+([\[\](){},:=])")
 
 

@@ -131,6 +131,12 @@ def test_calls_before_a_cut_are_kept(name: str) -> None:
     assert all(c.error for c in calls[1:])
 
 
+def test_a_pythonic_list_that_is_cut_behind_a_call_is_read_and_one_that_goes_on_is_kept() -> None:
+    assert said(read("pythonic", "[now()").tool_calls) == CALLS[1:]
+    calls = read("pythonic", "[now(),").tool_calls
+    assert [(c.name, c.raw, c.error is None) for c in calls] == [("now", "now()", True), ("", "[now(),", False)]
+
+
 @pytest.mark.parametrize("name", [n for n in CALLING if n != "gpt-oss"])
 def test_calls_inside_reasoning_are_thoughts_unless_asked_for(name: str) -> None:
     tags = reasoning_formats.resolve(make(name).reasoning_name)
