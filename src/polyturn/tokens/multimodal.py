@@ -125,11 +125,14 @@ class MediaProcessor:
             where: What shows them, for the message.
 
         Raises:
-            DataError: a kind that it has no part for.
+            DataError: a kind that it has no part for, or a file that does not exist.
         """
         for medium in media:
             if medium.kind not in self.placeholders:
                 raise DataError(f"{where} shows {a_kind(medium.kind)}, but {self._refusals[medium.kind]}")
+            for source in (medium.source,) if isinstance(medium.source, str) else medium.source:
+                if not source.startswith("data:") and not Path(source).is_file():
+                    raise DataError(f"{where} shows {a_kind(medium.kind)}, but there is no file {source!r}")
 
     def expansion(self, medium: Media) -> Expansion:
         """Return what the processor makes of one medium.

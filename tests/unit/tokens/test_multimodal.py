@@ -210,7 +210,7 @@ def test_a_template_that_writes_no_placeholder_is_refused() -> None:
 
 def test_a_file_that_is_no_image_is_named(tmp_path) -> None:
     (tmp_path / "a.png").write_bytes(b"not an image")
-    for path, why in (("a.png", "is not an image that Pillow reads"), ("b.png", "cannot be read")):
+    for path, why in (("a.png", "is not an image that Pillow reads"), ("b.png", "there is no file")):
         with pytest.raises(DataError, match=why):
             MEDIA.expansion(Message(role="user", content=({"image": str(tmp_path / path)},)).media[0])
 
