@@ -94,7 +94,6 @@ def growth(parser: TurnParser) -> tuple[float, float, str]:
 
 
 def _seconds(parser: TurnParser, text: str) -> float:
-    gc.collect()
     gc.disable()  # its cost depends on all that is alive in the process
     start = time.process_time()
     parser.parse(text, tools=TOOLS)
