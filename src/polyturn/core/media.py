@@ -103,7 +103,9 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
         if not frames:
             raise DataError("a video given as a list needs at least one frame")
         return cast(tuple[str, ...], frames)
-    if isinstance(value, np.ndarray):
+    if kind != "video" and isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple | int | float):
+        value = np.array(value)  # as files of rows hold an array
+    if isinstance(value, np.ndarray) and value.dtype.kind in "uif":
         return _array(kind, value)
     if kind == "image" and type(value).__module__.partition(".")[0] == "PIL":
         return _png(np.asarray(value.convert("RGB")))
