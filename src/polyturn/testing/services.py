@@ -26,7 +26,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serve(answer: Callable[[dict[str, Any], int], Any]) -> AsyncIterator[Served]:
-    """Serve POST / with `answer(json, number of the request)`: a reply, or (HTTP status, reply)."""
+    """Serve POST, under any path, with `answer(json, number of the request)`: a reply, or (HTTP status, reply)."""
     served = Served()
 
     async def handle(request: web.Request) -> web.Response:
@@ -46,7 +46,7 @@ async def serve(answer: Callable[[dict[str, Any], int], Any]) -> AsyncIterator[S
             served.busy -= 1
 
     app = web.Application()
-    app.router.add_post("/", handle)
+    app.router.add_post("/{path:.*}", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -128,7 +128,7 @@ def make_client(settings: Mapping[str, Any]) -> Any:
 
 
 def read_servers(path: Path) -> dict[str, Mapping[str, Any]]:
-    """Return name -> settings of the servers in a file with `mcpServers`.
+    """Return name -> settings of the servers in a file with `mcpServers`; their commands run in the file's folder.
 
     Raises:
         ConfigError: the file is missing, or a server in it cannot work.
@@ -148,7 +148,8 @@ def read_servers(path: Path) -> dict[str, Mapping[str, Any]]:
         for key in settings:
             if key not in _KEYS:
                 raise ConfigError(f"{path}: the server {name!r} has the unknown key {key!r}.{did_you_mean(key, _KEYS)}")
-    return dict(servers)
+    folder = str(path.resolve().parent)
+    return {name: {"cwd": folder, **s} if "command" in s else s for name, s in servers.items()}
 
 
 def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.0) -> list[dict[str, Any]]:

@@ -310,7 +310,7 @@ def _config(episode: Episode, given: Any) -> Any:
         "data": {"apply_chat_template_kwargs": {}},
         "trainer": {},
     }
-    return OmegaConf.merge(OmegaConf.create(own), OmegaConf.create(given) if isinstance(given, Mapping) else given or {})
+    return OmegaConf.merge(OmegaConf.create(own), OmegaConf.create(dict(given)) if isinstance(given, Mapping) else given or {})
 
 
 def _list_tokenizer(tokenizer: Any) -> Any:
