@@ -668,7 +668,7 @@ def build_estimator(place: Place) -> Any:
     from polyturn.algorithms.advantages import advantages
 
     algorithm = place.config.algorithm
-    estimator = advantages.resolve(algorithm.advantage, base=place.base)
+    estimator: Any = advantages.resolve(algorithm.advantage, base=place.base)
     if has_parameter(estimator, "token_level_rewards"):  # an estimator that was written for verl
         from polyturn.compat.verl.core_algos import as_estimator
 
