@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -47,10 +48,10 @@ from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.pool import RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.store.parquet_store import open_store
+from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.multimodal import MediaProcessor, load_processor
 from polyturn.tokens.parsers import build_parser
-from polyturn.tokens.sanity import TemplateReport, probe
 from polyturn.tokens.train import train_tokenizer
 from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox
@@ -66,6 +67,12 @@ if TYPE_CHECKING:
     from polyturn.training.observer import AlsoRecord
 
 logger = logging.getLogger(__name__)
+
+MEASURED_MEDIA_TASKS = 64
+"""Of tasks that show media, so many are encoded before a run; the others are checked for files and kinds, which is quick."""
+
+_NUM_TRIALS = 9
+"""Random dialogues that a run tries its template with, besides the canned ones; `polyturn check` tries more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +119,7 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
     model = build_model(place, tokenizer, checkpoint=checkpoint)
     max_context = _max_context(config.rollout.limits, model)
     tools = build_tools(place)
-    template = probe(codec, tools=tuple(tools.schemas.values()))
+    template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)
     template.require()
     media = build_media(place, codec, model)
     engine = EmbeddedEngine(
@@ -147,6 +154,8 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
         scheduler_timeout_s=config.rollout.scheduler_timeout_s,
         sanity_mode=config.rollout.tokenization_sanity_check_mode,
         sanity_every=config.rollout.sanity_every,
+        escape_prompts=config.rollout.escape_prompts,
+        escape_observations=config.rollout.escape_observations,
     )
     return Parts(
         place=place,
@@ -469,7 +478,10 @@ def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
     """Return the length of a prompt that is too long, in tokens; None for the others."""
     context, limit = parts.context, _prompt_limit(parts)
     if any(message.media for message in task.prompt):
-        length = len(context.encoder_for(task).start(task.prompt))
+        try:
+            length = len(context.encoder_for(task).start(task.prompt))
+        except (TemplateError, DataError, ConfigError) as problem:
+            raise type(problem)(f"{name}, task {task.id!r}: {problem}") from problem
         return length if length > limit else None
     try:
         text = context.codec.render(task.prompt, tools=context.encoder_for(task).tools, add_generation_prompt=True)
@@ -502,8 +514,15 @@ def _read_tasks(parts: Parts, tasks: Sequence[Task], *, name: str) -> DatasetSum
     context = parts.context
     longest = parts.place.config.rollout.limits.max_prompt_tokens
 
+    seen = itertools.count()
+
     def check(task: Task) -> None:
         context.rewarder.check([task], tools=context.tools.tools)
+        media = [medium for message in task.prompt for medium in message.media]
+        if media and context.media is not None and next(seen) >= MEASURED_MEDIA_TASKS:
+            context.media.check(media, where=f"{name}, task {task.id!r}")
+            bar.advance()
+            return
         if (length := _too_long(parts, task, name=name)) is not None:
             limit = _prompt_limit(parts)
             which = "rollout.limits.max_prompt_tokens" if limit == longest else "the model's context"

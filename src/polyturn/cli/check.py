@@ -1,34 +1,128 @@
-"""`polyturn check`: what a model's chat template does, as one table, and whether a run with tools can use it."""
+"""`polyturn check`: the certificate of a model's tokenizer and chat template, as one table or one JSON object."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import time
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from polyturn.cli.console import Output, quiet_transformers
-from polyturn.core.errors import ConfigError
-from polyturn.tokens.codec import load_codec
-from polyturn.tokens.sanity import probe
+from polyturn.core.errors import ConfigError, TemplateError
+from polyturn.tokens.certificate import TemplateReport, certify
+from polyturn.tokens.codec import Codec, load_codec
+from polyturn.tokens.markers import add_template_markers
+
+_LABELS = {
+    "keeps_turn_before_user": "prefix-preserving after a user turn",
+    "keeps_turn_before_tool": "prefix-preserving after a tool result",
+    "keeps_reasoning_before_user": "prefix-preserving after reasoning, user turn",
+    "keeps_reasoning_before_tool": "prefix-preserving after reasoning, tool result",
+    "generation_prompt_is_header": "generation prompt equals the history header",
+    "renders_reasoning": "renders reasoning of the last turn",
+    "strips_reasoning": "strips reasoning of past turns",
+    "other_end_in_history": "ends a past turn with another token",
+    "takes_system": "takes a system message",
+    "needs_user_first": "needs a user message first",
+    "needs_alternation": "needs alternation of user and assistant",
+    "writes_dates": "writes dates",
+    "writes_today": "writes today's date",
+}
 
 
-def run(model: str, *, template: Path | None) -> None:
-    """Print the table.
+def run(model: str, *, template: Path | None, as_json: bool = False) -> bool:
+    """Print the certificate of `model`; return whether a run can use it.
 
-    Raises:
-        TemplateError: the template cannot be used.
+    Args:
+        model: Folder or hub name of a model or a tokenizer.
+        template: A Jinja file that replaces the model's template; markers that the tokenizer lacks are added to a copy.
+        as_json: Print one JSON object instead of the table.
     """
+    began = time.monotonic()
     quiet_transformers()
-    if template is not None and not template.is_file():
-        raise ConfigError(f"there is no file {str(template)!r}; --template names a Jinja file")
-    codec = load_codec(model, chat_template=None if template is None else template.read_text(encoding="utf-8"))
-    report = probe(codec)
+    name = model if template is None else str(template)
+    try:
+        codec, added = _load(model, template)
+    except TemplateError as problem:
+        return _refuse(name, str(problem), as_json=as_json)
+    report = certify(codec)
+    if report.error is not None:
+        return _refuse(name, report.error, as_json=as_json)
+    seconds = time.monotonic() - began
+    if as_json:
+        Output().text(json.dumps(_object(report, name, added, seconds), ensure_ascii=False))
+    else:
+        _print(report, name, added, seconds)
+    return True
+
+
+def _refuse(name: str, error: str, *, as_json: bool) -> bool:
+    """Print why there is no safe strategy."""
+    if as_json:
+        found = {"template": name, "strategy": "none", "reason": error, "error": error, "violations": [error]}
+        Output().text(json.dumps({**found, "control_tokens_from_text": 0, "properties": {}}, ensure_ascii=False))
+        return False
     table = Table("property", "value", box=None, pad_edge=False)
-    for field in dataclasses.fields(report):
-        value = getattr(report, field.name)
-        shown = {True: "yes", False: "no", None: "-"}.get(value, str(value)) if not isinstance(value, str) else value
-        table.add_row(field.name.replace("_", " "), shown)
-    table.add_row("stop tokens", " ".join(codec.decode([i]) for i in codec.stop_token_ids))
+    table.add_row("template", name)
+    table.add_row("strategy", "none")
+    table.add_row("why", _plain(error))
     Output().table(table)
-    report.require()
+    return False
+
+
+def _load(model: str, template: Path | None) -> tuple[Codec, tuple[str, ...]]:
+    """Return the codec to look at, and the markers that its tokenizer lacked."""
+    if template is None:
+        return load_codec(model), ()
+    if not template.is_file():
+        raise ConfigError(f"there is no file {str(template)!r}; --template names a Jinja file")
+    source = template.read_text(encoding="utf-8")
+    codec = load_codec(model, chat_template=source)
+    tokenizer, added = add_template_markers(codec.tokenizer, source)
+    return (Codec(tokenizer, chat_template=source) if added else codec), added
+
+
+def _object(report: TemplateReport, name: str, added: tuple[str, ...], seconds: float) -> dict[str, Any]:
+    return {
+        "template": name,
+        "strategy": report.strategy,
+        "inference_strategy": report.inference_strategy,
+        "reason": report.reason,
+        "error": report.error,
+        "violations": list(report.violations),
+        "control_tokens_from_text": report.control_tokens_from_text,
+        "findings": list(report.findings),
+        "properties": report.properties,
+        "prefix_preserving": report.is_prefix_preserving,
+        "stop_tokens": list(report.stop_tokens),
+        "added_markers": list(added),
+        "num_dialogues": report.num_dialogues,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _print(report: TemplateReport, name: str, added: tuple[str, ...], seconds: float) -> None:
+    table = Table("property", "value", box=None, pad_edge=False)
+    table.add_row("template", name)
+    for key, value in report.properties.items():
+        table.add_row(_LABELS.get(key, key.replace("_", " ")), {True: "yes", False: "no", None: "-"}[value])
+    table.add_row("stop tokens", _plain(" ".join(report.stop_tokens)))
+    if added:
+        table.add_row("markers added to a copy of the tokenizer", _plain(" ".join(added)))
+    table.add_row("dialogues tried", f"{report.num_dialogues} in {report.seconds:.2f} s ({seconds:.1f} s in all)")
+    table.add_row("control tokens from text", str(report.control_tokens_from_text))
+    table.add_row("violations", "none" if not report.violations else _plain("\n".join(report.violations)))
+    if report.findings:
+        table.add_row("findings", _plain("\n".join(report.findings[:4])))
+    table.add_row("strategy", f"{report.strategy} (with use_inference_chat_template: {report.inference_strategy})")
+    table.add_row("why", _plain(report.reason))
+    Output().table(table)
+
+
+def _plain(text: str) -> Any:
+    """Return text in which brackets are no markup."""
+    from rich.text import Text
+
+    return Text(text)

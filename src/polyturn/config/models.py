@@ -154,6 +154,12 @@ class RolloutConfig(_Model):
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable", "off"] = "strict"
     sanity_every: int = Field(16, ge=0)
     """Every how many episodes the incremental token ids are compared with a full render; 0 never, 1 always."""
+    escape_prompts: Literal["delimiters", "all", "none"] = "delimiters"
+    """Which control tokens that a task's prompt spells are encoded as ordinary text: those that open and close turns, roles
+    and media; all of them, <think> included; none."""
+    escape_observations: bool = True
+    """Encode tool results, tool calls and user replies as ordinary text, also where they spell control tokens. False lets
+    an environment speak in control tokens."""
 
 
 class EngineConfig(_Model):

@@ -58,6 +58,10 @@ class RolloutContext:
     sanity_mode: str = "strict"
     sanity_every: int = 16
     """Every how many episodes the incremental ids are compared with a full render; 1 checks all, 0 none."""
+    escape_prompts: str = "delimiters"
+    """Which control texts in a prompt are ordinary text: one of `polyturn.tokens.delta.ESCAPES`."""
+    escape_observations: bool = True
+    """What tools and users say is ordinary text, whatever it spells."""
 
     media: MediaProcessor | None = None
     """The model's processor, for messages that show images, videos or sounds; None for text."""
@@ -77,7 +81,13 @@ class RolloutContext:
         """Return the encoder for the tools that the task may call."""
         names = self.tools.select(task)
         if names not in self._encoders:
-            self._encoders[names] = MediaEncoder(self.codec, tools=self.tools.schemas_of(task), media=self.media)
+            self._encoders[names] = MediaEncoder(
+                self.codec,
+                tools=self.tools.schemas_of(task),
+                media=self.media,
+                escape_prompts=self.escape_prompts,
+                escape_observations=self.escape_observations,
+            )
         return self._encoders[names]
 
     @property

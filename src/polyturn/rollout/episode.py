@@ -170,6 +170,8 @@ class Episode:
         Raises:
             EngineError: the engine is lost or refuses the request.
         """
+        if self._shared.is_closed:
+            raise LifecycleError(f"episode {self.id!r} has ended; nothing can be generated for it any more")
         transcript, number = self._transcript, len(self.turns)
         length = transcript.num_tokens
         budget = limit_rules.budget(self.limits, self._progress(num_new=0, length=length), ceiling=self._sampling.max_tokens)
@@ -446,12 +448,16 @@ class Episode:
             return {}
         metrics = {"sanity_checked": 1.0}
         for transcript in checked:
-            found = sanity.check(
-                transcript.context, transcript.full_render(), self._context.codec, mode=self._context.sanity_mode
-            )
-            if found is not None:
-                self._context.warn_of(found, where=self.id)
-                metrics[f"sanity_{found.kind}"] = 1.0
+            held, codec = transcript.context, self._context.codec
+            try:
+                found = sanity.differences(
+                    held, transcript.full_render(), codec, mode=self._context.sanity_mode, parser=self._context.parser
+                )
+            except TemplateError as problem:
+                found = (sanity.refused(problem, held, codec),)
+            for one in found:
+                self._context.warn_of(one, where=self.id)
+                metrics[f"sanity_{one.kind}"] = metrics.get(f"sanity_{one.kind}", 0.0) + 1.0
         return metrics
 
     # Private.

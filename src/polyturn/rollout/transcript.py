@@ -25,6 +25,7 @@ from polyturn.core.generation import Completion
 from polyturn.core.media import Media
 from polyturn.core.messages import Message, to_openai
 from polyturn.core.trajectory import SpanRef
+from polyturn.rollout.reasoning import goes_into_content, with_reasoning_in_content
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser
 
@@ -84,6 +85,8 @@ class Transcript:
         self._addition = NO_IDS
         self.text = ""
         """What was sampled last, as text."""
+        self._written: dict[int, tuple[Message, str]] = {}
+        """By identity of an assistant message with reasoning: what the model wrote."""
 
     # Reading.
 
@@ -178,6 +181,8 @@ class Transcript:
             self._openai.pop()
         self._is_open_message = False
         message = self.read(text, turn=turn)
+        if message.reasoning is not None:
+            self._written[id(message)] = message, text
         self._messages.append(message)
         self._openai.append(message.to_openai())
         self._last_id = int(completion.token_ids[-1]) if len(completion.token_ids) else None
@@ -273,7 +278,7 @@ class Transcript:
             return self._rendered()
         ids = self._addition if self._is_open_message else NO_IDS
         if self._pending:
-            ids = self._encoder.extend(self._pending, last_id=self._last_id)
+            ids = self._encoder.extend(self._pending, last_id=self._last_id, history=self._messages)
         return Prompt(ids, False, len(ids), self.num_tokens + len(ids), _media(self._pending))
 
     def show(self, prompt: Prompt, *, turn: int) -> SpanRef | None:
@@ -300,6 +305,7 @@ class Transcript:
         )
         if agent is not None:
             return other
+        other._written = dict(self._written)
         other.num_prompt, other.is_canonical, other._last_id = self.num_prompt, self.is_canonical, self._last_id
         other._is_open_message, other._said, other._addition = self._is_open_message, self._said, self._addition
         other._pending, other._is_edited = self._pending, self._is_edited
@@ -310,7 +316,7 @@ class Transcript:
 
     def full_render(self) -> Ids:
         """Return the ids of the whole conversation as the template writes it, for the sanity check."""
-        return self._encoder.full(self._messages)
+        return self._encoder.full(self._messages, num_prompt=self.num_prompt)
 
     def candidates(self) -> list[Message]:
         """Return the history and what waits to be shown, for a policy that leaves some of it out."""
@@ -318,7 +324,7 @@ class Transcript:
 
     def length_of(self, messages: Sequence[Message]) -> int:
         """Return how many tokens the prompt of `messages` has."""
-        return len(self._encoder.start(messages))
+        return len(self._encoder.start(messages, num_prompt=self.num_prompt))
 
     def _set_prompt(self, messages: Sequence[Message]) -> None:
         self._messages = list(messages)
@@ -328,10 +334,12 @@ class Transcript:
 
     def _rendered(self) -> Prompt:
         """Render the whole history; keep held ids that spell just what the template writes."""
-        messages = [*self._messages, *self._pending]
+        messages = self._as_sent([*self._messages, *self._pending])
         media = _media(messages)
         try:
-            ids = self._encoder.start(messages[:-1] if self._is_open_message else messages)
+            ids = self._encoder.start(
+                messages[:-1] if self._is_open_message else messages, num_prompt=self.num_prompt
+            )
         except TemplateError as problem:
             if not self._is_edited:
                 raise
@@ -352,12 +360,19 @@ class Transcript:
                 ids = kept
         return Prompt(ids, True, len(added), len(ids), media)
 
+    def _as_sent(self, messages: list[Message]) -> list[Message]:
+        """Return the history with reasoning where this template looks for it."""
+        if not self._written or not goes_into_content(self._encoder.codec):
+            return messages
+        known = (self._written.get(id(m)) for m in messages)
+        return [m if k is None else with_reasoning_in_content(*k) for m, k in zip(messages, known, strict=True)]
+
     def _appended(self) -> Ids | None:
         """Encode what waits as an addition; None where this template cannot be added to."""
         if not self._pending:
             return NO_IDS
         try:
-            return self._encoder.extend(self._pending, last_id=self._last_id)
+            return self._encoder.extend(self._pending, last_id=self._last_id, history=self._messages)
         except TemplateError:
             return None
 

@@ -144,8 +144,13 @@ class DeltaEncoder:
         ids = self._encode_new(new, self._past(history))
         if last_id is None or not len(ids):
             return ids
-        is_end = last_id in self.codec.stop_token_ids and int(ids[0]) in self.codec.turn_ends.past
-        return ids[1:] if is_end or int(ids[0]) == last_id else ids
+        ends = self.codec.turn_ends
+        for index, token in enumerate(ids.tolist()):
+            if token == last_id:
+                return ids[index + 1 :]
+            if token not in ends.closing:
+                break
+        return ids[1:] if last_id in self.codec.stop_token_ids and int(ids[0]) in ends.past else ids
 
     def delta_text(self, new: Sequence[Message], *, history: Sequence[Message] = ()) -> str:
         """Return the text that `extend` encodes, from the end token of the completion's turn on.
@@ -309,11 +314,13 @@ class DeltaEncoder:
             return codec.encode(render(shown))
 
     def _is_own(self, messages: Sequence[Message], index: int, num_prompt: int | None) -> bool:
-        """Return whether message `index` is the text of the task's owner."""
+        """Return whether message `index` is the text of the task's owner; what a tool says never is."""
+        if messages[index].role == "tool":
+            return False
         if num_prompt is not None:
             return index < num_prompt
         first_turn = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
-        return index < first_turn and messages[index].role != "tool"
+        return index < first_turn
 
     def _fenced(self, message: Message, is_own: bool, marker: str) -> Message:
         """Return `message` with what must not speak in control tokens between markers; the message itself if nothing."""

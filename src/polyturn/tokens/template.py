@@ -189,4 +189,5 @@ def _kind(message: Message) -> str:
         return f"an assistant message with {len(message.tool_calls)} tool call(s)"
     if not isinstance(message.content, str):
         return f"a {message.role} message with content parts"
-    return f"a {message.role} message"
+    article = "an" if message.role == "assistant" else "a"
+    return f"{article} {message.role} message"

@@ -11,6 +11,7 @@ followed by a message:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -50,6 +51,8 @@ class TurnEnds:
     """The tokens that the model ends its turn with: after text, after calls, after reasoning."""
     past: tuple[int, ...]
     """The tokens that a history has behind a turn: the same, or others that stand in their place."""
+    closing: frozenset[int]
+    """All tokens that stand directly behind one another at a turn's end: the past ones and any that follow them."""
     openers: bool
     """The template writes nothing behind a turn, so that the stop tokens are those that open the next one."""
 
@@ -66,6 +69,7 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
     closes_user = _closing_of_user(codec, user)
     stops: list[int] = []
     past: list[int] = []
+    closing: set[int] = set()
     has_end = False
     for turn, answers in ((plain, (user,)), (calling, (result, user)), (thinking, (user,))):
         alone = behind_anchor(codec.try_render([user, turn]), ANCHOR)
@@ -82,8 +86,10 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
         if turn is plain:
             if shared:
                 has_end = True
-                stops.append(shared[0].id)
-                past.append(shared[0].id)
+                run = _run(shared)
+                stops += run
+                past.append(run[0])
+                closing.update(run)
             elif spans and later and later[0].id == closes_user:
                 has_end = True
                 stops.append(spans[0].id)
@@ -99,7 +105,20 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
             past.append(end)
         elif turn is thinking and spans and spans[0].id not in past:
             stops.append(spans[0].id)
-    return TurnEnds(stops=tuple(dict.fromkeys(stops)), past=tuple(dict.fromkeys(past)), openers=not has_end)
+    closing.update(past)
+    return TurnEnds(
+        stops=tuple(dict.fromkeys(stops)), past=tuple(dict.fromkeys(past)), closing=frozenset(closing), openers=not has_end
+    )
+
+
+def _run(spans: Sequence[Span]) -> list[int]:
+    """Return the first token and those that stand directly behind it."""
+    run = [spans[0].id]
+    for left, right in itertools.pairwise(spans):
+        if left.end != right.start:
+            break
+        run.append(right.id)
+    return run
 
 
 def common_length(a: str, b: str) -> int:

@@ -49,7 +49,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
         if "sanity_checked" in trajectory.metrics:
             found = [k for k in trajectory.metrics if k.startswith("sanity_") and k != "sanity_checked"]
             one["tokens/mismatch_rate"] = Mean(float(bool(found)))
-            one.update({f"tokens/mismatch_{k.removeprefix('sanity_')}": Sum(1) for k in found})
+            one.update({f"tokens/mismatch_{k.removeprefix('sanity_')}": Sum(trajectory.metrics[k]) for k in found})
         if trajectory.reward is not None:
             one["reward/mean"] = Mean(trajectory.reward.total)
             one["rollout/success"] = Mean(float(is_success(trajectory)))

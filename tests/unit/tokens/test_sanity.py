@@ -1,6 +1,4 @@
-"""The sanity check names what differs, and the probe says what a template does."""
-
-from pathlib import Path
+"""The sanity check names what differs between held ids and a full render."""
 
 import pytest
 
@@ -8,13 +6,11 @@ from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.testing.tiny import tiny_tokenizer
-from polyturn.tokens.codec import Codec, load_codec
+from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.sanity import check, probe
+from polyturn.tokens.sanity import KINDS, check, differences, refused
 
 CODEC = Codec(tiny_tokenizer())
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 HEAD = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
 TAIL = "<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\nok<|im_end|>"
 
@@ -118,57 +114,6 @@ def test_an_unknown_mode_comes_with_the_nearest() -> None:
         kind("a", "b", "stric")
 
 
-def test_the_probe_finds_nothing_odd_in_the_tiny_template() -> None:
-    report = probe(CODEC, tools=TOOLS)
-    report.require()
-    assert report.keeps_turn_before_user
-    assert report.keeps_turn_before_tool
-    assert report.keeps_reasoning_before_user
-    assert report.renders_tools
-    assert report.renders_calls
-    assert report.renders_parallel_results
-    assert report.generation_prompt_is_header
-    assert not any((report.strips_reasoning, report.writes_dates, report.needs_alternation, report.needs_user_first))
-    assert report.strategy == "append"
-
-
-def test_a_template_without_tools_is_refused_only_when_the_run_has_tools() -> None:
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    codec = Codec(tiny_tokenizer(), chat_template=template)
-    probe(codec).require()
-    with pytest.raises(TemplateError, match=r"1 tool\(s\) and the chat template renders none"):
-        probe(codec, tools=TOOLS).require()
-
-
-def test_a_codec_without_template_is_an_error_of_the_report() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    assert "has no chat template" in (probe(Codec(tokenizer)).error or "")
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the tokenizers and templates in ../shared/data")
-@pytest.mark.parametrize(
-    ("name", "facts"),
-    [
-        ("qwen2_5", {"renders_tools": True, "keeps_turn_before_user": True, "generation_prompt_is_header": True}),
-        ("qwen3", {"renders_tools": True, "keeps_turn_before_user": False, "strips_reasoning": True}),
-        ("gemma3", {"renders_tools": False, "needs_alternation": True, "renders_results": False}),
-        ("llama3_1", {"renders_tools": True, "writes_dates": True, "renders_parallel_results": False}),
-        ("glm4moe", {"renders_tools": True, "strips_reasoning": True, "generation_prompt_is_header": False}),
-        ("phi3", {"renders_tools": False}),
-        ("deepseekv3", {"renders_tools": False, "renders_results": True}),
-        ("lfm2", {"renders_tools": True, "renders_calls": False, "renders_results": True}),
-    ],
-)
-def test_published_templates_are_read_right(name: str, facts: dict[str, bool]) -> None:
-    codec = load_codec(str(SHARED / "tokenizers" / "qwen2"), chat_template=str(SHARED / "chat_templates" / f"{name}.jinja"))
-    report = probe(codec)
-    assert {fact: getattr(report, fact) for fact in facts} == facts
-
-
 def test_a_broken_call_in_the_history_is_compared_as_written() -> None:
     raw = "<tool_call>\n{oops\n</tool_call>"
     turn = Message(role="assistant", content="", tool_calls=(ToolCall(id="c", name="", raw=raw, error="not JSON"),))
@@ -176,3 +121,51 @@ def test_a_broken_call_in_the_history_is_compared_as_written() -> None:
     first = [Message(role="user", content="q")]
     held = [*encoder.start(first), *ids(raw + "<|im_end|>")]
     assert check(held, encoder.full([*first, turn]), CODEC) is None
+
+
+def test_every_turn_that_differs_is_reported_with_its_class() -> None:
+    held = HEAD + "<think>hm</think>a" + TAIL + "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nb  c"
+    full = HEAD + "a" + TAIL + "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nb c<|im_end|>\n"
+    found = differences(ids(held), ids(full), CODEC)
+    assert [(d.kind, d.block) for d in found] == [("reasoning_stripped", 1), ("whitespace", 5)]
+    assert [d.kind for d in differences(ids(held), ids(full), CODEC, "ignore_strippable")] == ["reasoning_stripped"]
+    assert {d.kind for d in found} <= set(KINDS)
+
+
+def test_a_turn_that_the_render_leaves_out_does_not_shift_the_others() -> None:
+    extra = "<|im_start|>user\nforgotten<|im_end|>\n"
+    found = differences(ids(extra + HEAD + "a" + TAIL), ids(HEAD + "a" + TAIL), CODEC)
+    assert len(found) == 1
+    assert "forgotten" in found[0].held
+
+
+OTHER_END = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|im_end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_an_end_token_that_history_writes_differently_has_a_class_of_its_own() -> None:
+    codec = Codec(tiny_tokenizer(), chat_template=OTHER_END)
+    encoder = DeltaEncoder(codec)
+    question, again = Message(role="user", content="q"), Message(role="user", content="no")
+    turns = [Message(role="assistant", content=text) for text in ("a", "b")]
+    held = [*encoder.start([question]), *codec.encode("a<|endoftext|>")]
+    held += [*encoder.extend([again], last_id=held[-1]), *codec.encode("b<|endoftext|>")]
+    assert codec.decode(held).count("<|im_end|>") == 2, "the sampled end stays and no second one is written"
+    full = encoder.full([question, turns[0], again, turns[1]])
+    assert [d.kind for d in differences(held, full, codec)] == ["end_token"]
+
+
+def test_the_last_turn_in_other_tokens_is_a_merge_whatever_ends_it() -> None:
+    held = ids_array([*ids(HEAD), *(ids(letter)[0] for letter in "function")])
+    for ending in ("", "<|im_end|>", "<|im_end|>\n"):
+        assert [d.kind for d in differences(held, ids(HEAD + "function" + ending), CODEC)] == ["merge"]
+
+
+def test_a_conversation_that_the_template_refuses_is_a_difference_with_the_reason() -> None:
+    found = refused(TemplateError("roles must alternate"), ids(HEAD), CODEC)
+    assert found.kind == "other"
+    assert "roles must alternate" in str(found)
