@@ -21,6 +21,7 @@ import yaml
 
 from polyturn.cli import verl
 from polyturn.cli.main import main
+from polyturn.core.registry import import_attr
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.parquet_store import open_store
 from polyturn.testing.runs import call_command
@@ -171,6 +172,43 @@ def test_the_run_script_in_a_process_of_its_own(project: Path, tmp_path: Path):
     assert ended.returncode == 0, ended.stderr
     assert "the embedded engine samples" in ended.stderr and ended.stderr.count("tensor_model_parallel_size") == 1
     assert len(trained(tmp_path / "run")) == 4
+
+
+# The quick start
+
+
+def test_the_demos_rows_train_through_a_config_in_verls_keys(tmp_path: Path):
+    demo = ROOT / "examples" / "quickstart" / "verl"
+    command = [sys.executable, str(demo / "rows.py"), "--out", str(tmp_path), "--train", "8", "--test", "1"]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+    small = "{model_type: qwen3, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}"
+    called = call_command(
+        main,
+        *("train", "--verl", demo / "config.yaml"),
+        f"data.train_files={tmp_path / 'train.parquet'}",
+        f"data.val_files={tmp_path / 'test.parquet'}",
+        *("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"),
+        *("trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path / 'run'}"),
+        *(f"polyturn.model.init={small}", "polyturn.num_threads=1"),
+        *("polyturn.warm_start.steps=2", "polyturn.warm_start.kwargs.num_conversations=16"),
+    )
+    assert called.code == 0, called.err
+    found = list(open_store(tmp_path / "run").trajectories(split="train"))
+    assert len(found) == 16 and not any(t.is_failed for t in found)
+    assert {t.task.data_source for t in found} == {"quickstart/lookup", "quickstart/arithmetic"}
+    for t in found:
+        assert t.reward is not None and set(t.reward.components) >= {"outcome", "tool/lookup"}
+        assert t.reward.total == t.reward.components["outcome"], "the price is no reward"
+        assert (t.reward.components["tool/lookup"] > 0) == (t.task.data_source == "quickstart/lookup")
+
+
+def test_the_demos_reward_compares_with_the_price_of_the_episode():
+    compute_score = import_attr(f"{ROOT / 'examples' / 'quickstart' / 'verl' / 'lookup.py'}:compute_score")
+    said = "Easy:\nred lamp = 83\n#### 83"
+    extra = {"rollout_reward_scores": {"lookup": 83.0}}
+    assert compute_score("quickstart/lookup", said, "", extra) == 1.0
+    assert compute_score("quickstart/lookup", said.replace("83", "38"), "", extra) == 0.0
+    assert compute_score("quickstart/arithmetic", "#### 31", "31", extra) == 1.0
 
 
 # Around them

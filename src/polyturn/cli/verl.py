@@ -41,7 +41,7 @@ def train(tree: Composed, *, folder: Path | None, again: Sequence[str], resume: 
     loaded = load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
     for notice in translation.notices():
         logger.info("%s", notice)
-    place = Place(config=loaded.config, base=Path().resolve())
+    place = Place(config=loaded.config, base=(folder or Path()).resolve())
     when: bool | Literal["auto"] = "auto" if translation.resumes and not resume else resume
     command.train(place, loaded.resolved, again=again, resume=when, dry_run=dry_run)
 

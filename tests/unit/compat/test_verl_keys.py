@@ -145,8 +145,6 @@ IGNORED = [
     f"{ROLLOUT}.over_sample_rate=0.1",
     f"{ROLLOUT}.calculate_log_probs=True",
     f"{ROLLOUT}.agent.num_workers=8",
-    f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
-    f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent",
     f"{ROLLOUT}.trace.backend=weave",
     f"{ROLLOUT}.trace.token2text=True",
     f"{ROLLOUT}.trace.max_samples_per_step_per_worker=2",
@@ -206,6 +204,8 @@ ASKS_FOR_NOTHING = [
     f"{TURNS}.completion_callback=null",
     f"{TURNS}.num_repeat_rollouts=null",
     f"{ROLLOUT}.agent.agent_loop_config_path=null",
+    f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
+    f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent",
     f"{ROLLOUT}.agent.custom_async_server.path=null",
     f"{ROLLOUT}.skip_rollout=False",
     f"{ROLLOUT}.enable_rollout_routing_replay=False",
@@ -234,8 +234,8 @@ REJECTED = [
     (f"{TURNS}.format=hermez", "Did you mean 'hermes'"),
     (f"{ROLLOUT}.name=trtllm", "TensorRT"),
     (f"{ROLLOUT}.name=sglangs", "Did you mean 'sglang"),
-    (f"{ROLLOUT}.agent.default_agent_loop=react_agent", "rollout.scheduler"),
-    (f"{ROLLOUT}.agent.agent_loop_config_path=loops.yaml", "rollout.scheduler"),
+    (f"{ROLLOUT}.agent.default_agent_loop=react_agent", "agent_loop_config_path does not name it"),
+    (f"{ROLLOUT}.agent.agent_loop_config_path=loops.yaml", "list of {name, _target_}"),
     (f"{ROLLOUT}.agent.agent_loop_manager_class=x.Y", "rollout.scheduler"),
     (f"{ROLLOUT}.agent.custom_async_server.path=x", "rollout.name"),
     (f"{ROLLOUT}.agent.custom_async_server.name=x", "rollout.name"),
@@ -450,6 +450,18 @@ def test_the_managers_that_do_more_than_call_a_function():
     assert dapo.native["reward"]["overlong"] == {"buffer": 50, "penalty": 0.5, "max_tokens": 200}
     limited = translated("reward_model.reward_manager=rate_limited", "+reward_model.max_rpm=60", "+reward_model.timeout=5")
     assert limited.native["reward"]["rate"]["calls_per_minute"] == 60 and limited.native["reward"]["timeout_s"] == 5
+
+
+def test_an_agent_loop_of_ones_own_becomes_the_scheduler(tmp_path: Path):
+    (tmp_path / "loops.yaml").write_text(
+        "- {name: react, _target_: project.loops.React}\n- {name: b, _target_: x.B, k: 1}\n"
+    )
+    file, chosen = f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}", f"{ROLLOUT}.agent.default_agent_loop"
+    assert translated(file, f"{chosen}=react").native["rollout"]["scheduler"] == "project.loops.React"
+    with pytest.raises(ConfigError, match=r"'b' has the arguments \['k'\]"):
+        translated(file, f"{chosen}=b")
+    with pytest.raises(ConfigError, match="not used while default_agent_loop is single_turn_agent"):
+        translated(file)
 
 
 def test_native_keys_stand_above_everything_that_was_translated():

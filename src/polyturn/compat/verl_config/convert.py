@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from polyturn.algorithms.advantages import advantages
-from polyturn.core.errors import did_you_mean
+from polyturn.core.errors import did_you_mean, one_line
 from polyturn.tokens.parsers import parsers
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -20,6 +23,7 @@ MULTI_TURN = f"{ROLLOUT}.multi_turn"
 ACTOR = "actor_rollout_ref.actor"
 NO_LIMIT_CHARS = 1_000_000
 KEEP_ALL = 1_000_000
+NATIVE_LOOPS = ("single_turn_agent", "tool_agent")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -232,6 +236,28 @@ def turns(s: Source) -> None:
         s.put(f"rollout.limits.{native}", s.get(cap, third), by=cap)
 
 
+def agent_loop(s: Source) -> None:
+    """Name the scheduler, where the loop is not one of verl's own two."""
+    key, file_key = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.agent_loop_config_path"
+    name, file = s.get(key, "single_turn_agent"), s.get(file_key)
+    loops: dict[str, Any] = {}
+    if file is not None:
+        try:
+            items = OmegaConf.to_container(OmegaConf.load(Path(file).expanduser()), resolve=True)
+            loops = {item["name"]: item for item in items}  # type: ignore[index, misc, union-attr, call-overload]
+        except (OSError, ValueError, TypeError, KeyError, OmegaConfBaseException) as problem:
+            s.refuse(file_key, f"it must be a list of {{name, _target_}} ({one_line(problem)})")
+            return
+    if name in loops:
+        if more := sorted(set(loops[name]) - {"name", "_target_"}):
+            s.refuse(file_key, f"{name!r} has the arguments {more}; give its class these values as defaults")
+        s.put("rollout.scheduler", loops[name]["_target_"], by=key)
+    elif name not in NATIVE_LOOPS:
+        s.refuse(key, f"agent_loop_config_path does not name it.{did_you_mean(name, [*loops, *NATIVE_LOOPS])}")
+    elif loops:
+        s.refuse(file_key, f"it is not used while default_agent_loop is {name}; name one of {sorted(loops)} there")
+
+
 def tool_response(s: Source) -> None:
     """Bound the text of a tool's answer, where somebody asked for it."""
     key = f"{MULTI_TURN}.max_tool_response_length"
@@ -360,7 +386,7 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
         model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, warmup, temperature,
-        top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage, reward_function, reward_manager,
-        steps, run_folder, every, keep,
+        agent_loop, top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage, reward_function,
+        reward_manager, steps, run_folder, every, keep,
     )
 }  # fmt: skip
