@@ -130,11 +130,19 @@ class AliasPackage(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        body = None if name in _OWN or isinstance(value, ModuleType) else self._body()
-        if body is not None and name in vars(body):
-            setattr(body, name, value)
-        else:
+        is_own = name in _OWN or name in self.__dict__ or isinstance(value, ModuleType)
+        body = None if is_own else self._body()
+        if body is None:
             super().__setattr__(name, value)
+        else:
+            setattr(body, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        body = None if name in self.__dict__ else self._body()
+        if body is None:
+            super().__delattr__(name)
+        else:
+            delattr(body, name)
 
     def __dir__(self) -> list[str]:
         body = self._body()

@@ -37,6 +37,7 @@ _NATIVE = {
 _HERE = {
     "verl.trainer.main_ppo": "polyturn.cli.main_ppo",
     "verl.tools.function_tool": "polyturn.compat.verl.function_tool",
+    "verl.workers.rollout.schemas": "polyturn.compat.verl.rollout_schemas",
     "verl.utils.rollout_trace": "polyturn.compat.verl.rollout_trace",
     "verl.utils.profiler": "polyturn.compat.verl.profiler",
     "verl.trainer.ppo.core_algos": "polyturn.compat.verl.core_algos",

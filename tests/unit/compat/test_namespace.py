@@ -121,6 +121,22 @@ def test_every_module_of_the_list_is_there(name: str) -> None:
     assert importlib.import_module(name) is importlib.import_module(VERL.modules[name])
 
 
+def test_a_package_shows_the_names_of_its_body_and_sets_them_there() -> None:
+    compat.install("verl")
+    package = importlib.import_module("verl.utils.reward_score")
+    body = importlib.import_module("polyturn.rewards.default")
+    assert package.default_compute_score is body.default_compute_score
+    assert "default_compute_score" in dir(package)
+    with patch("verl.utils.reward_score.default_compute_score", return_value=0.5):
+        assert body.default_compute_score("openai/gsm8k", "", "") == 0.5
+    assert body.default_compute_score("openai/gsm8k", "#### 4", "4") == 1.0
+    loops = importlib.import_module("verl.experimental.agent_loop")
+    inner = importlib.import_module("verl.experimental.agent_loop.agent_loop")
+    assert loops.AgentLoopBase is inner.AgentLoopBase and loops.agent_loop is inner
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = package.nothing
+
+
 def test_the_namespaces_are_listed_under_their_roots() -> None:
     assert all(root == namespace.root for root, namespace in NAMESPACES.items())
 

@@ -310,7 +310,8 @@ def _config(episode: Episode, given: Any) -> Any:
         "data": {"apply_chat_template_kwargs": {}},
         "trainer": {},
     }
-    return OmegaConf.merge(OmegaConf.create(own), OmegaConf.create(dict(given)) if isinstance(given, Mapping) else given or {})
+    over = OmegaConf.create(dict(given)) if isinstance(given, Mapping) else given
+    return OmegaConf.merge(OmegaConf.create(own), over or {})
 
 
 def _list_tokenizer(tokenizer: Any) -> Any:
