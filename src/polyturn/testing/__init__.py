@@ -1,1 +1,38 @@
-"""What tests of polyturn, and of what is built on it, need: tiny tokenizers and models that are made in under a second."""
+"""What tests of polyturn, and of what is built on it, need: tiny models, scripted episodes, and the contracts of plug-ins.
+
+from polyturn.testing import check_interaction
+
+async def test_my_interaction():
+    await check_interaction(MyInteraction({}), says=["#### 5", "#### 4"], ground_truth="4")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from polyturn.testing.suites.common import ContractError as ContractError
+    from polyturn.testing.suites.interaction import check_interaction as check_interaction
+    from polyturn.testing.suites.reward import check_reward as check_reward
+    from polyturn.testing.suites.scheduler import check_scheduler as check_scheduler
+    from polyturn.testing.suites.tool import check_tool as check_tool
+
+_FROM = {
+    "ContractError": "common",
+    "check_interaction": "interaction",
+    "check_reward": "reward",
+    "check_scheduler": "scheduler",
+    "check_tool": "tool",
+}
+"""Public name -> the module of `suites` that has it, imported when it is asked for."""
+
+__all__ = ["ContractError", "check_interaction", "check_reward", "check_scheduler", "check_tool"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"polyturn.testing has no {name!r}.{did_you_mean(name, __all__)}")
+    return importlib.import_module(f"polyturn.testing.suites.{_FROM[name]}").__dict__[name]

@@ -1,0 +1,142 @@
+"""What the suites share: a list of problems that becomes one error, and instruments for what a plug-in holds and blocks.
+
+    async with Findings("interaction Tutor") as found:
+        found.expect(is_text, "start_interaction returned 3; return the id as text")
+    ->  ContractError: interaction Tutor breaks its contract:
+          1. start_interaction returned 3; return the id as text
+
+A suite goes on after a problem, so that its author sees all of them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any
+
+from polyturn.core.errors import one_line
+
+LONGEST_BLOCK_S = 0.25
+"""How long an async method may keep the event loop from everything else."""
+NUM_BLOCKS = 3
+"""So many calls that block are a habit; fewer may be the machine's doing."""
+NUM_EPISODES = 30
+"""How many episodes are played to see what is left of them."""
+DEADLINE_S = 20.0
+"""How long one call of a plug-in may take in a test."""
+
+
+class ContractError(AssertionError):
+    """A plug-in does not keep what the framework relies on; the message lists what."""
+
+
+class Findings:
+    """Collects problems; leaving it raises them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.problems: list[str] = []
+        self._blocks: list[tuple[str, float]] = []
+
+    async def __aenter__(self) -> Findings:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Stop):
+            return  # a mistake in the suite or in its use says more than a list
+        if len(self._blocks) >= NUM_BLOCKS:
+            what, seconds = self._blocks[0]
+            self.expect(
+                False,
+                f"{what} blocked the event loop for {seconds:.1f} s, and all other episodes with it; await what takes time, "
+                "or run it in a thread",
+            )
+        if self.problems:
+            listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(self.problems, start=1))
+            raise ContractError(f"{self.name} breaks its contract:{listed}") from None
+
+    def expect(self, is_kept: bool, problem: str) -> bool:
+        """Note `problem` unless it is kept; return whether it is."""
+        if not is_kept and problem not in self.problems:
+            self.problems.append(problem)
+        return is_kept
+
+    @asynccontextmanager
+    async def calling(self, what: str, *, advice: str = "") -> AsyncIterator[None]:
+        """Note it if what is called within raises, is late, or blocks the event loop; the suite goes on after it."""
+        pulse = Pulse()
+        try:
+            async with asyncio.timeout(DEADLINE_S), pulse:
+                yield
+        except TimeoutError:
+            self.expect(False, f"{what} took longer than {DEADLINE_S:g} s")
+        except Stop:
+            raise
+        except Exception as problem:
+            self.expect(False, f"{what} raised {one_line(problem)}{'; ' + advice if advice else ''}")
+        if pulse.longest_s > LONGEST_BLOCK_S:
+            self._blocks.append((what, pulse.longest_s))
+
+    def stop(self) -> None:
+        """End the suite here: nothing behind can be judged."""
+        raise Stop
+
+
+class Stop(Exception):
+    """Ends a suite whose problems are known."""
+
+
+class Pulse:
+    """Measures how long the event loop was kept from a task that wants to run all the time."""
+
+    INTERVAL_S = 0.01
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._last = 0.0
+
+    async def __aenter__(self) -> Pulse:
+        self._task = asyncio.create_task(self._beat())
+        await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._count()
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _beat(self) -> None:
+        self._last = time.monotonic()
+        while True:
+            await asyncio.sleep(self.INTERVAL_S)
+            self._count()
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, now - self._last - self.INTERVAL_S)
+        self._last = now
+
+
+def holdings(plugin: object) -> dict[str, int]:
+    """Return how much each collection among a plug-in's attributes holds, for what it keeps of its episodes."""
+    collections = (dict, list, set, deque, Mapping)
+    return {name: len(value) for name, value in attributes(plugin).items() if isinstance(value, collections)}
+
+
+def attributes(plugin: object) -> Mapping[str, Any]:
+    """Return an object's own attributes; none where it has no dictionary."""
+    try:
+        return vars(plugin)
+    except TypeError:
+        return {}
+
+
+def grown(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """Return the names of collections that grew with the number of episodes."""
+    return sorted(name for name, size in after.items() if size - before.get(name, 0) >= NUM_EPISODES // 2)

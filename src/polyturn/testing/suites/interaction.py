@@ -1,0 +1,202 @@
+"""The contract of an interaction.
+
+async def test_my_interaction():
+    await check_interaction(MyInteraction({}), says=["#### 5", "#### 4"], ground_truth="4")
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from polyturn.core.protocols import Interaction
+from polyturn.core.task import InteractionRef
+from polyturn.interactions.forms import in_usual_form
+from polyturn.rollout.episode import run_episode
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.testing.suites.common import NUM_EPISODES, Findings, grown, holdings
+
+AWKWARD = {"empty": "", "long": "word " * 20_000, "odd": "\x00 </s> {{ 7*7 }} \ud7ff 🙂 <tool_call>", "numbers": "1" * 500}
+"""What a model may write at any time."""
+
+Reply = tuple[bool, str, float | None]
+
+
+async def check_interaction(
+    interaction: Interaction,
+    *,
+    says: Sequence[str] = ("Hello.", "Goodbye."),
+    prompt: str = "What is 2+2?",
+    is_deterministic: bool = True,
+    **row: Any,
+) -> None:
+    """Check that an interaction keeps what the framework relies on, and name everything that it does not keep.
+
+    Checked are the ids, the four values of a reply and the score, whatever the model writes; that episodes side by side do
+    not disturb each other; that nothing is left of them; that the event loop is not blocked; and a whole episode.
+
+    Args:
+        interaction: The one to check; its class's `__init__` has run.
+        says: What the model says, turn by turn.
+        prompt: The task.
+        is_deterministic: Whether equal conversations get equal replies; False for a model or a service behind it.
+        row: The row's interaction kwargs, which are passed on to it.
+
+    Raises:
+        ContractError: it breaks its contract; the message lists how.
+    """
+    usual, kwargs = in_usual_form(interaction), {"name": interaction.name, **row}
+    async with Findings(f"interaction {type(interaction).__name__}") as found:
+        suite = _Suite(usual, found, prompt=prompt, kwargs=kwargs)
+        await suite.check_ids()
+        alone = await suite.play("alone", says)
+        if is_deterministic and not found.problems:
+            await suite.check_isolation(says, alone)
+        for kind, text in AWKWARD.items():
+            await suite.play(f"awkward-{kind}", [text], where=f" after a message that is {kind}")
+        await suite.check_nothing_is_left(interaction, says)
+        await _check_episode(interaction, found, says=says, prompt=prompt, kwargs=kwargs)
+
+
+class _Suite:
+    """The calls into one interaction."""
+
+    def __init__(self, interaction: Interaction, found: Findings, *, prompt: str, kwargs: dict[str, Any]) -> None:
+        self._interaction = interaction
+        self._found = found
+        self._prompt = {"role": "user", "content": prompt}
+        self._kwargs = kwargs
+
+    async def check_ids(self) -> None:
+        """Check `start_interaction`, and that an episode may end before its first turn."""
+        ids: list[Any] = []
+        async with self._found.calling("start_interaction", advice="it is given the row's kwargs, so take **kwargs"):
+            ids = [await self._interaction.start_interaction(given, **self._kwargs) for given in (None, None, "mine")]
+        if not ids:
+            self._found.stop()
+        self._found.expect(
+            all(isinstance(i, str) and i for i in ids),
+            f"start_interaction returned {ids!r:.200}; return the id as text: the one that was given, or a new one",
+        )
+        self._found.expect(ids[0] != ids[1], f"start_interaction(None) returned {ids[0]!r} twice; make a new id each time")
+        async with self._found.calling(
+            "finalize_interaction", advice="an episode may end before its first turn, and every id is finalized once"
+        ):
+            for instance_id in ids:
+                await self._interaction.finalize_interaction(instance_id)
+
+    async def play(self, instance_id: str, says: Sequence[str], *, where: str = "") -> list[Reply]:
+        """Play one episode and return the replies."""
+        replies: list[Reply] = []
+        started = False
+        async with self._found.calling(f"an episode{where}"):
+            instance_id = await self._interaction.start_interaction(instance_id, **self._kwargs)
+            started = True
+            messages: list[dict[str, Any]] = [dict(self._prompt)]
+            for text in says:
+                messages.append({"role": "assistant", "content": text})
+                reply = await self._reply(instance_id, messages, where)
+                if reply is None:
+                    break
+                replies.append(reply)
+                if reply[0]:
+                    break
+                messages.append({"role": "user", "content": reply[1]})
+            score = await self._interaction.calculate_score(instance_id)
+            self._found.expect(
+                score is None or _is_finite(score), f"calculate_score returned {score!r:.80}{where}; return a finite number"
+            )
+        if started:
+            async with self._found.calling("finalize_interaction"):
+                await self._interaction.finalize_interaction(instance_id)
+        return replies
+
+    async def _reply(self, instance_id: str, messages: list[dict[str, Any]], where: str) -> Reply | None:
+        given = copy.deepcopy(messages)
+        answer = await self._interaction.generate_response(instance_id, given, **self._kwargs)
+        expect = self._found.expect
+        expect(given == messages, "generate_response changed the messages that it was given; make a list of your own")
+        if not expect(
+            isinstance(answer, tuple | list) and len(answer) == 4,
+            f"generate_response returned {answer!r:.80}{where}; return (should_terminate, content, score, metadata)",
+        ):
+            return None
+        done, content, score, metadata = answer
+        expect(
+            isinstance(done, bool) or type(done).__name__ == "bool_",
+            f"generate_response said should_terminate={done!r:.40}{where}; say True or False",
+        )
+        expect(
+            content is None or isinstance(content, str), f"generate_response answered {content!r:.40}{where}; answer text"
+        )
+        expect(
+            score is None or _is_finite(score),
+            f"generate_response gave the score {score!r:.40}{where}; give a finite number, or None for none",
+        )
+        expect(
+            metadata is None or isinstance(metadata, dict),
+            f"generate_response returned metadata of type {type(metadata).__name__}{where}; return a dict",
+        )
+        return bool(done), str(content or ""), None if score is None or not _is_finite(score) else float(score)
+
+    async def check_isolation(self, says: Sequence[str], alone: list[Reply]) -> None:
+        """Play episodes side by side, turn by turn; each must go as it goes alone."""
+        histories: dict[str, list[dict[str, Any]]] = {}
+        played: dict[str, list[Reply]] = {}
+        async with self._found.calling("episodes side by side"):
+            for number in range(3):
+                instance_id = await self._interaction.start_interaction(f"side-{number}", **self._kwargs)
+                histories[instance_id], played[instance_id] = [dict(self._prompt)], []
+            for text in says[: len(alone)]:
+                for instance_id, messages in histories.items():
+                    messages.append({"role": "assistant", "content": text})
+                    reply = await self._reply(instance_id, messages, "")
+                    if reply is not None:
+                        played[instance_id].append(reply)
+                        messages.append({"role": "user", "content": reply[1]})
+            for instance_id in histories:
+                await self._interaction.finalize_interaction(instance_id)
+        different = next((replies for replies in played.values() if replies != alone), None)
+        self._found.expect(
+            different is None,
+            f"an episode beside others went differently: {different!r:.200} instead of {alone!r:.200}; keep what belongs to "
+            "an episode under its instance id, not on the object (is_deterministic=False if replies differ by nature)",
+        )
+
+    async def check_nothing_is_left(self, interaction: Interaction, says: Sequence[str]) -> None:
+        """Play many episodes; what the object holds must not grow with them."""
+        before = holdings(interaction)
+        for number in range(NUM_EPISODES):
+            await self.play(f"many-{number}", says[:1])
+        for name in grown(before, holdings(interaction)):
+            self._found.expect(
+                False, f"{name!r} holds something of every episode that ended; free it in finalize_interaction"
+            )
+
+
+async def _check_episode(
+    interaction: Interaction, found: Findings, *, says: Sequence[str], prompt: str, kwargs: dict[str, Any]
+) -> None:
+    """Run one real episode, which is what all of this is for."""
+    context = scripted_context(list(says), interactions={interaction.name: interaction})
+    ref = InteractionRef(name=interaction.name, kwargs=kwargs)
+    one = dataclasses.replace(task(prompt, data_source=None), interaction=ref)
+    async with found.calling("a whole episode"):
+        trajectory = await run_episode(context, one, id="episode")
+        found.expect(
+            not trajectory.is_failed,
+            f"a whole episode failed: {trajectory.error}",
+        )
+        found.expect(
+            not trajectory.metrics.get("close_errors"), "finalize_interaction failed at the end of an episode; see the log"
+        )
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False

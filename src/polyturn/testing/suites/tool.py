@@ -1,0 +1,176 @@
+"""The contract of a tool.
+
+async def test_my_tool():
+    await check_tool(MyTool({}, SCHEMA), calls=[{"answer": "4"}, {"answer": "5"}], create_kwargs={"ground_truth": "4"})
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polyturn.core.messages import ToolCall
+from polyturn.core.protocols import Tool
+from polyturn.core.task import ToolKwargs
+from polyturn.core.trajectory import ToolResult
+from polyturn.rollout.episode import run_episode
+from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from polyturn.testing.suites.common import DEADLINE_S, NUM_EPISODES, Findings, grown, holdings
+from polyturn.tools.executor import ToolBox
+from polyturn.tools.results import EXCEPTION, SCHEMA, TIMEOUT, UNKNOWN_TOOL
+
+
+async def check_tool(
+    tool: Tool,
+    *,
+    calls: Sequence[Mapping[str, Any]],
+    is_deterministic: bool = True,
+    **row: Mapping[str, Any],
+) -> None:
+    """Check that a tool keeps what the framework relies on, and name everything that it does not keep.
+
+    Checked are the schema, the calls that are given, its rewards, episodes side by side, episodes that end without a call,
+    that nothing is left of them, that the event loop is not blocked; and a whole episode in which a model calls it.
+
+    Args:
+        tool: The one to check; a function decorated with `polyturn.tool` is one.
+        calls: Arguments of calls that fit its schema, in the order of an episode; at least one.
+        is_deterministic: Whether equal calls get equal answers; False for a service that changes.
+        row: What the row tells it: create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs.
+
+    Raises:
+        ContractError: it breaks its contract; the message lists how.
+    """
+    told = ToolKwargs(**row)
+    async with Findings(f"tool {tool.name}") as found:
+        _check_schema(tool, found)
+        box = ToolBox([tool], timeout_s=DEADLINE_S, max_result_chars=None)
+        suite = _Suite(box, tool, found, told)
+        alone = await suite.play("alone", calls)
+        await suite.play("unused", [], where=" in an episode without a call")
+        if is_deterministic and not found.problems:
+            await suite.check_isolation(calls, alone)
+        await suite.check_bad_arguments(calls[0])
+        before = holdings(tool)
+        for number in range(NUM_EPISODES):
+            await suite.play(f"many-{number}", calls[:1])
+        for name in grown(before, holdings(tool)):
+            found.expect(False, f"{name!r} holds something of every episode that ended; free it in release")
+        await _check_episode(tool, found, call=calls[0], told=told)
+
+
+def _check_schema(tool: Tool, found: Findings) -> None:
+    schema = tool.schema
+    try:
+        json.dumps(schema)
+    except (TypeError, ValueError):
+        found.expect(False, "its schema is no JSON; use plain values")
+        found.stop()
+    function = schema.get("function")
+    if not found.expect(
+        schema.get("type") == "function" and isinstance(function, Mapping),
+        f"its schema is {schema!r:.80}; write {{type: function, function: {{name, description, parameters}}}}",
+    ):
+        found.stop()
+    assert isinstance(function, Mapping)
+    found.expect(
+        function.get("name") == tool.name, f"its name is {tool.name!r} and its schema says {function.get('name')!r}"
+    )
+    found.expect(bool(function.get("description")), "its schema has no description, which is all that the model knows of it")
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    for name, of in properties.items():
+        found.expect(
+            isinstance(of, Mapping) and bool(of.get("description")),
+            f"the parameter {name!r} has no description in the schema; the model reads it",
+        )
+
+
+class _Suite:
+    """Episodes with one tool."""
+
+    def __init__(self, box: ToolBox, tool: Tool, found: Findings, told: ToolKwargs) -> None:
+        self._box = box
+        self._tool = tool
+        self._found = found
+        self._task = dataclasses.replace(task(), tools=(tool.name,), tools_kwargs={tool.name: told})
+
+    async def play(self, id: str, calls: Sequence[Mapping[str, Any]], *, where: str = "") -> list[tuple[Any, float | None]]:
+        """Play one episode, call by call, and return what the model reads and the step rewards."""
+        answers: list[tuple[Any, float | None]] = []
+        session = self._box.session(id)
+        async with self._found.calling(f"an episode{where}"):
+            await session.start(self._task)
+            for number, arguments in enumerate(calls):
+                (result,) = await session.call([self._call(number, arguments)])
+                self._expect_fine(result, arguments)
+                answers.append((result.content, result.reward))
+            await session.finish()
+        async with self._found.calling("release"):
+            for problem in await session.close():
+                self._found.expect(False, problem.replace(repr(id), "…"))
+        return answers
+
+    def _call(self, number: int, arguments: Mapping[str, Any]) -> ToolCall:
+        return ToolCall(id=f"call_{number}", name=self._tool.name, arguments=arguments)
+
+    def _expect_fine(self, result: ToolResult, arguments: Mapping[str, Any]) -> None:
+        what = f"the call {dict(arguments)!r:.100}"
+        self._found.expect(result.error != SCHEMA, f"{what} does not fit the schema: {result.content!r:.200}")
+        self._found.expect(
+            result.error not in (EXCEPTION, TIMEOUT, UNKNOWN_TOOL),
+            f"{what} failed ({result.error}): {result.content!r:.200}; raise ToolError to tell the model what is wrong",
+        )
+
+    async def check_isolation(self, calls: Sequence[Mapping[str, Any]], alone: list[tuple[Any, float | None]]) -> None:
+        """Play episodes side by side, call by call; each must go as it goes alone."""
+        sessions = [self._box.session(f"side-{number}") for number in range(3)]
+        played: list[list[tuple[Any, float | None]]] = [[] for _ in sessions]
+        async with self._found.calling("episodes side by side"):
+            for session in sessions:
+                await session.start(self._task)
+            for number, arguments in enumerate(calls):
+                for session, answers in zip(sessions, played, strict=True):
+                    (result,) = await session.call([self._call(number, arguments)])
+                    answers.append((result.content, result.reward))
+        for session in sessions:
+            await session.close()
+        different = next((answers for answers in played if answers != alone), None)
+        self._found.expect(
+            different is None,
+            f"an episode beside others went differently: {different!r:.200} instead of {alone!r:.200}; keep what belongs to "
+            "an episode under its instance id, not on the object (is_deterministic=False if answers differ by nature)",
+        )
+
+    async def check_bad_arguments(self, call: Mapping[str, Any]) -> None:
+        """Call it as a model does that got it wrong; the model must read what is wrong, and the episode go on."""
+        wrong: list[Mapping[str, Any]] = [{}, {**call, "no_such_argument": 1}, dict.fromkeys(call, None)]
+        wrong.append({name: {"not": [name]} for name in call})
+        session = self._box.session("wrong")
+        async with self._found.calling("a call with wrong arguments"):
+            await session.start(self._task)
+            for number, arguments in enumerate(wrong):
+                (result,) = await session.call([self._call(number, arguments)])
+                self._found.expect(
+                    result.error not in (EXCEPTION, TIMEOUT),
+                    f"the call {dict(arguments)!r:.100} failed ({result.error}): {result.content!r:.100}; say in the schema "
+                    "what is allowed, or raise ToolError to tell the model what is wrong",
+                )
+        await session.close()
+
+
+async def _check_episode(tool: Tool, found: Findings, *, call: Mapping[str, Any], told: ToolKwargs) -> None:
+    """Run one real episode in which a model calls the tool."""
+    text = f"<tool_call>\n{json.dumps({'name': tool.name, 'arguments': dict(call)})}\n</tool_call>"
+    context = scripted_context([text, "Done."], tools=[tool], rewards={"check": lambda trajectory: 0.0})
+    one = dataclasses.replace(task(data_source="check"), tools=(tool.name,), tools_kwargs={tool.name: told})
+    async with found.calling("a whole episode"):
+        tiny_codec().render(one.prompt, tools=(tool.schema,), add_generation_prompt=True)
+        trajectory = await run_episode(context, one, id="episode")
+        found.expect(not trajectory.is_failed, f"a whole episode failed: {trajectory.error}")
+        results = [r for turn in trajectory.turns for r in turn.tool_results]
+        found.expect(
+            trajectory.is_failed or [r.error for r in results] == [None],
+            f"a model that calls it with {dict(call)!r:.100} reads {[r.content for r in results]!r:.200}",
+        )
