@@ -10,8 +10,9 @@ import pytest
 from polyturn.core.protocols import Interaction
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
+from polyturn.interactions.weather import WeatherInteraction
 
-SHIPPED = [BaseInteraction, Gsm8kInteraction]
+SHIPPED = [BaseInteraction, Gsm8kInteraction, WeatherInteraction]
 MESSAGES = [{"role": "user", "content": "6 * 12?"}, {"role": "assistant", "content": "#### 72"}]
 
 

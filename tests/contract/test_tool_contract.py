@@ -9,8 +9,11 @@ import pytest
 import polyturn
 from polyturn.core.protocols import Tool
 from polyturn.tools.base import BaseTool
+from polyturn.tools.geo3k import Geo3kTool
 from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.tools.outcome import normalize
+from polyturn.tools.sandbox import SandboxFusionTool
+from polyturn.tools.search import SearchTool
 
 SCHEMA = {"type": "function", "function": {"name": "base", "description": "d", "parameters": {"properties": {}}}}
 
@@ -25,7 +28,16 @@ def check(answer: str) -> str:
     return answer
 
 
-TOOLS = {"base": lambda: BaseTool({}, SCHEMA), "gsm8k": lambda: Gsm8kTool({}), "function": lambda: check}
+NOWHERE = "http://127.0.0.1:9/"  # nobody answers there, which every tool that asks a service must live with
+
+TOOLS = {
+    "base": lambda: BaseTool({}, SCHEMA),
+    "gsm8k": lambda: Gsm8kTool({}),
+    "geo3k": lambda: Geo3kTool({}),
+    "search": lambda: SearchTool({"retrieval_service_url": NOWHERE, "max_retries": 1}),
+    "sandbox": lambda: SandboxFusionTool({"sandbox_fusion_url": NOWHERE, "max_retries": 1}),
+    "function": lambda: check,
+}
 
 
 @pytest.fixture(params=TOOLS)

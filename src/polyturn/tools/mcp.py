@@ -64,7 +64,7 @@ class MCPBaseTool(BaseTool):
             raise LifecycleError(f"tool {self.name!r} has no MCP server; build it from a tool file with `mcp` settings")
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self._connection.open()
-        self._instance_dict[instance_id] = {"response": "", "reward": []}
+        self._instance_dict[instance_id] = {"answers": []}
         return instance_id, ToolResponse()
 
     async def execute(
@@ -84,7 +84,7 @@ class MCPBaseTool(BaseTool):
         text, metadata = self._parse_tool_result(result.content)
         if result.is_error:
             raise ToolError(f"Tool call failed: {text}")
-        self._instance_dict[instance_id]["reward"].append(text.strip())
+        self._instance_dict[instance_id]["answers"].append(text.strip())
         images = [f"data:{part.mime_type};base64,{part.data}" for part in result.content if part.type == "image"]
         return ToolResponse(text=text, image=images or None), 0.0, metadata
 
@@ -92,9 +92,8 @@ class MCPBaseTool(BaseTool):
         """Return the text that the model reads, and metrics; override it for a server with a form of its own."""
         return " ".join(part.text for part in content if part.type == "text"), {"num_parts": len(content)}
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
-        """Return what was answered so far. Texts are no reward."""
-        return list(self._instance_dict[instance_id]["reward"])
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
+        """Have no opinion: calling the server is neither paid nor charged."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the episode; an id that was never created is a KeyError."""

@@ -70,7 +70,7 @@ class SandboxFusionTool(BaseTool):
         """Begin one episode."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self._service.open()
-        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": []}
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "printed": []}
         return instance_id, ToolResponse()
 
     async def execute(
@@ -93,13 +93,12 @@ class SandboxFusionTool(BaseTool):
             }
         )
         status, text = read_reply(reply, timeout_s=timeout_s)
-        self._instance_dict[instance_id]["reward"].append(text.strip())
+        self._instance_dict[instance_id]["printed"].append(text.strip())
         metrics = {"status": status, "num_tries": reply.num_tries, "failed": float(status not in ("finished", "code_error"))}
         return ToolResponse(text=text), None, metrics
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
-        """Return what the code printed so far. Texts are no reward: running code is neither paid nor charged."""
-        return list(self._instance_dict[instance_id]["reward"])
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
+        """Have no opinion: running code is neither paid nor charged."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the episode; an id that was never created is a KeyError."""

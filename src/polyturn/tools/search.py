@@ -78,7 +78,7 @@ class SearchTool(BaseTool):
         """Begin one episode."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self._service.open()
-        self._instance_dict[instance_id] = {"response": "", "reward": []}
+        self._instance_dict[instance_id] = {"found": []}
         return instance_id, ToolResponse()
 
     async def execute(
@@ -104,12 +104,11 @@ class SearchTool(BaseTool):
             return _said(f"Search error: {error}"), 0.0, metrics
         metrics["total_results"] = sum(map(len, found))
         metrics["status"] = "success" if metrics["total_results"] else "no_results"
-        self._instance_dict[instance_id]["reward"].append(text.strip())
+        self._instance_dict[instance_id]["found"].append(text.strip())
         return _said(text), 0.0, metrics
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
-        """Return what was found so far. Texts are no reward: searching is neither paid nor charged."""
-        return list(self._instance_dict[instance_id]["reward"])
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
+        """Have no opinion: searching is neither paid nor charged."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the episode; an id that was never created is a KeyError."""

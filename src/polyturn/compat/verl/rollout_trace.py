@@ -139,7 +139,7 @@ def rollout_trace_attr(
     trace: bool = True,
 ) -> Iterator[None]:
     """Let operations inside belong to one trajectory; `trace=False` leaves them out. Restored however the block ends."""
-    found = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n, "experiment": None}
+    found: dict[str, Any] = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n}
     found["experiment"] = RolloutTraceConfig.get_instance().experiment_name
     attributes = {"name": name, "validate": validate, **{k: v for k, v in found.items() if v is not None}}
     tokens = _attributes.set(attributes), _is_on.set(trace and _is_on.get())
