@@ -27,7 +27,6 @@ _NATIVE = {
     "verl.utils.reward_score.geo3k": "polyturn.rewards.geo3k",
     "verl.utils.reward_score.math": "polyturn.rewards.math",
     "verl.utils.reward_score.math_reward": "polyturn.rewards.math",
-    "verl.utils.reward_score.math_verify": "polyturn.rewards.math",
     "verl.utils.reward_score.math_dapo": "polyturn.rewards.math_dapo",
     "verl.utils.reward_score.search_r1_like_qa_em": "polyturn.rewards.search_r1",
     "verl.utils.reward_score.prime_code": "polyturn.rewards.code",
@@ -35,6 +34,9 @@ _NATIVE = {
 """Modules of verl that are modules of polyturn under another name."""
 
 _HERE = {
+    "verl.utils.reward_score.math_verify": "polyturn.compat.verl.math_verify",
+    "verl.utils.reward_score.prime_math": "polyturn.compat.verl.prime_math",
+    "verl.utils.reward_score.sandbox_fusion": "polyturn.compat.verl.code_scorers",
     "verl.trainer.main_ppo": "polyturn.cli.main_ppo",
     "verl.tools.function_tool": "polyturn.compat.verl.function_tool",
     "verl.workers.rollout.schemas": "polyturn.compat.verl.rollout_schemas",

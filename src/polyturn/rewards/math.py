@@ -83,6 +83,22 @@ def is_equal(answer: str, truth: str) -> bool:
     return _checkers.ask(truth, answer)
 
 
+def last_boxed_only_string(text: str) -> str | None:
+    r"""Return the last box with its mark, as `\boxed{7}`, for code that takes boxes apart in two steps."""
+    answer = last_boxed(text)
+    return None if answer is None else rf"\boxed{{{answer}}}"
+
+
+def remove_boxed(text: str) -> str:
+    r"""Return what stands in the box that a text ends with, or the text itself where there is none."""
+    return last_boxed(text) or text
+
+
+def is_equiv(one: str | None, other: str | None, verbose: bool = False) -> bool:
+    """Return whether two answers, either of which may be missing, are the same mathematics."""
+    return one == other if one is None or other is None else is_equal(one, other)
+
+
 def require() -> None:
     """Check that mathematics can be compared.
 

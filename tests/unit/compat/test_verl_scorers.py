@@ -1,0 +1,72 @@
+"""Scorers under verl's names: what users' own reward functions import."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from polyturn import compat
+from polyturn.rewards import code, gsm8k
+
+
+@pytest.fixture(autouse=True)
+def verl() -> Iterator[None]:
+    compat.install("verl")
+    yield
+    compat.uninstall("verl")
+
+
+def scorer(name: str) -> Any:
+    return importlib.import_module(f"verl.utils.reward_score.{name}")
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "score"),
+    [
+        ("gsm8k", ("#### 72", "72"), 1.0),
+        ("math", (r"\boxed{72}", "72"), 1.0),
+        ("math_reward", (r"\boxed{72}", "72"), 1.0),
+        ("math_verify", (r"\boxed{72}", "72"), 1.0),
+        ("math_dapo", ("Answer: 72", "72"), {"score": 1.0, "acc": True, "pred": "72"}),
+        ("geo3k", (r"\boxed{72}", "72"), 0.9),
+        ("search_r1_like_qa_em", ("<answer>72</answer>", {"target": ["72"]}), 1.0),
+        ("prime_math", (r"\boxed{72}", "72"), (True, True, "72")),
+    ],
+)
+def test_every_scorer_is_found_and_scores(module: str, arguments: Any, score: Any) -> None:
+    assert scorer(module).compute_score(*arguments) == score
+
+
+def test_a_scorer_is_the_native_module_so_that_replacing_it_works() -> None:
+    assert scorer("gsm8k") is gsm8k
+    from verl.utils.reward_score import default_compute_score  # type: ignore[import-not-found]
+
+    with patch("verl.utils.reward_score.gsm8k.compute_score", return_value=0.25):
+        assert default_compute_score("openai/gsm8k", "x", "1") == 0.25
+
+
+def test_boxes_are_taken_apart_in_two_steps_by_many() -> None:
+    math = scorer("math")
+    box = math.last_boxed_only_string(r"so \boxed{\frac{1}{2}}.")
+    assert (box, math.remove_boxed(box)) == (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}")
+    assert math.last_boxed_only_string("nothing") is None
+    assert math.is_equiv("7", "7.") and not math.is_equiv("7", None) and math.is_equiv(None, None)
+    assert scorer("prime_math").grade_answer("0.7", "0.70") and not scorer("prime_math").grade_answer(None, "7")
+
+
+def test_programs_are_scored_with_verls_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+
+    def run(sandbox: code.Sandbox, program: str, *, stdin: str = "", language: str = "python") -> Any:
+        ran.append((sandbox.url, sandbox.memory_limit_mb, sandbox.timeout_s))
+        return {"run_result": {"status": "Finished", "stdout": stdin}}
+
+    monkeypatch.setattr(code.Sandbox, "run", run)
+    tests = {"inputs": ["1", "2"], "outputs": ["1", "3"]}
+    program = "```python\nprint(input())\n```"
+    assert scorer("sandbox_fusion").compute_score("http://box", None, 256, program, tests, continuous=True) == (0.5, [])
+    assert ran[0] == ("http://box", 256, 10)
