@@ -25,7 +25,6 @@ from polyturn.core.generation import Completion
 from polyturn.core.media import Media
 from polyturn.core.messages import Message, to_openai
 from polyturn.core.trajectory import SpanRef
-from polyturn.rollout.reasoning import goes_into_content, with_reasoning_in_content
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser
 
@@ -85,8 +84,6 @@ class Transcript:
         self._addition = NO_IDS
         self.text = ""
         """What was sampled last, as text."""
-        self._written: dict[int, tuple[Message, str]] = {}
-        """By identity of an assistant message with reasoning: what the model wrote."""
 
     # Reading.
 
@@ -181,8 +178,6 @@ class Transcript:
             self._openai.pop()
         self._is_open_message = False
         message = self.read(text, turn=turn)
-        if message.reasoning is not None:
-            self._written[id(message)] = message, text
         self._messages.append(message)
         self._openai.append(message.to_openai())
         self._last_id = int(completion.token_ids[-1]) if len(completion.token_ids) else None
@@ -305,7 +300,6 @@ class Transcript:
         )
         if agent is not None:
             return other
-        other._written = dict(self._written)
         other.num_prompt, other.is_canonical, other._last_id = self.num_prompt, self.is_canonical, self._last_id
         other._is_open_message, other._said, other._addition = self._is_open_message, self._said, self._addition
         other._pending, other._is_edited = self._pending, self._is_edited
@@ -334,7 +328,7 @@ class Transcript:
 
     def _rendered(self) -> Prompt:
         """Render the whole history; keep held ids that spell just what the template writes."""
-        messages = self._as_sent([*self._messages, *self._pending])
+        messages = [*self._messages, *self._pending]
         media = _media(messages)
         try:
             ids = self._encoder.start(
@@ -359,13 +353,6 @@ class Transcript:
             if self._spells(kept, ids):
                 ids = kept
         return Prompt(ids, True, len(added), len(ids), media)
-
-    def _as_sent(self, messages: list[Message]) -> list[Message]:
-        """Return the history with reasoning where this template looks for it."""
-        if not self._written or not goes_into_content(self._encoder.codec):
-            return messages
-        known = (self._written.get(id(m)) for m in messages)
-        return [m if k is None else with_reasoning_in_content(*k) for m, k in zip(messages, known, strict=True)]
 
     def _appended(self) -> Ids | None:
         """Encode what waits as an addition; None where this template cannot be added to."""
