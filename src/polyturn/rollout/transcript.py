@@ -331,9 +331,7 @@ class Transcript:
         messages = [*self._messages, *self._pending]
         media = _media(messages)
         try:
-            ids = self._encoder.start(
-                messages[:-1] if self._is_open_message else messages, num_prompt=self.num_prompt
-            )
+            ids = self._encoder.start(messages[:-1] if self._is_open_message else messages, num_prompt=self.num_prompt)
         except TemplateError as problem:
             if not self._is_edited:
                 raise
