@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -45,18 +45,29 @@ ROWS = {
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
     """Train the run that `path` describes."""
-    train(*open_place(path, overrides), again=["polyturn", "train", str(path), *overrides], resume=resume, dry_run=dry_run)
+    place, resolved = open_place(path, overrides)
+
+    def again(name: str) -> list[str]:
+        renamed = [] if name == place.config.name else [f"name={name}"]
+        return ["polyturn", "train", str(path), *overrides, *renamed, "--resume"]
+
+    train(place, resolved, again=again, resume=resume, dry_run=dry_run)
 
 
 def train(
-    place: build.Place, resolved: Mapping[str, Any], *, again: Sequence[str], resume: bool | Literal["auto"], dry_run: bool
+    place: build.Place,
+    resolved: Mapping[str, Any],
+    *,
+    again: Callable[[str], Sequence[str]],
+    resume: bool | Literal["auto"],
+    dry_run: bool,
 ) -> None:
     """Train a run.
 
     Args:
         place: Its configuration.
         resolved: The same as plain data that is safe to write.
-        again: The command that started it, without --resume.
+        again: Returns the command that goes on with the run of a name.
         resume: Whether it goes on from the latest checkpoint of its folder; "auto" where there is one.
         dry_run: Check everything, show it, and stop.
     """
@@ -85,8 +96,7 @@ def train(
         folder = new_run_folder(folder)
     write_resolved(resolved, folder / "config.yaml")
     out.fact("run folder", folder)
-    renamed = [] if folder.name == config.name else [f"name={folder.name}"]
-    line = shlex.join([*again, *renamed, "--resume"])
+    line = shlex.join(again(folder.name))
     also = build.build_records(parts, tasks.eval_sets)
     with RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer:
         warm = Spent()

@@ -272,27 +272,44 @@ def parse_value(raw: str, *, text: str) -> Any:
 
 
 def _spaced(raw: str) -> str:
-    """Write a space after the colon of every key inside braces; quoted text and `${…}` stay as they are."""
+    """Return Hydra's form of lists and mappings as YAML: a space after each key's colon, quotes around `${…}`."""
     if not raw.lstrip().startswith(("{", "[")):
         return raw
     out: list[str] = []
-    quote, in_reference, wants_key = "", 0, False
+    start, quote, depth, wants_key = 0, "", 0, False
     for i, c in enumerate(raw):
+        is_delimiter = not quote and not depth and (c in "{}[]," or (c == ":" and wants_key))
+        if is_delimiter and raw[i - 1 : i] != "$":
+            scalar = "".join(out[start:])
+            if "${" in scalar and not scalar.lstrip().startswith(("'", '"')):
+                out[start:] = [f'"{scalar.strip()}"']
+            out.append(f"{c} " if c == ":" else c)
+            start, wants_key = len(out), c == "{" or (c == "," and (wants_key or _in_braces(raw[:i])))
+            continue
         out.append(c)
         if quote:
             quote = "" if c == quote else quote
-        elif raw[i - 1 : i + 1] == "${" or (in_reference and c == "{"):
-            in_reference += 1
-        elif in_reference:
-            in_reference -= c == "}"
         elif c in "'\"":
             quote = c
-        elif c in "{,":
-            wants_key = True
-        elif c == ":" and wants_key:
-            out.append(" ")
-            wants_key = False
+        elif c == "{":  # of `${`, and of references inside it
+            depth += 1
+        elif c == "}":
+            depth -= 1
     return "".join(out)
+
+
+def _in_braces(text: str) -> bool:
+    """Return whether what follows `text` stands in a mapping rather than in a list."""
+    depth = {"}": 0, "]": 0}
+    for c in reversed(text):
+        if c in depth:
+            depth[c] += 1
+        elif c in "{[":
+            closing = "}" if c == "{" else "]"
+            if depth[closing] == 0:
+                return c == "{"
+            depth[closing] -= 1
+    return False
 
 
 def _drop(layers: _Layers, path: Sequence[str]) -> bool:
