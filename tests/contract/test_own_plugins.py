@@ -13,10 +13,12 @@ import pytest
 import polyturn
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
+from polyturn.interactions.weather import WeatherInteraction
 from polyturn.rewards.default import default_compute_score
 from polyturn.rewards.registry import rewards
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing import check_interaction, check_reward, check_scheduler, check_tool
+from polyturn.tools.geo3k import Geo3kTool
 from polyturn.tools.gsm8k import Gsm8kTool
 
 ANSWER_SCHEMA = {
@@ -44,7 +46,10 @@ async def add(a: int, b: int = 1) -> dict[str, int]:
     return {"sum": a + b}
 
 
-@pytest.mark.parametrize("interaction", [BaseInteraction({"name": "base"}), Gsm8kInteraction({"name": "gsm8k"})])
+@pytest.mark.parametrize(
+    "interaction",
+    [BaseInteraction({"name": "base"}), Gsm8kInteraction({"name": "gsm8k"}), WeatherInteraction({"name": "weather"})],
+)
 async def test_interactions(interaction: Any) -> None:
     await check_interaction(interaction, says=["#### 5", "#### 4"], ground_truth="4", query="2+2?")
 
@@ -52,6 +57,7 @@ async def test_interactions(interaction: Any) -> None:
 async def test_tools() -> None:
     calls = [{"answer": "5"}, {"answer": "4"}, {"answer": "4"}]
     await check_tool(Gsm8kTool({}, ANSWER_SCHEMA), calls=calls, create_kwargs={"ground_truth": "4"})
+    await check_tool(Geo3kTool({}, ANSWER_SCHEMA), calls=calls, create_kwargs={"ground_truth": "4"})
     await check_tool(add, calls=[{"a": 1}, {"a": 1, "b": 2}])
 
 

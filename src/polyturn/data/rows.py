@@ -210,17 +210,18 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return _plain(value.tolist())
     if isinstance(value, Mapping):
-        return {str(k): _plain(_own_tools(k, v)) for k, v in value.items() if v is not None}
+        return {str(k): _plain(own) for k, v in value.items() if (own := _own_tools(k, v)) is not None}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return [_plain(v) for v in value]
     return value
 
 
 def _own_tools(key: Any, value: Any) -> Any:
-    """Return `value` without the tools of other rows, which are left as {"create_kwargs": {"x": None}}, if it maps tools."""
+    """Return tools_kwargs without the tools of other rows, {"calc": {"create_kwargs": {"x": None}}}; None if all are such."""
     if key not in ("tools_kwargs", "tool_kwargs") or not isinstance(value, Mapping):
         return value
-    return {name: of for name, of in value.items() if not (_has_keys(of) and not _has_value(of))}
+    own = {name: of for name, of in value.items() if _has_value(of) or not _has_keys(of)}
+    return own if own or not value else None
 
 
 def _has_keys(kwargs: Any) -> bool:

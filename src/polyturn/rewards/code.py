@@ -10,6 +10,7 @@ a sandbox that cannot be asked is an error, never a 0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import time
@@ -77,7 +78,7 @@ class Sandbox:
             time.sleep(0.25 * attempt)
             try:
                 with self.slots:
-                    reply = httpx.post(url, json=asked, timeout=2 * self.timeout_s + 10)
+                    reply = _client().post(url, json=asked, timeout=2 * self.timeout_s + 10)
                 reply.raise_for_status()
                 said = reply.json()
             except (httpx.HTTPError, ValueError) as error:
@@ -118,6 +119,12 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
         if not continuous and not all(results):
             return 0.0
     return passed / len(cases)
+
+
+@functools.cache
+def _client() -> httpx.Client:
+    """Return the connections to sandboxes, which threads may share."""
+    return httpx.Client()
 
 
 def _read_cases(truth: Any) -> tuple[str | None, Sequence[tuple[Any, Any]]]:

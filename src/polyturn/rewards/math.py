@@ -10,6 +10,7 @@ costs its time limit, its process is replaced, and it counts as wrong.
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.util
 import json
 import logging
@@ -30,7 +31,7 @@ MAX_CHARS = 1000
 """A longer answer is no answer."""
 TIMEOUT_S = 10.0
 """How long one comparison may take."""
-NUM_CHECKERS = 2
+NUM_CHECKERS = 4
 """Comparisons at once."""
 _START_S = 60.0
 _PLAIN = (
@@ -80,7 +81,7 @@ def is_equal(answer: str, truth: str) -> bool:
         return True
     if not answer.strip() or not truth.strip():
         return False
-    return _checkers.ask(truth, answer)
+    return _compare(truth, answer)
 
 
 def last_boxed_only_string(text: str) -> str | None:
@@ -115,6 +116,12 @@ def _plain(text: str) -> str:
     for old, new in _PLAIN:
         text = text.replace(old, new)
     return _NOTHING.sub("", text).removesuffix(".")
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _compare(truth: str, answer: str) -> bool:
+    """Compare once: the trajectories of a group tend to give the same answers."""
+    return _checkers.ask(truth, answer)
 
 
 class _Checker:

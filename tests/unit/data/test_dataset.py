@@ -65,6 +65,38 @@ def test_parquet_rows_with_different_tools_keep_their_own(tmp_path: Path) -> Non
     assert second.tools_kwargs["search"].create_kwargs == {"y": "z"}
 
 
+def test_parquet_rows_of_mixed_tasks_keep_what_is_theirs(tmp_path: Path) -> None:
+    """Parquet gives every row the keys of all of them, filled with None."""
+    talks = {"prompt": "a", "extra_info": {"interaction_kwargs": {"name": "gsm8k", "query": "a", "ground_truth": "4"}}}
+    calls = {
+        "prompt": "b",
+        "extra_info": {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"create_kwargs": {"x": "4"}}}},
+    }
+    plain = {"prompt": "c", "extra_info": {"index": 2}}
+    pq.write_table(
+        pa.Table.from_pylist([{**r, "agent_name": None} for r in with_all_keys(talks, calls, plain)]), tmp_path / "t.parquet"
+    )
+    tasks = list(TaskDataset.open(tmp_path / "t.parquet", split="train"))
+    assert [t.interaction is not None for t in tasks] == [True, False, False]
+    assert [t.tools for t in tasks] == [None, ("calc",), None]
+    assert tasks[0].interaction.kwargs == {"name": "gsm8k", "query": "a", "ground_truth": "4"}  # type: ignore[union-attr]
+    found = check_tasks(tasks, tools=["calc"], interactions=["gsm8k"])
+    assert (found.interactions, found.num_with_tools) == ({"gsm8k": 1, None: 2}, 3)
+
+
+def with_all_keys(*found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows that have the keys of all of them at every level, as a writer of columns makes them."""
+    keys = dict.fromkeys(key for row in found for key in row)
+    out: list[dict[str, Any]] = []
+    for row in found:
+        out.append({})
+        for key in keys:
+            nested = [r[key] for r in found if isinstance(r.get(key), dict)]
+            inner = with_all_keys(row.get(key) or {}, *nested)[0] if nested else row.get(key)
+            out[-1][key] = inner
+    return out
+
+
 def test_many_files_and_globs_in_order_with_indices_slices_and_negative_indices(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b1.jsonl", [{"prompt": "b1"}])
     write_jsonl(tmp_path / "b0.jsonl", [{"prompt": "b0"}])
