@@ -17,7 +17,6 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.checks import check_attention, check_request
 from polyturn.engines.kv_cache import SlotCache
 from polyturn.engines.media import ShownPrompt, ShownPrompts
+from polyturn.engines.model_pass import ModelPass
 from polyturn.engines.sampling import sample
 from polyturn.engines.shared_module import share_parameters
 from polyturn.engines.slots import MIN_SHARED_PREFIX, EngineStats, Running, Slots
@@ -41,8 +41,6 @@ from polyturn.tokens.multimodal import MediaProcessor
 ROWS_PER_THREAD = 8
 """Deterministic mode pads decoding so that each thread gets a multiple of this many rows: with fewer or ragged ones the
 matrix kernels, and with them the rounding, change with the size of the batch (measured on CPUs)."""
-EXTENT_STEP = 32
-"""Attention looks at contexts rounded up to a multiple of this."""
 MIN_DENSITY = 0.75
 """Running slots are moved together when they fill a smaller share of the rows that a decoding step would compute."""
 MAX_YIELDS = 8
@@ -102,8 +100,6 @@ class EmbeddedEngine:
         self._shown = None if media is None else ShownPrompts(model, media)
         self.stats = EngineStats()
         self.version = version
-        self._device = next(self.module.parameters()).device
-        self._dtype = next(self.module.parameters()).dtype
         self._vocab_size = int(config.vocab_size)
         self._num_slots = num_slots
         self._max_context = limit
@@ -114,7 +110,9 @@ class EmbeddedEngine:
         self._max_burst_s = max_burst_s
         self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads() if deterministic else 1
         # A padded step computes rows beyond the last slot too.
-        self._cache = SlotCache(num_slots=_round_up(num_slots, self._row_multiple), max_context=limit)
+        self._model = ModelPass(
+            self.module, num_slots=_round_up(num_slots, self._row_multiple), max_context=limit, stats=self.stats
+        )
         self._slots = Slots.make(num_slots, limit)
         self._sessions: dict[str, int] = {}
         self._waiting: list[Running] = []
@@ -223,7 +221,7 @@ class EmbeddedEngine:
         if self._pump_task is not None and not self._pump_task.done():
             self._pump_task.cancel()
         self._sessions.clear()
-        self._cache = SlotCache(num_slots=1, max_context=1)
+        self._model.cache = SlotCache(num_slots=1, max_context=1)
 
     def _load(self, weights: Mapping[str, Any]) -> None:
         own = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
@@ -298,7 +296,7 @@ class EmbeddedEngine:
         if copies:
             sources, targets, lengths = (list(column) for column in zip(*copies, strict=True))
             with torch.inference_mode():
-                self._cache.copy(sources=sources, targets=targets, length=max(lengths))
+                self._model.cache.copy(sources=sources, targets=targets, length=max(lengths))
             self._slots.cached[targets] = lengths
 
     def _place(self, running: Running, copies: list[tuple[int, int, int]]) -> bool:
@@ -373,18 +371,7 @@ class EmbeddedEngine:
         is_real = steps < todo[:, None]
         positions = np.where(is_real, start[:, None] + steps, 0)
         ids = np.where(is_real, slots.ids[rows[:, None], positions], 0)
-        is_fresh = not start.any()
-        extent = width if is_fresh else self._extent(int((start + todo).max()))
-        write_slots = np.where(is_real, rows[:, None], self._cache.trash)
-        self._cache.aim(
-            rows=self._tensor(rows),
-            write_slots=self._tensor(write_slots),
-            positions=self._tensor(positions),
-            extent=extent,
-            is_fresh=is_fresh,
-        )
-        # Padding looks at position 0, which is finite, so that its softmax is defined.
-        self._forward(self.module.base_model, ids, positions, extent)
+        self._model.prefill(rows, ids, positions, is_real=is_real)
         slots.cached[rows] += todo
         self.stats.prefill_steps += 1
 
@@ -394,17 +381,14 @@ class EmbeddedEngine:
         start, last = int(slots.cached[row]), int(slots.known[row]) - 1
         end = min(shown.behind(min(start + self._prefill_chunk, last)), last)
         positions = np.arange(start, end)[None]
-        extent = end if start == 0 else self._extent(end)
-        self._cache.aim(
-            rows=self._tensor(np.array([row])),
-            write_slots=self._tensor(np.full_like(positions, row)),
-            positions=self._tensor(positions),
-            extent=extent,
-            is_fresh=start == 0,
+        self._model.prefill(
+            np.array([row]),
+            shown.ids(slots.ids[row, start:end], start)[None],
+            positions,
+            is_real=np.ones(positions.shape, np.bool_),
+            rope=shown.positions(start, end)[..., None, :],
+            inputs=shown.inputs(start, end),
         )
-        ids = shown.ids(slots.ids[row, start:end], start)[None]
-        rope = shown.positions(start, end)[..., None, :]
-        self._forward(self.module.base_model, ids, positions, extent, rope=rope, inputs=shown.inputs(start, end))
         slots.cached[row] = end
         self.stats.prefill_steps += 1
 
@@ -415,17 +399,14 @@ class EmbeddedEngine:
         if len(rows) < MIN_DENSITY * extent_rows and extent_rows > ROWS_PER_THREAD:
             rows = self._compact(rows)
             extent_rows = len(rows)
-        num_rows = _round_up(extent_rows, self._row_multiple)
-        positions = np.zeros((num_rows, 1), np.int64)
-        ids = np.zeros((num_rows, 1), np.int64)
-        write_slots = np.full((num_rows, 1), self._cache.trash, np.int64)
         cached = slots.cached[rows]
-        positions[rows, 0], ids[rows, 0], write_slots[rows, 0] = cached, slots.ids[rows, cached], rows
-        extent = self._extent(int(cached.max()) + 1)
-        self._cache.aim(rows=None, write_slots=self._tensor(write_slots), positions=self._tensor(positions), extent=extent)
-        rope = positions.copy()
-        rope[rows, 0] += slots.rope_offset[rows]
-        logits = self._forward(self.module, ids, positions, extent, rope=rope).logits[:, -1]
+        logits = self._model.decode(
+            rows,
+            slots.ids[rows, cached],
+            cached,
+            num_rows=_round_up(extent_rows, self._row_multiple),
+            offsets=slots.rope_offset[rows],
+        )
         self._sample(rows, logits)
         self.stats.decode_steps += 1
 
@@ -434,16 +415,16 @@ class EmbeddedEngine:
         start = time.perf_counter()
         slots = self._slots
         if len(logits) > len(rows):
-            logits = logits[self._tensor(rows)]
+            logits = logits[self._model.tensor(rows)]
         running = [slots.running[row] for row in rows.tolist()]
         uniform = np.array([r.uniform.random() for r in running if r is not None], np.float64)
         with torch.inference_mode():
             tokens_B, logprobs_B = sample(
                 logits,
-                temperature=self._tensor(slots.temperature[rows]),
-                top_p=self._tensor(slots.top_p[rows]),
-                top_k=self._tensor(slots.top_k[rows]),
-                uniform=self._tensor(uniform),
+                temperature=self._model.tensor(slots.temperature[rows]),
+                top_p=self._model.tensor(slots.top_p[rows]),
+                top_k=self._model.tensor(slots.top_k[rows]),
+                uniform=self._model.tensor(uniform),
                 banned=self._banned(running, logits.shape[1]),
             )
         tokens = tokens_B.cpu().numpy()
@@ -469,36 +450,7 @@ class EmbeddedEngine:
         mask = np.zeros((len(banned), vocab), np.bool_)
         for index, tokens in enumerate(banned):
             mask[index, list(tokens)] = True
-        return self._tensor(mask)
-
-    def _forward(
-        self,
-        module: Any,
-        ids: NDArray[Any],
-        positions: NDArray[np.int64],
-        extent: int,
-        *,
-        rope: NDArray[np.int64] | None = None,
-        inputs: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> Any:
-        """Run `module` on [B, Q] ids at `positions`, each looking at the positions up to its own, of `extent`.
-
-        `rope` are the positions in the model's sense, [B, Q] or [3, B, Q], where they differ; `inputs` are of media.
-        """
-        start = time.perf_counter()
-        with torch.inference_mode():
-            hidden = torch.arange(extent, device=self._device) > self._tensor(positions).unsqueeze(-1)
-            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
-            out = module(
-                input_ids=self._tensor(ids.astype(np.int64, copy=False)),
-                attention_mask=mask.unsqueeze(1),
-                position_ids=self._tensor(positions if rope is None else rope),
-                past_key_values=self._cache,
-                use_cache=True,
-                **{k: v.to(self._device, self._dtype if v.is_floating_point() else None) for k, v in inputs.items()},
-            )
-        self.stats.forward_s += time.perf_counter() - start
-        return out
+        return self._model.tensor(mask)
 
     def _compact(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Move the running slots to the front, exchanging them with idle ones; return their new numbers."""
@@ -507,7 +459,7 @@ class EmbeddedEngine:
         low = np.setdiff1d(np.arange(count), rows).tolist()
         length = int(self._slots.cached[high + low].max())
         with torch.inference_mode():
-            self._cache.swap(first=low, second=high, length=length)
+            self._model.cache.swap(first=low, second=high, length=length)
         self._slots.swap(low, high)
         for slot in low + high:
             session, running = self._slots.session[slot], self._slots.running[slot]
@@ -516,12 +468,6 @@ class EmbeddedEngine:
             if running is not None:
                 running.slot = slot
         return np.arange(count)
-
-    def _extent(self, length: int) -> int:
-        return min(_round_up(length, EXTENT_STEP), self._max_context)
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
 
     # -- the end of a request ----------------------------------------------------------------------------------------
 
