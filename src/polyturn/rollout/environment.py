@@ -7,7 +7,7 @@ what matters is that each start has exactly one end. Forks of an episode share i
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyturn.core.errors import LifecycleError
@@ -40,10 +40,10 @@ class Environment:
             await self._partner.start(self._id)
         return _tool_messages(said)
 
-    async def call_tools(self, turn: LiveTurn) -> Reply:
+    async def call_tools(self, turn: LiveTurn, messages: Callable[[], list[dict[str, Any]]]) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         began = time.monotonic()
-        turn.tool_results = await self._tools.call(turn.message.tool_calls)
+        turn.tool_results = await self._tools.call(turn.message.tool_calls, messages=messages)
         turn.timings["tools"] = time.monotonic() - began
         for result in turn.tool_results:
             if result.reward is not None:

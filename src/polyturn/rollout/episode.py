@@ -25,15 +25,10 @@ from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Ids
 from polyturn.core.errors import (
-    AlignmentError,
-    ConfigError,
     EngineError,
     LifecycleError,
-    PolyturnError,
-    RolloutError,
     SchedulerError,
     TemplateError,
-    one_line,
 )
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.lifecycle import Lifecycle, RequestState, StopReason
@@ -44,6 +39,7 @@ from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.context import RolloutContext, derive_seed
 from polyturn.rollout.environment import Environment
 from polyturn.rollout.history import shorten
+from polyturn.rollout.lifespan import run_and_score
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.transcript import Prompt, Transcript
@@ -51,12 +47,6 @@ from polyturn.tokens import sanity
 from polyturn.tokens.codec import Codec
 
 logger = logging.getLogger(__name__)
-
-BROKEN = (AlignmentError, LifecycleError, ConfigError, TemplateError, RolloutError)
-"""A broken invariant or a set-up that cannot work: these end the run, not the trajectory."""
-
-CLOSE_TIMEOUT_S = 60.0
-"""How long a scheduler may take to let go of a trajectory that has ended."""
 
 _Result = TypeVar("_Result")
 
@@ -219,7 +209,7 @@ class Episode:
     async def call_tools(self, turn: LiveTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         self._move(RequestState.TOOL_CALLING)
-        return await self._shared.environment.call_tools(turn)
+        return await self._shared.environment.call_tools(turn, lambda: self._transcript.openai)
 
     async def ask_partner(self, turn: LiveTurn) -> Reply:
         """Let the interaction answer the turn and score it.
@@ -538,7 +528,7 @@ async def run_episode(
     episode = Episode(context, task, id=id, seed=seed, sampling=sampling)
     episode.enter()
     try:
-        trajectory = await _run_and_score(context, episode)
+        trajectory = await run_and_score(context, episode)
     except BaseException as problem:
         is_cancelled = isinstance(problem, asyncio.CancelledError)
         episode.end(RequestState.ABORTED if is_cancelled else RequestState.FAILED)
@@ -546,71 +536,3 @@ async def run_episode(
     ends = {StopReason.ERROR: RequestState.FAILED, StopReason.ABORTED: RequestState.ABORTED}
     episode.end(ends.get(trajectory.stop_reason, RequestState.COMPLETED))
     return trajectory
-
-
-async def _run_and_score(context: RolloutContext, episode: Episode) -> Trajectory:
-    """Let the scheduler drive the episode, release everything, and score what came of it."""
-    scheduler = context.scheduler_for_episode()
-    tool_rewards: dict[str, float | None] = {}
-    extra: dict[str, float] = {}
-    error: str | None = None
-    try:
-        try:
-            async with asyncio.timeout(context.limits.timeout_s) as clock:
-                await episode.call(scheduler, scheduler.on_trajectory_start, episode)
-                stop = await episode.call(scheduler, scheduler.run, episode, has_deadline=False)
-                if not isinstance(stop, StopReason):
-                    raise SchedulerError(f"the scheduler's run returned {stop!r:.100}; return a StopReason")
-        except TimeoutError:
-            if not clock.expired():
-                raise
-            stop = StopReason.TIMEOUT
-        if not stop.is_failure:
-            extra.update(episode.check_tokens())
-            episode.lifecycle.move(RequestState.SCORING)
-            await episode.score_last_turn()
-            tool_rewards = await episode.tool_rewards()
-    except BROKEN:
-        raise
-    except PolyturnError as problem:
-        stop, error = StopReason.ERROR, one_line(problem)
-    finally:
-        problems = await _close(episode, scheduler)
-    if problems:
-        extra["close_errors"] = float(len(problems))
-    trajectory = episode.trajectory(stop, error=error, extra=extra)
-    if not stop.is_failure:
-        try:
-            reward = await context.rewarder.score(trajectory, tool_rewards)
-            trajectory = dataclasses.replace(trajectory, reward=reward)
-        except BROKEN:
-            raise
-        except PolyturnError as problem:
-            trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=one_line(problem))
-    return trajectory
-
-
-async def _close(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:
-    """Close the episode even while it is being cancelled; the cancellation goes on once everything is released."""
-    closing = asyncio.ensure_future(_let_go(episode, scheduler))
-    cancelled: asyncio.CancelledError | None = None
-    while not closing.done():
-        try:
-            await asyncio.wait({closing})
-        except asyncio.CancelledError as problem:
-            cancelled = problem
-    if cancelled is not None:
-        raise cancelled
-    return closing.result()
-
-
-async def _let_go(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:
-    """Tell the scheduler that its trajectory ended, and release everything; return what went wrong."""
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await episode.call(scheduler, scheduler.on_trajectory_end, episode)
-        said = []
-    except (PolyturnError, TimeoutError) as problem:
-        said = [one_line(problem)]
-        logger.warning("%s: on_trajectory_end failed: %s", episode.id, said[0])
-    return said + await episode.close()

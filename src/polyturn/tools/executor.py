@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import inspect
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +39,7 @@ from polyturn.core.protocols import Tool
 from polyturn.core.task import Task, ToolKwargs, select_tools
 from polyturn.core.trajectory import ToolResult
 from polyturn.tools import results
+from polyturn.tools.agent_data import AgentData
 from polyturn.tools.base import BaseTool, check_names
 from polyturn.tools.bounded import Bounded, DeadlineError
 from polyturn.tools.forms import methods_of
@@ -180,6 +182,8 @@ class ToolSession:
         self._is_finished = False
         self._closing: asyncio.Task[tuple[str, ...]] | None = None
         self._locks: dict[str, asyncio.Lock] = {}
+        self._messages: Callable[[], list[dict[str, Any]]] = list
+        self._agent_data: AgentData | None = None
 
     async def __aenter__(self) -> ToolSession:
         return self
@@ -221,8 +225,14 @@ class ToolSession:
                     group.create_task(self._create(name, said))
         return tuple(said[name] for name in self._names if name in said)
 
-    async def call(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
+    async def call(
+        self, calls: Sequence[ToolCall], *, messages: Callable[[], list[dict[str, Any]]] = list
+    ) -> tuple[ToolResult, ...]:
         """Answer the calls of one turn: run in parallel, answered in call order, each with a deadline.
+
+        Args:
+            calls: What the model wrote.
+            messages: Gives the conversation so far to the tools that ask for it.
 
         Raises:
             RewardError: a step reward is not a finite number.
@@ -232,6 +242,7 @@ class ToolSession:
         if not self._is_started or self._closing is not None:
             raise LifecycleError(f"episode {self._episode_id!r}: tools called before their start or after their end")
         self._box.check_abandoned()
+        self._messages = messages
         runnable = calls[: self._box.max_parallel_calls]
         if len(runnable) == 1:
             answers = [await self._answer(runnable[0])]
@@ -352,6 +363,8 @@ class ToolSession:
 
     async def _execute(self, tool: Tool, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
         bounded, kwargs = self._box.bounded[call.name], self._kwargs.get(call.name, _NO_KWARGS).execute_kwargs
+        if self._box.methods[call.name].wants_agent_data:
+            kwargs = {"agent_data": self._seen_by_tools(), **kwargs}
         began = time.perf_counter()
         try:
             outcome = normalize(await bounded.run(tool.execute, self._ids[call.name], arguments, **kwargs))
@@ -364,6 +377,8 @@ class ToolSession:
             raise RewardError(f"tool {call.name!r}: {problem}") from problem
         except Exception as problem:
             return self._failed(call, results.EXCEPTION, one_line(problem), began=began)
+        if outcome.reward is not None and self._agent_data is not None:
+            self._agent_data.tool_rewards.append(outcome.reward)
         return ToolResult(
             call_id=call.id,
             name=call.name,
@@ -372,6 +387,13 @@ class ToolSession:
             metrics=outcome.metrics,
             duration_s=time.perf_counter() - began,
         )
+
+    def _seen_by_tools(self) -> AgentData:
+        if self._agent_data is None:
+            kwargs = {name: dataclasses.asdict(of) for name, of in self._kwargs.items()}
+            self._agent_data = AgentData(request_id=self._episode_id, tools_kwargs=kwargs)
+        self._agent_data.messages = self._messages()
+        return self._agent_data
 
     async def _release_all(self) -> tuple[str, ...]:
         problems: list[str] = []

@@ -1,9 +1,10 @@
 """The forms in which tools are written, brought into one when the tool joins a run.
 
-    create(instance_id, ground_truth=…)                   the row's create_kwargs, one by one
-    create(instance_id, create_kwargs={"ground_truth": …}) the same in one mapping
-    release()  calc_reward()                              without the instance id
-    parameters.get("timeout")                             an argument that the schema does not name
+    create(instance_id, ground_truth=…)                     the row's create_kwargs, one by one
+    create(instance_id, create_kwargs={"ground_truth": …})  the same in one mapping
+    execute(instance_id, parameters, agent_data=…)          with what the episode looks like from a tool
+    release()  calc_reward()                                without the instance id
+    parameters.get("timeout")                               an argument that the schema does not name
 
 Which form it is, is read off the signatures and the code once; what has the usual form is called directly.
 """
@@ -33,16 +34,20 @@ class ToolMethods:
     release: Method
     also_reads: frozenset[str]
     """Arguments that `execute` looks up although the schema may not name them."""
+    wants_agent_data: bool
+    """Whether `execute` asks for `agent_data`."""
 
 
 def methods_of(tool: Tool) -> ToolMethods:
     """Return the methods of a tool, those in another form adapted."""
+    read = frozenset() if isinstance(tool, FunctionTool) else constants_read(tool.execute)
     return ToolMethods(
         create=_create(tool.create),
         execute=tool.execute,
         calc_reward=_without_id(tool.calc_reward),
         release=_without_id(tool.release),
-        also_reads=frozenset() if isinstance(tool, FunctionTool) else constants_read(tool.execute),
+        also_reads=read,
+        wants_agent_data=has_parameter(tool.execute, "agent_data") or "agent_data" in read,
     )
 
 

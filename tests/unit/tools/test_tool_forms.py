@@ -114,6 +114,26 @@ async def test_an_argument_that_the_tool_reads_may_be_missing_in_the_schema() ->
     assert result.error == "schema"
 
 
+async def test_a_tool_that_asks_for_the_episode_sees_it() -> None:
+    class Looks(Flat):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            data = kwargs["agent_data"]
+            count = data.extra_fields["count"] = data.extra_fields.get("count", 0) + 1
+            said = [m["content"] for m in data.messages]
+            return f"{data.request_id} {said} {count} {data.tool_rewards} {data.tools_kwargs['t']['create_kwargs']}", 0.5
+
+    box = ToolBox([Looks({})])
+    task = Task(id="t", prompt=(), tools_kwargs={"t": ToolKwargs(create_kwargs={"ground_truth": "5"})})
+    async with box.session("e") as session:
+        await session.start(task)
+        call = [ToolCall(id="c", name="t")]
+        texts = [(await session.call(call, messages=lambda: [{"content": "hi"}]))[0].content for _ in range(2)]
+    assert texts == [
+        "e ['hi'] 1 [] {'ground_truth': '5'}",
+        "e ['hi'] 2 [0.5] {'ground_truth': '5'}",
+    ]
+
+
 async def test_rewards_of_every_form(caplog: pytest.LogCaptureFixture) -> None:
     class NoId(Flat):
         async def calc_reward(self) -> float:  # type: ignore[override]
