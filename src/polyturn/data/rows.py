@@ -217,7 +217,7 @@ def _plain(value: Any) -> Any:
 
 
 def _own_tools(key: Any, value: Any) -> Any:
-    """Return tools_kwargs without the tools of other rows, {"calc": {"create_kwargs": {"x": None}}}; None if all are such."""
+    """Return tools_kwargs without tools of other rows, {"calc": {"create_kwargs": {"x": None}}}; None if all are such."""
     if key not in ("tools_kwargs", "tool_kwargs") or not isinstance(value, Mapping):
         return value
     own = {name: of for name, of in value.items() if _has_value(of) or not _has_keys(of)}
