@@ -201,8 +201,8 @@ def _problem(codec: Codec, properties: TemplateProperties, *, num_tools: int) ->
         return f"the run has {num_tools} tool(s) and the chat template renders none; use a template that does, or no tools"
     if num_tools and not properties.renders_results:
         return (
-            f"the run has {num_tools} tool(s) and the chat template renders no tool results: what a tool says is left out; use "
-            "a template that renders tool messages, or no tools"
+            f"the run has {num_tools} tool(s) and the chat template renders no tool results; use a template that renders "
+            "what a tool message says, or no tools"
         )
     return None
 

@@ -126,6 +126,14 @@ class Codec:
         return opened[inside[0] if inside else common :]
 
     @functools.cached_property
+    def opens_as_prompted(self) -> bool:
+        """Whether a history's turns begin with the text of the generation prompt."""
+        user = Message(role="user", content="Hi")
+        opened = self.try_render([user], add_generation_prompt=True)
+        past = self.try_render([user, Message(role="assistant", content="Hello")])
+        return opened is not None and past is not None and past.startswith(opened)
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A stable hash of vocabulary, merges, template and template arguments: equal ids for equal messages."""
         parts = [

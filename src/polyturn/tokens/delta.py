@@ -16,6 +16,7 @@ around it, which keeps the ids equal to those of a full render (invariant I5). C
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,12 +31,14 @@ from polyturn.tokens.turn_ends import behind_anchor, split_turn
 ESCAPES = ("delimiters", "all", "none")
 """Which control texts in a prompt are ordinary text: those that open and close turns and media, all, or none."""
 
-_SYSTEM = Message(role="system", content="You are a helpful assistant.")
-_USER = Message(role="user", content="Hi")
+_SYSTEM = Message(role="system", content="Zq7BaseSystemZ")
+_USER = Message(role="user", content="Zq7BaseUserZ")
 _ANCHOR = "Zq7Anchor"
 """Starts the words that the base's last turn says, in its content and in its last call (some templates leave out the one or
 the other): what stands behind the last of them is the end of that turn, then the new messages. Letters and digits only, so
 that no template trims, escapes or otherwise changes it."""
+_WORD = re.compile(r"[\w. -]*")
+"""Names that spell nothing together with the template's text around them."""
 _MAX_PROMPTS = 64
 """Prompts whose ids are kept, so that the members of a group encode theirs once."""
 
@@ -142,15 +145,15 @@ class DeltaEncoder:
             TemplateError: the template cannot render the messages.
         """
         ids = self._encode_new(new, self._past(history))
-        if last_id is None or not len(ids):
+        if last_id not in self.codec.stop_token_ids or not len(ids):
             return ids
         ends = self.codec.turn_ends
         for index, token in enumerate(ids.tolist()):
             if token == last_id:
                 return ids[index + 1 :]
-            if token not in ends.closing:
+            if token not in ends.closing and not self.codec.decode([token]).isspace():
                 break
-        return ids[1:] if last_id in self.codec.stop_token_ids and int(ids[0]) in ends.past else ids
+        return ids[1:] if int(ids[0]) in ends.past else ids
 
     def delta_text(self, new: Sequence[Message], *, history: Sequence[Message] = ()) -> str:
         """Return the text that `extend` encodes, from the end token of the completion's turn on.
@@ -242,18 +245,7 @@ class DeltaEncoder:
         """Return what the template writes from the end of the assistant's turn on."""
         codec = self.codec
         anchor = unused_word(values(new).values(), _ANCHOR)
-        for base in self._bases(new, past, anchor):
-            text = codec.try_render([*base, *new], tools=self.tools, add_generation_prompt=True)
-            if text is not None:
-                break
-        else:
-            base = next(self._bases(new, past, anchor))
-            text = codec.render([*base, *new], tools=self.tools, add_generation_prompt=True)
-        behind = behind_anchor(text, anchor)
-        if behind is None:
-            raise TemplateError(
-                "the chat template leaves out what an assistant's turn says; use one that renders assistant messages"
-            )
+        base, behind = self._follow(new, past, anchor)
         alone = behind_anchor(codec.try_render(base, tools=self.tools), anchor)
         split = split_turn(alone, behind, codec.turn_ends, codec)
         if split is None:
@@ -262,6 +254,30 @@ class DeltaEncoder:
                 f"a template that only appends (it wrote {(alone or '')[:40]!r}, then {behind[:40]!r})"
             )
         return behind[split:]
+
+    def _follow(self, new: Sequence[Message], past: _Past, anchor: str) -> tuple[list[Message], str]:
+        """Return a base that `new` can follow, and what the template then writes behind the base's turn."""
+        moved = False
+        for base in self._bases(new, past, anchor):
+            text = self.codec.try_render([*base, *new], tools=self.tools, add_generation_prompt=True)
+            if text is None:
+                continue
+            behind = behind_anchor(text, anchor)
+            if behind is None:
+                raise TemplateError(
+                    "the chat template leaves out what an assistant's turn says; use one that renders assistant messages"
+                )
+            # A template may attach the system message to the last user's turn, and nobody said the base's.
+            moved = any(m.text in behind and not any(m.text in n.text for n in new) for m in (_SYSTEM, _USER))
+            if not moved:
+                return base, behind
+        if not moved:  # let the template say what is wrong
+            base = next(self._bases(new, past, anchor))
+            self.codec.render([*base, *new], tools=self.tools, add_generation_prompt=True)
+        raise TemplateError(
+            "the chat template repeats earlier messages behind later ones, so new messages cannot be encoded alone; sample "
+            "from full renders (rollout.use_inference_chat_template: true)"
+        )
 
     # The base conversation.
 
@@ -337,18 +353,25 @@ class DeltaEncoder:
         elif not self._escape_observations:
             return message
         elif message.role == "assistant":
-            fenced = self._fenced_turn(message, delimiters_of, all_of)
+            fenced = self._fenced_turn(message, delimiters_of, all_of, marker)
         else:
             fenced = map_text(message, all_of)
         return message if fenced == message else fenced
 
-    def _fenced_turn(self, turn: Message, delimiters_of: Callable[[str], str], all_of: Callable[[str], str]) -> Message:
+    def _fenced_turn(
+        self, turn: Message, delimiters_of: Callable[[str], str], all_of: Callable[[str], str], marker: str
+    ) -> Message:
         """Fence a past turn: nothing in it ends or opens a turn, and a call's name and arguments are ordinary text."""
+
+        def word_of(text: str) -> str:
+            # Beside the template's own brackets a name such as "/tool_response" completes a control token.
+            return text if _WORD.fullmatch(text) else self.codec.enclose(text, marker)
+
         calls = tuple(
             replace(c, raw=delimiters_of(c.raw))
             if c.error is not None
             else replace(
-                c, name=all_of(c.name), arguments={all_of(k): _map_value(v, all_of) for k, v in c.arguments.items()}
+                c, name=word_of(c.name), arguments={word_of(k): _map_value(v, all_of) for k, v in c.arguments.items()}
             )
             for c in turn.tool_calls
         )

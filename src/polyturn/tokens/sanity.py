@@ -11,6 +11,7 @@ does in general is the certificate's business.)
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, TemplateError, did_you_mean, one_line
 from polyturn.tokens.codec import Codec
-from polyturn.tokens.parsers import HermesParser, ToolCallParser
+from polyturn.tokens.parsers import HermesParser, ToolCallParser, build_parser
 
 MODES = ("strict", "ignore_strippable", "disable", "off")
 """`strict` reports every difference, `ignore_strippable` none that is only white space; `off` and `disable` are one."""
@@ -92,7 +93,7 @@ def differences(
         full_ids: [T'] `DeltaEncoder.full` of the same messages.
         codec: The codec of both.
         mode: One of `MODES`.
-        parser: Reads calls and reasoning, to tell how turns differ; None reads the Hermes form.
+        parser: Reads calls and reasoning, to tell how turns differ; None takes the one that the template asks for.
 
     Returns:
         One difference for each turn that differs, without those that the mode ignores.
@@ -141,17 +142,22 @@ def classify(held: str, full: str, codec: Codec, parser: ToolCallParser | None =
     if _squeeze(held) == _squeeze(full):
         return "whitespace"
     prompt = codec.generation_prompt
-    if prompt and (prompt in held) != (prompt in full):
+    if prompt and not codec.opens_as_prompted and (prompt in held) != (prompt in full):
         return "generation_prompt"
     if prompt:
         held, full = held.rpartition(prompt)[2], full.rpartition(prompt)[2]
     if _squeeze(_without_reasoning(held)) == _squeeze(_without_reasoning(full)):
         return "reasoning_stripped"
-    for reader in (parser, HermesParser()):
-        kind = None if reader is None else _read_alike(held, full, reader)
+    for reader in (_detected(codec) if parser is None else parser, HermesParser()):
+        kind = _read_alike(held, full, reader)
         if kind is not None:
             return kind
     return "other"
+
+
+@functools.lru_cache(maxsize=8)
+def _detected(codec: Codec) -> ToolCallParser:
+    return build_parser(codec)
 
 
 def _read_alike(held: str, full: str, parser: ToolCallParser) -> str | None:

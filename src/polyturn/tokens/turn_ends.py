@@ -151,11 +151,9 @@ def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer
     if shared:
         return shared[0].start
     closing = [s for s in codec.control_spans(alone) if s.id in ends.stops]
-    rest = alone[: closing[0].start] if closing else alone
-    for said in (rest, rest.rstrip()):
-        if followed.startswith(said):
-            return len(said)
-    return None
+    # White space at the end is the template's: a model ends its text with a token, not with a line.
+    rest = (alone[: closing[0].start] if closing else alone).rstrip()
+    return len(rest) if followed.startswith(rest) else None
 
 
 def _closing_of_user(codec: Renderer, user: Message) -> int | None:
