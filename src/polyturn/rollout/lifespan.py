@@ -1,0 +1,107 @@
+"""The life of an episode: the scheduler drives it, everything is released, and what came of it is scored.
+
+Separate from the episode, which the scheduler acts through, because here it is decided what a failure is: what the model
+cannot answer for ends the trajectory with its error, a broken invariant ends the run, and whatever happens, also a
+cancellation, everything that was started is released once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+from polyturn.core.errors import (
+    AlignmentError,
+    ConfigError,
+    LifecycleError,
+    PolyturnError,
+    RolloutError,
+    SchedulerError,
+    TemplateError,
+    one_line,
+)
+from polyturn.core.lifecycle import RequestState, StopReason
+from polyturn.core.trajectory import Trajectory
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.scheduler import MultiTurnScheduler
+
+if TYPE_CHECKING:
+    from polyturn.rollout.episode import Episode
+
+logger = logging.getLogger(__name__)
+
+BROKEN = (AlignmentError, LifecycleError, ConfigError, TemplateError, RolloutError)
+"""A broken invariant or a set-up that cannot work: these end the run, not the trajectory."""
+
+CLOSE_TIMEOUT_S = 60.0
+"""How long a scheduler may take to let go of a trajectory that has ended."""
+
+
+async def run_and_score(context: RolloutContext, episode: Episode) -> Trajectory:
+    """Let the scheduler drive the episode, release everything, and score what came of it."""
+    scheduler = context.scheduler_for_episode()
+    tool_rewards: dict[str, float | None] = {}
+    extra: dict[str, float] = {}
+    error: str | None = None
+    try:
+        try:
+            async with asyncio.timeout(context.limits.timeout_s) as clock:
+                await episode.call(scheduler, scheduler.on_trajectory_start, episode)
+                stop = await episode.call(scheduler, scheduler.run, episode, has_deadline=False)
+                if not isinstance(stop, StopReason):
+                    raise SchedulerError(f"the scheduler's run returned {stop!r:.100}; return a StopReason")
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            stop = StopReason.TIMEOUT
+        if not stop.is_failure:
+            extra.update(episode.check_tokens())
+            episode.lifecycle.move(RequestState.SCORING)
+            await episode.score_last_turn()
+            tool_rewards = await episode.tool_rewards()
+    except BROKEN:
+        raise
+    except PolyturnError as problem:
+        stop, error = StopReason.ERROR, one_line(problem)
+    finally:
+        problems = await _close(episode, scheduler)
+    if problems:
+        extra["close_errors"] = float(len(problems))
+    trajectory = episode.trajectory(stop, error=error, extra=extra)
+    if not stop.is_failure:
+        try:
+            reward = await context.rewarder.score(trajectory, tool_rewards)
+            trajectory = dataclasses.replace(trajectory, reward=reward)
+        except BROKEN:
+            raise
+        except PolyturnError as problem:
+            trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=one_line(problem))
+    return trajectory
+
+
+async def _close(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:
+    """Close the episode even while it is being cancelled; the cancellation goes on once everything is released."""
+    closing = asyncio.ensure_future(_let_go(episode, scheduler))
+    cancelled: asyncio.CancelledError | None = None
+    while not closing.done():
+        try:
+            await asyncio.wait({closing})
+        except asyncio.CancelledError as problem:
+            cancelled = problem
+    if cancelled is not None:
+        raise cancelled
+    return closing.result()
+
+
+async def _let_go(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:
+    """Tell the scheduler that its trajectory ended, and release everything; return what went wrong."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await episode.call(scheduler, scheduler.on_trajectory_end, episode)
+        said = []
+    except (PolyturnError, TimeoutError) as problem:
+        said = [one_line(problem)]
+        logger.warning("%s: on_trajectory_end failed: %s", episode.id, said[0])
+    return said + await episode.close()
