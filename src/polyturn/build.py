@@ -55,7 +55,7 @@ from polyturn.tokens.parsers import build_parser
 from polyturn.tokens.train import train_tokenizer
 from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox
-from polyturn.tools.registry import initialize_tools_from_config
+from polyturn.tools.registry import initialize_tools_from_config, load_function_tools
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def build_tools(place: Place) -> ToolBox:
         found += initialize_tools_from_config(place.base / tools.file)
     for name in tools.functions:
         if name.endswith(".py"):
-            found += _tools_in(name, place)
+            found += load_function_tools(place.base / name)
             continue
         function = import_attr(name, base=place.base)
         if not isinstance(function, BaseTool):
@@ -266,16 +266,6 @@ def build_tools(place: Place) -> ToolBox:
         max_result_chars=tools.max_result_chars,
         truncate_side=tools.truncate_side,
     )
-
-
-def _tools_in(file: str, place: Place) -> list[BaseTool]:
-    """Return every tool that a Python file holds, in the order in which it defines them."""
-    found = {id(v): v for v in import_attr(f"{file}:__dict__", base=place.base).values() if isinstance(v, BaseTool)}
-    if not found:
-        raise ConfigError(
-            f"rollout.tools.functions names {file!r}, which has no tool; decorate functions with @polyturn.tool"
-        )
-    return list(found.values())
 
 
 def build_interactions(place: Place) -> Mapping[str, Any]:

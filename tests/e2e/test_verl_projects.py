@@ -243,6 +243,28 @@ def test_a_migrated_config_trains_and_says_what_became_of_each_key(project: Path
     assert speakers(trained(tmp_path / "run")) == {"user"}
 
 
+def test_a_dry_run_reads_function_tools_and_leaves_long_prompts_out(project: Path, tmp_path: Path):
+    (tmp_path / "tools.py").write_text(
+        "from verl.tools.function_tool import function_tool\n\n\n@function_tool\ndef shout(text: str) -> str:\n"
+        '    """Say something loudly.\n\n    Args:\n        text: What to say.\n    """\n    return text.upper()\n'
+    )
+    rows = [json.loads(line) for line in (project / "raw" / "train.jsonl").read_text().splitlines()]
+    prompts = [[{"role": "user", "content": row["question"] * times}] for row, times in zip(rows, (1, 40, 1), strict=True)]
+    truth = {"style": "rule", "ground_truth": "4"}
+    lines = [json.dumps({"data_source": "openai/gsm8k", "prompt": p, "reward_model": truth}) for p in prompts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    (tmp_path / "verl.yaml").write_text("data: {filter_overlong_prompts: True, truncation: error}\n")
+    called = call_command(
+        main,
+        *("train", "--verl", tmp_path / "verl.yaml", "--dry-run", *fill(project, "tool", tmp_path / "run")),
+        *(f"data.train_files={tmp_path / 'rows.jsonl'}", "data.val_files=null", "data.max_prompt_length=500"),
+        f"actor_rollout_ref.rollout.multi_turn.function_tool_path={tmp_path / 'tools.py'}",
+    )
+    assert called.code == 0, called.err
+    assert '"name": "shout"' in called.out and "2 to train on" in called.out
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_prepared_rows_are_the_documented_ones(project: Path):
     tool, talk = (pq.read_table(project / kind / "train.parquet").to_pylist()[1] for kind in ("tool", "interaction"))
     for row in (tool, talk):
