@@ -99,7 +99,7 @@ class ShownPrompts:
         if "token_type_ids" in self._rows.takes:
             raise ConfigError(
                 f"in {type(model).__name__} the tokens of an image look at each other in both directions, and the embedded "
-                "engine computes causal attention; use a served engine"
+                "engine computes causal attention; use a served engine, or model.processor=none to train it on text"
             )
         self._features = np.array(processor.token_ids, np.int32)
         self._numbers: dict[bytes, int] = {}

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from polyturn.core.errors import EngineError
+from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.media import Media
 from polyturn.core.messages import Message
@@ -190,3 +191,13 @@ async def test_media_and_ids_that_do_not_belong_together_are_refused() -> None:
         await engine.generate(ask(ids[: 1 + np.flatnonzero(np.isin(ids, PROCESSOR.token_ids))[-1]], media))
     assert EmbeddedEngine(tiny_vision_model(TOKENIZER)).capabilities.media is False
     assert engine.capabilities.media is True
+
+
+def test_a_model_whose_image_tokens_look_at_each_other_is_refused_by_name() -> None:
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": len(TOKENIZER), "head_dim": 16, "num_key_value_heads": 1, "max_position_embeddings": 64, **small}
+    config = Gemma3Config(text_config={**text, "layer_types": ["full_attention"]}, vision_config={"image_size": 28, **small})
+    with pytest.raises(
+        ConfigError, match="Gemma3ForConditionalGeneration the tokens of an image look at each other in both"
+    ):
+        EmbeddedEngine(Gemma3ForConditionalGeneration(config), media=PROCESSOR)
