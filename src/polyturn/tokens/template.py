@@ -108,7 +108,7 @@ class ChatTemplate:
                 return None
 
         found = _Form()
-        for form, after in itertools.product(_FORMS, ((result,), ())):
+        for after, form in itertools.product(((result,), ()), _FORMS):
             written = text(form, "", None, *after)
             if written is not None and "'key'" not in written:  # that is how Python writes a dict, not how a model does
                 found = form

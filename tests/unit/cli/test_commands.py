@@ -189,6 +189,22 @@ def test_check_says_what_a_template_does(trained: tuple[Path, Called]):
     assert missing.code == 2 and "none.jinja" in missing.err
 
 
+def test_check_prints_one_object_and_exits_with_1_where_no_way_is_safe(trained: tuple[Path, Called], tmp_path: Path):
+    config, _ = trained
+    model = run_of(config) / "checkpoints" / "step-000003" / "model"
+    found = json.loads(call("check", model, "--json").out)
+    assert found["strategy"] == "append" and found["violations"] == [] and found["control_tokens_from_text"] == 0
+    assert found["properties"]["renders_tools"] is True and found["reason"] and found["template"] == str(model)
+    template = tmp_path / "marked.jinja"
+    template.write_text("{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}")
+    marked = json.loads(call("check", model, "--template", template, "--json").out)
+    assert marked["added_markers"] == ["<|user|>", "<|end|>"]
+    template.write_text("{% for m in messages %}{{ m.content }}")
+    broken = call("check", model, "--template", template, "--json")
+    assert broken.code == 1 and json.loads(broken.out)["strategy"] == "none" and "not valid Jinja" in broken.out
+    assert call("check", model, "--template", template).code == 1
+
+
 def test_config_lists_every_key_or_fills_one_file_in(tmp_path: Path):
     keys = call("config")
     assert keys.code == 0 and "rollout.limits.max_turns" in keys.out
