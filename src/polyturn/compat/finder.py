@@ -60,6 +60,9 @@ class AliasFinder(importlib.abc.MetaPathFinder):
             return False
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
+            root = sys.modules.get(self.namespace.root)
+            if root is not None and _is_folder(root):
+                self._forget()  # a folder of that name was taken for the library
         return True
 
     def uninstall(self) -> None:
@@ -67,6 +70,9 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         if self not in sys.meta_path:
             return
         sys.meta_path.remove(self)
+        self._forget()
+
+    def _forget(self) -> None:
         root = self.namespace.root
         for name in [n for n in sys.modules if n == root or n.startswith(f"{root}.")]:
             del sys.modules[name]
@@ -101,13 +107,13 @@ class AliasFinder(importlib.abc.MetaPathFinder):
     def _is_there_really(self) -> bool:
         root = self.namespace.root
         if (loaded := sys.modules.get(root)) is not None:
-            return not (isinstance(loaded, AliasPackage) or _is_ours(loaded.__spec__))
+            return not (isinstance(loaded, AliasPackage) or _is_folder(loaded) or _is_ours(loaded.__spec__))
         for finder in sys.meta_path:
             if isinstance(finder, AliasFinder):
                 continue
             spec = finder.find_spec(root, None)
             # A folder of that name without an __init__.py, such as a data folder beside the script, is no library.
-            if spec is not None and spec.origin is not None and not _is_ours(spec):
+            if _origin(spec) is not None and not _is_ours(spec):
                 return True
         return False
 
@@ -189,6 +195,17 @@ class _AliasLoader(importlib.abc.Loader):
         return loader.get_source(self._target) if isinstance(loader, importlib.abc.InspectLoader) else None
 
 
+def _is_folder(module: ModuleType) -> bool:
+    """Return whether what was imported is only a folder, without an __init__.py."""
+    return not isinstance(module, AliasPackage) and module.__spec__ is not None and module.__spec__.origin is None
+
+
+def _origin(spec: importlib.machinery.ModuleSpec | None) -> str | None:
+    """Return the file that a module comes from; None for a folder without one."""
+    return None if spec is None else spec.origin
+
+
 def _is_ours(spec: importlib.machinery.ModuleSpec | None) -> bool:
     """Return whether a module's file lies in this package: a shim that leads back here."""
-    return spec is not None and spec.origin is not None and _OURS in Path(spec.origin).resolve().parents
+    origin = _origin(spec)
+    return origin is not None and _OURS in Path(origin).resolve().parents

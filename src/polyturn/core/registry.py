@@ -121,7 +121,7 @@ def _load_module(name: str) -> ModuleType:
     except Exception as problem:
         raise MissingModuleError(
             f"the module {name!r} cannot be imported ({one_line(problem)}); check its spelling, and that its folder is "
-            "installed or on PYTHONPATH"
+            f"installed or on PYTHONPATH{_installed_hint(problem)}"
         ) from problem
 
 
@@ -133,9 +133,20 @@ def _offer_namespace(problem: ModuleNotFoundError) -> bool:
     """
     root = (problem.name or "").partition(".")[0]
     points = entry_points(group="polyturn.namespaces")
-    if root not in points.names or root in sys.modules:
-        return False
-    return bool(points[root].load()())
+    return root in points.names and bool(points[root].load()())
+
+
+def _installed_hint(problem: Exception) -> str:
+    """Return what to do about a module that the installed version of a library no longer has."""
+    if not isinstance(problem, ModuleNotFoundError) or "." not in (problem.name or ""):
+        return ""
+    root = str(problem.name).partition(".")[0]
+    if root not in entry_points(group="polyturn.namespaces").names or _offer_namespace(problem):
+        return ""
+    return (
+        f". The {root} that is installed has no such module, and polyturn answers to that name only where {root} is not "
+        f"installed: name the class under polyturn, or uninstall {root}"
+    )
 
 
 @functools.cache

@@ -105,13 +105,17 @@ def test_verl_itself_wins_where_it_is_installed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     assert not compat.install("verl")
     assert importlib.import_module("verl").is_real
+    with pytest.raises(ConfigError, match=r"verl that is installed has no such module.*name the class under polyturn"):
+        import_attr("verl.interactions.gsm8k_interaction.Gsm8kInteraction")
+    assert not compat.install("verl")
     del sys.modules["verl"]
 
 
 def test_a_folder_that_happens_to_be_called_verl_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "verl" / "data").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    assert compat.install("verl")
+    importlib.import_module("verl")
+    assert import_attr("verl.interactions.base.BaseInteraction") is polyturn.BaseInteraction
     assert importlib.import_module("verl.tools.base_tool") is polyturn.tools.base
 
 
