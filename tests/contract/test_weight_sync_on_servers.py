@@ -1,0 +1,70 @@
+"""The canary on the real servers: true syncs pass, and each group that is kept back is found."""
+
+import pytest
+from conftest import VOCAB, small_model
+
+from polyturn.core.errors import EngineError
+from polyturn.engines.sglang import SglangEngine
+from polyturn.engines.vllm import VllmEngine
+from polyturn.training.local import LocalPolicy
+from polyturn.training.optim import OptimSettings
+from polyturn.training.weight_sync import WeightSync, _groups
+
+SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
+
+
+@pytest.fixture(params=list(SERVERS))
+def address(request, server_of):
+    return SERVERS[request.param], server_of(request.param)
+
+
+@pytest.fixture
+async def engine(address, model_folder):
+    kind, url = address
+    made = kind(url, vocab_size=VOCAB, max_context=256, model=model_folder)
+    yield made
+    await made.close()
+
+
+def policy() -> LocalPolicy:
+    return LocalPolicy(small_model(), optim=OptimSettings(lr=1e-3))
+
+
+async def test_true_weights_pass_a_tied_head_included(engine):
+    report = await WeightSync(engine, policy(), vocab_size=VOCAB).start(0)
+    assert report.canary < report.smallest_effect / 4
+    assert report.smallest_effect > 20 * report.noise
+
+
+async def test_each_group_that_is_kept_back_is_named(engine):
+    trainer = policy()
+    true = {name: value.clone() for name, value in trainer.weights().items()}
+    for name, kept in _groups(trainer.weights()).items():
+        pointers = {tensor.data_ptr() for tensor in kept}
+        load = engine.update_weights
+
+        async def leaky(version, *, weights, pointers=pointers, load=load):
+            await load(
+                version,
+                weights={key: true[key] if value.data_ptr() in pointers else value for key, value in weights.items()},
+            )
+
+        engine.update_weights = leaky
+        with pytest.raises(EngineError, match=name.replace(".", r"\.").replace("*", r"\*")):
+            await WeightSync(engine, trainer, vocab_size=VOCAB, num_prompts=2, num_tokens=16).start(0)
+        engine.update_weights = load
+
+
+async def test_vllms_own_reload_of_a_tied_model_is_caught(server_of, model_folder):
+    """vLLM answers 200 and keeps the head's packed copy of the old embedding."""
+
+    class OwnReload(VllmEngine):
+        async def _load(self, folder, version):
+            await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            await self._post("/reset_prefix_cache?reset_running_requests=true")
+            await self._post("/update_weight_version", {"new_version": str(version)})
+
+    trap = OwnReload(server_of("vllm"), vocab_size=VOCAB, max_context=256, model=model_folder)
+    with pytest.raises(EngineError, match=r"did not arrive|is still the old one"):
+        await WeightSync(trap, policy(), vocab_size=VOCAB).start(0)
+    await trap.close()

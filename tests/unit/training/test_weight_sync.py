@@ -1,0 +1,104 @@
+"""A sync is done when it is verified: whatever group of parameters does not arrive, the run learns which."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from polyturn.core.errors import EngineError
+from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.training.local import LocalPolicy
+from polyturn.training.optim import OptimSettings
+from polyturn.training.weight_sync import WeightSync, _groups
+
+VOCAB = 64
+SMALL = {"vocab_size": VOCAB, "num_prompts": 2, "num_tokens": 16}
+
+
+def make_policy(*, tied: bool, seed: int = 0) -> LocalPolicy:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        tie_word_embeddings=tied,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    return LocalPolicy(LlamaForCausalLM(config), optim=OptimSettings(lr=1e-3))
+
+
+class Leaky:
+    """An engine with weights of its own, which says that it took new weights and keeps some of the old ones."""
+
+    def __init__(self, policy: LocalPolicy, *, keeps: str = "") -> None:
+        model = copy.deepcopy(policy.model).eval()
+        self._engine = EmbeddedEngine(model, num_slots=4)
+        self._keeps = keeps
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    async def update_weights(self, version, *, weights=None):
+        groups = _groups(weights)
+        kept = {t.data_ptr() for t in groups.get(self._keeps, [])}
+        await self._engine.update_weights(
+            version, weights={name: value for name, value in weights.items() if value.data_ptr() not in kept}
+        )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+async def test_an_engine_that_takes_everything_passes_and_ends_with_the_true_weights(tied):
+    policy = make_policy(tied=tied)
+    before = {name: value.clone() for name, value in policy.weights().items()}
+    sync = WeightSync(Leaky(policy), policy, **SMALL)
+    report = await sync.start(3)
+    assert report.noise < 1e-4
+    assert report.smallest_effect > 20 * report.noise
+    assert all(torch.equal(value, before[name]) for name, value in policy.weights().items())
+    assert await sync.publish(4) <= 3 * report.noise
+
+
+@pytest.mark.parametrize("tied", [True, False])
+async def test_each_group_that_does_not_arrive_is_named(tied):
+    policy = make_policy(tied=tied)
+    for name in _groups(policy.weights()):
+        with pytest.raises(EngineError, match=name.replace(".", r"\.").replace("*", r"\*")):
+            await WeightSync(Leaky(policy, keeps=name), policy, **SMALL).start(0)
+
+
+async def test_the_trainers_weights_are_put_back_when_the_canary_fails():
+    policy = make_policy(tied=True)
+    before = {name: value.clone() for name, value in policy.weights().items()}
+    with pytest.raises(EngineError):
+        await WeightSync(Leaky(policy, keeps="model.norm.weight"), policy, **SMALL).start(0)
+    assert all(torch.equal(value, before[name]) for name, value in policy.weights().items())
+
+
+async def test_a_later_sync_that_does_not_arrive_ends_the_run():
+    policy = make_policy(tied=True)
+    engine = Leaky(policy)
+    sync = WeightSync(engine, policy, **SMALL)
+    await sync.start(0)
+    engine._keeps = "model.embed_tokens.weight"
+    with torch.no_grad():
+        policy.weights()["model.embed_tokens.weight"].mul_(1.5)
+    with pytest.raises(EngineError, match="does not serve the weights"):
+        await sync.publish(1)
+
+
+async def test_an_engine_that_goes_on_under_its_old_version_is_found_by_its_tags():
+    policy = make_policy(tied=True)
+    engine = Leaky(policy)
+    sync = WeightSync(engine, policy, **SMALL)
+    await sync.start(0)
+    engine.update_weights = lambda version, *, weights=None: engine._engine.update_weights(0, weights=weights)
+    with pytest.raises(EngineError, match="version 1 was sent, and the engine answers as version"):
+        await sync.publish(1)
