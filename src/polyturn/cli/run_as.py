@@ -1,6 +1,7 @@
 """`polyturn run-as NAME -- COMMAND…`: run a command of another library's users, with polyturn in that library's place.
 
-A folder with a package of that name goes to the front of PYTHONPATH, for the command and for every process it starts.
+A folder with a package of that name goes to the front of PYTHONPATH, for the command and for every process it starts. The
+working directory, which `python -m` would put before it, goes to the end: it may be a checkout of that very library.
 """
 
 from __future__ import annotations
@@ -44,7 +45,16 @@ def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
     if name not in known:
         raise ConfigError(f"nothing stands in for {name!r}.{did_you_mean(name, known)}")
     former = environment.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(SHIMS), *([former] if former else [])])}
+    paths = [str(SHIMS), *([former] if former else []), str(Path.cwd())]
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+
+
+def find_like(name: str) -> None:
+    """Let this process import as one that `run` starts."""
+    for path, position in ((str(SHIMS), 0), (str(Path.cwd()), len(sys.path))):
+        if path not in sys.path:
+            sys.path.insert(position, path)
+    polyturn.compat.install(name)
 
 
 def runtime_env(name: str, environment: Mapping[str, str]) -> dict[str, dict[str, str]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from polyturn.cli.run_as import find_like
 from polyturn.compat.verl_config.compose import Composed, compose_file, compose_name
 from polyturn.compat.verl_config.paths import absolute
 from polyturn.compat.verl_config.translate import translate
@@ -44,6 +45,7 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
         resume: Go on from the latest checkpoint; without it the config's resume_mode decides.
         dry_run: Check everything, show it, and stop.
     """
+    find_like("verl")
     translation = translate(tree)
     loaded = load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
     for notice in translation.notices():

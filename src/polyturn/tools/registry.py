@@ -122,7 +122,8 @@ def _build_mcp(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
         raise ConfigError(
             f"{entry.where}: {entry.class_name} must inherit polyturn.tools.mcp.MCPBaseTool to be of type 'mcp'"
         )
-    servers = read_servers(Path(item.servers) if base is None else base / item.servers)
+    beside = Path(item.servers) if base is None else base / item.servers
+    servers = read_servers(beside if beside.is_file() or not Path(item.servers).is_file() else Path(item.servers))
     tools: list[BaseTool] = []
     known: list[str] = []
     for name, settings in servers.items():

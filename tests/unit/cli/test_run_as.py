@@ -17,13 +17,14 @@ from polyturn.core.errors import ConfigError
 from polyturn.testing.runs import call_command
 
 
-def test_the_shim_goes_before_whatever_is_on_the_path():
-    assert variables("verl", {"PYTHONPATH": "/mine"}) == {"PYTHONPATH": f"{SHIMS}{os.pathsep}/mine"}
-    assert variables("verl", {}) == {"PYTHONPATH": str(SHIMS)}
+def test_the_shim_goes_before_whatever_is_on_the_path_and_the_working_directory_to_its_end():
+    here = str(Path.cwd())
+    assert variables("verl", {"PYTHONPATH": "/mine"})["PYTHONPATH"].split(os.pathsep) == [str(SHIMS), "/mine", here]
+    assert variables("verl", {}) == {"PYTHONPATH": f"{SHIMS}{os.pathsep}{here}", "PYTHONSAFEPATH": "1"}
 
 
 def test_the_same_as_a_runtime_environment_of_ray():
-    assert runtime_env("verl", {}) == {"env_vars": {"PYTHONPATH": str(SHIMS)}}
+    assert runtime_env("verl", {}) == {"env_vars": variables("verl", {})}
     called = call_command(main, "run-as", "verl", "--runtime-env")
     assert called.code == 0 and str(SHIMS) in json.loads(called.out)["env_vars"]["PYTHONPATH"]
 
@@ -41,9 +42,10 @@ def test_a_command_and_its_children_find_verl_and_keep_their_exit_code(tmp_path:
         "from verl.interactions.base import BaseInteraction\nprint(BaseInteraction.__module__)\n"
     )
     code = "import subprocess, sys; sys.exit(7 * (subprocess.run([sys.executable, 'own.py']).returncode == 0))"
-    command = [sys.executable, "-m", "polyturn.cli.main", "run-as", "verl", "--", "python", "-c", code]
-    main_module = "from polyturn.cli.main import main; main()"
-    command[1:3] = ["-c", main_module]
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text("raise RuntimeError('a checkout in the working directory')\n")
+    polyturn = ["-c", "from polyturn.cli.main import main; main()"]
+    command = [sys.executable, *polyturn, "run-as", "verl", "--", "python", "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.strip() == "polyturn.interactions.base"

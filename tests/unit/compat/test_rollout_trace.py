@@ -66,7 +66,7 @@ async def test_operations_and_errors_are_recorded_with_their_trajectory() -> Non
 
 async def test_the_log_is_a_backend_and_others_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     RolloutTraceConfig.init("project", "experiment", "log")
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger="polyturn"):
         await Worker().add(1)
     assert "Worker.add returned 2" in caplog.text
     with pytest.raises(ConfigError, match="'weave' is not here"):

@@ -99,6 +99,7 @@ MAPPED: list[tuple[str, str, Any]] = [
     ("reward_model.sandbox_fusion.memory_limit_mb=99", "reward.sandbox.memory_limit_mb", 99),
     # actor
     (f"{ACTOR}.ppo_mini_batch_size=128", "train.minibatches", 8),
+    (f"{ACTOR}.ppo_mini_batch_size=300", "train.minibatches", 4),
     (f"{ACTOR}.grad_clip=0.5", "train.optim.max_grad_norm", 0.5),
     (f"{ACTOR}.clip_ratio=0.1", "algorithm.clip_low", 0.1),
     (f"{ACTOR}.clip_ratio_low=0.1", "algorithm.clip_low", 0.1),
@@ -262,7 +263,7 @@ REJECTED = [
     (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "Megatron"),
     ("actor_rollout_ref.ref.megatron.param_offload=True", "Megatron"),
     (f"{ACTOR}.ppo_epochs=2", "ppo_mini_batch_size"),
-    (f"{ACTOR}.ppo_mini_batch_size=300", "must divide data.train_batch_size"),
+    (f"{ACTOR}.ppo_mini_batch_size=2000", "from 1 to data.train_batch_size, which is 1024"),
     (f"{ACTOR}.policy_loss.loss_mode=gspo", "vanilla"),
     ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
     ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
@@ -440,6 +441,15 @@ def test_a_custom_reward_gets_its_arguments_and_reads_what_the_model_wrote():
         "custom_reward_function.path=r.py", "custom_reward_function.name=mine", "+custom_reward_function.reward_kwargs={a:1}"
     ).native["reward"]
     assert reward["function"] == {"name": "r.py:mine", "kwargs": {"a": 1}} and reward["text"] == "turns"
+
+
+def test_samples_are_limited_and_ordered_as_asked():
+    made = translated(
+        *("data.train_files=a.parquet", "data.train_max_samples=5", "data.val_files=b.parquet", "data.val_max_samples=6"),
+        *("data.sampler.class_path=stages.py", "data.sampler.class_name=Stages"),
+    ).native
+    assert made["data"]["train"] == {"files": ["a.parquet"], "limit": 5} and made["data"]["sampler"] == "stages.py:Stages"
+    assert made["evaluation"]["data"] == {"files": ["b.parquet"], "limit": 6}
 
 
 def test_the_managers_that_do_more_than_call_a_function():

@@ -6,6 +6,7 @@ run once each, after every key that moves as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,12 +136,10 @@ def minibatches(s: Source) -> None:
     """Cut a step into updates of `ppo_mini_batch_size` tasks."""
     key = f"{ACTOR}.ppo_mini_batch_size"
     tasks, size = s.number("data.train_batch_size", 1024), s.number(key, 256)
-    if key not in s.written:
-        size = min(size, tasks)
-    if size < 1 or tasks % size:
-        s.refuse(key, f"it must divide data.train_batch_size, which is {tasks}")
+    if size < 1 or (size > tasks and key in s.written):
+        s.refuse(key, f"it must be from 1 to data.train_batch_size, which is {tasks}")
     else:
-        s.put("train.minibatches", tasks // size, by=key)
+        s.put("train.minibatches", math.ceil(tasks / size), by=key)
 
 
 def max_tokens_per_batch(s: Source) -> None:
