@@ -564,7 +564,7 @@ def build_records(parts: Parts, eval_sets: Sequence[EvalSet]) -> AlsoRecord:
         return None if folder is None else TrajectoryDump(Path(folder).expanduser(), decode)
 
     def decode(ids: Sequence[int]) -> str:
-        return str(parts.tokenizer.decode(ids, skip_special_tokens=True))
+        return str(parts.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def verl_metrics(name: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
         from polyturn.compat.verl.validation import validation_metrics
