@@ -18,6 +18,7 @@ from typing import Any
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.core.messages import Message
 from polyturn.core.registry import import_attr
+from polyturn.data.media import with_media
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,8 @@ class Conversation:
             raise DataError(f"a conversation with {turns} assistant messages has {len(self.weights)} weights")
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any], *, where: str) -> Conversation:
-        """Return the conversation of a dataset row.
+    def from_row(cls, row: Mapping[str, Any], *, where: str, base: Path | None = None) -> Conversation:
+        """Return the conversation of a dataset row; the paths of its media start at `base`.
 
         Raises:
             DataError: the row has no messages, or they cannot be read; the message starts with `where`.
@@ -53,7 +54,7 @@ class Conversation:
         tools = row.get("tools")
         try:
             return cls(
-                messages=tuple(Message.from_openai(m) for m in messages),
+                messages=tuple(Message.from_openai(m) for m in with_media(messages, row, base=base or Path())),
                 tools=None if tools is None else tuple(str(t) for t in tools),
                 weights=tuple(float(m.get("loss", 1.0)) for m in messages if m.get("role") == "assistant"),
             )
@@ -78,7 +79,7 @@ def read_conversations(path: Path) -> list[Conversation]:
             row = json.loads(line)
         except json.JSONDecodeError as problem:
             raise DataError(f"{where} is not JSON: {problem.msg} at column {problem.colno}") from problem
-        out.append(Conversation.from_row(row, where=where))
+        out.append(Conversation.from_row(row, where=where, base=path.parent))
     if not out:
         raise DataError(f"{path} holds no conversation")
     return out

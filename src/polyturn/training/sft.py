@@ -43,6 +43,7 @@ def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id
     first = next(i for i, m in enumerate(messages) if m.role == "assistant")
     builder = TrajectoryBuilder()
     builder.open(encoder.start(messages[:first]))
+    builder.add_media(*(medium for message in messages[:first] for medium in message.media))
     turn, position = -1, first
     while position < len(messages):
         turn += 1
@@ -56,6 +57,7 @@ def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id
         observed = messages[position + 1 : end]
         if observed and end < len(messages):
             builder.observe(encoder.extend(observed, last_id=int(ids[-1])), turn=turn)
+            builder.add_media(*(medium for message in observed for medium in message.media))
         elif not observed and end < len(messages):
             raise DataError(f"conversation {id}: two assistant messages in a row; something must answer the first one")
         position = end
@@ -65,6 +67,7 @@ def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id
         token_ids=segment.token_ids,
         loss_weights=segment.loss_weights,
         turn_ids=segment.turn_ids,
+        media=segment.media,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +14,14 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import AlignmentError, TemplateError
 from polyturn.core.messages import Message
 from polyturn.core.sample import SampleId, TrainSample
+from polyturn.data.conversations import read_conversations
 from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 from polyturn.tokens.codec import Codec
+from polyturn.tokens.media_encoder import MediaEncoder
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.sft import encode_conversation
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)
@@ -148,3 +154,15 @@ def test_a_token_that_stands_for_an_image_without_one_is_refused() -> None:
     one = sample(0, prompt(picture("red"), "Which?"))
     with pytest.raises(TemplateError, match="features for other media than the 0"):
         policy().score([one.replace(media=())])
+
+
+def test_a_conversation_that_shows_images_is_trained_as_it_is_rolled_out(tmp_path: Path) -> None:
+    picture("red", 56, 28).save(tmp_path / "red.png")
+    said = [("user", "<image>Which?"), ("assistant", "red"), ("user", "And <image>?"), ("assistant", "red")]
+    row = {"messages": [{"role": r, "content": c} for r, c in said], "images": ["red.png"] * 2}
+    (tmp_path / "said.jsonl").write_text(json.dumps(row))
+    (conversation,) = read_conversations(tmp_path / "said.jsonl")
+    one = encode_conversation(conversation, MediaEncoder(CODEC, media=MEDIA), id="0")
+    assert (len(one.media), int(MEDIA.types(one.token_ids).sum())) == (2, 4)
+    trainer = policy()
+    np.testing.assert_allclose(trainer.score([one])[0], alone(trainer.model, one), atol=1e-5)
