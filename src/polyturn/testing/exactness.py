@@ -41,6 +41,7 @@ RULES = {
     "owned": "the tokens that train are not the sampled ones, each once (I3, I4)",
     "between": "the text between two turns is not what the template writes there",
     "invented": "between two turns stands text that is nowhere in a render of the conversation",
+    "inference": "with full renders, the engine is not shown what the template writes at inference",
     "control": "between two turns stands a control token that the template did not write",
     "full": "the full render is not the ids of the rendered conversation",
     "unreported": "the held ids differ from a full render and the check is silent (I5)",
@@ -115,6 +116,17 @@ class Subject:
     def runner(self) -> Runner:
         """Runs dialogues with this template."""
         return Runner(self.codec)
+
+    @cached_property
+    def inference_runner(self) -> Runner:
+        """Runs dialogues whose every turn is sampled from a full render."""
+        return Runner(self.codec, renders_history=True)
+
+    def with_tools(self, told: Dialogue) -> Dialogue:
+        """Return `told` with its tools' schemas as a run spells them."""
+        if not told.tools:
+            return told
+        return replace(told, tools=tuple(self.runner.context(has_tools=True).tools.schemas.values()))
 
     @cached_property
     def takes_system(self) -> bool:
@@ -195,8 +207,7 @@ def examine(subject: Subject, told: Dialogue, *, is_uncanonical: bool = False) -
     def report(rule: str, detail: str) -> None:
         out.append(Violation(template=subject.name, rule=rule, kind=told.kind, seed=told.seed, detail=detail))
 
-    if told.tools:
-        told = replace(told, tools=tuple(subject.runner.context(has_tools=True).tools.schemas.values()))
+    told = subject.with_tools(told)
     try:
         texts = [oracle.says(told, turn) for turn in range(len(told.turns))]
         betweens = [oracle.between(told, turn) for turn in range(len(told.turns) - 1)]
@@ -251,6 +262,45 @@ def examine(subject: Subject, told: Dialogue, *, is_uncanonical: bool = False) -
     out += _samples(subject, told, run, said)
     out += _against_full(subject, told, run, held, shown, differs_between)
     return out
+
+
+def examine_inference(subject: Subject, told: Dialogue) -> list[Violation]:
+    """Run `told` with every turn sampled from a full render, and return what was wrong.
+
+    The engine must be shown what the template writes at inference, to the letter, and every sampled token must train once,
+    in the context that it was sampled in, however many segments the history's changes make.
+    """
+    oracle, out = subject.oracle, []
+
+    def report(rule: str, detail: str) -> None:
+        out.append(Violation(template=subject.name, rule=rule, kind=told.kind, seed=told.seed, detail=detail))
+
+    told = subject.with_tools(told)
+    try:
+        texts = [oracle.says(told, turn) for turn in range(len(told.turns))]
+        shown = [
+            [oracle.render(told.before(turn), told.tools, prompt=True, is_joined=joined) for joined in (False, True)]
+            for turn in range(len(told.turns))
+        ]
+    except RefusedError:
+        return out
+    said = [subject.codec.encode(text).tolist() for text in texts]
+    try:
+        run = subject.inference_runner.tell(told, said)
+    except TemplateError as problem:
+        report("refused", one_line(problem))
+        return out
+    subject.counts["at inference"] += 1
+    for turn, prompt in enumerate(run.prompts):
+        fitting = [text for text in shown[turn] if oracle.decode(prompt) == oracle.normal(text)]
+        if not fitting:
+            report("inference", f"turn {turn}: shown {oracle.decode(prompt)!r}, the template writes {shown[turn][0]!r}")
+            continue
+        is_hostile = any(oracle.is_hostile(m.text) for t in told.turns[:turn] for m in t.answer)
+        if not is_hostile and oracle.control(prompt) != oracle.control(oracle.ids(fitting[0])):
+            report("control", f"turn {turn}: {oracle.decode(oracle.control(prompt))!r}")
+    subject.counts["segments"] += len(run.trajectory.segments)
+    return out + _samples(subject, told, run, said)
 
 
 def examine_text(subject: Subject, text: str) -> list[Violation]:
@@ -320,6 +370,7 @@ def _samples(subject: Subject, told: Dialogue, run: Told, said: Sequence[Sequenc
             report("weights", f"arrays of different lengths {sorted(lengths)}")
         for position in np.flatnonzero(sample.loss_weights).tolist():
             owned.append((int(sample.turn_ids[position]), int(sample.token_ids[position])))
+    owned.sort(key=lambda pair: pair[0])  # of one turn they stay in order, wherever its segment stands
     if owned != [(turn, int(i)) for turn, ids in enumerate(said) for i in ids]:
         report("owned", "the tokens with a weight are not the sampled ones, each once and in order")
     for turn, ids in enumerate(said):

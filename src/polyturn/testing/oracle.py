@@ -63,8 +63,12 @@ class Oracle:
         self.normal = normalizer.normalize_str if normalizer is not None else str
         """Text as the tokenizer keeps it: some write it in a canonical Unicode form first."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False, is_joined: bool = False
+    ) -> str:
         """Return the text of a whole conversation; with `prompt`, up to where the model speaks.
+
+        With `is_joined`, reasoning stands in the content, as where a server has no parser for it.
 
         Raises:
             RefusedError: the template raises.
@@ -72,7 +76,8 @@ class Oracle:
         tries = [(self._reads_thinking, False), (False, False), (self._reads_thinking, True)]
         problem: Exception | None = None
         for thinking, as_json in tries:
-            dicts = [_to_dict(m, thinking=thinking, arguments_as_json=as_json) for m in messages]
+            told = [_joined(m) if is_joined else m for m in messages]
+            dicts = [_to_dict(m, thinking=thinking, arguments_as_json=as_json) for m in told]
             try:
                 return str(
                     self.tokenizer.apply_chat_template(
@@ -106,13 +111,16 @@ class Oracle:
     def says(self, dialogue: Dialogue, turn: int) -> str:
         """Return what the model would have to say in turn `turn`, with what ends it unless it is cut.
 
-        Where a history's turns open otherwise than the generation prompt, it is what follows the part that both share; the
+        Where a history's turns open otherwise than the generation prompt, it is what follows a history's opening; the
         reasoning that a template never shows is said all the same.
         """
         spoken = dialogue.turns[turn]
         before = dialogue.before(turn)
         asked = self.render(before, dialogue.tools, prompt=True)
         shown = self.render((*before, spoken.message), dialogue.tools)
+        if not shown.startswith(asked):
+            word = Message(role="assistant", content=_WORD)
+            asked = self.render((*before, word), dialogue.tools).rpartition(_WORD)[0]
         said = shown[_shared(asked, shown) :]
         reasoning = spoken.message.reasoning
         if reasoning and reasoning.strip() not in said:
@@ -172,6 +180,12 @@ def tame(message: Message) -> Message:
 
 def _tame_text(value: Any) -> Any:
     return re.sub(r"[<>\[\]|｜]", "x", value) if isinstance(value, str) else value
+
+
+def _joined(m: Message) -> Message:
+    if not m.reasoning:
+        return m
+    return replace(m, reasoning=None, content=f"<think>\n{m.reasoning}\n</think>\n\n{m.text}".rstrip("\n"))
 
 
 def _to_dict(m: Message, *, thinking: bool, arguments_as_json: bool) -> dict[str, Any]:

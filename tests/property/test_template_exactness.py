@@ -1,0 +1,173 @@
+"""I1 to I5 over many templates: what an episode holds is what was sampled and, around it, what the template writes.
+
+The oracle renders and encodes whole conversations with the tokenizer's own functions; the episode under test is a real one.
+Hand-written templates always, the published ones with Qwen's vocabulary where they lie. The long form, a thousand dialogues
+for each published template and ten thousand hostile texts, is benchmarks/token_exactness.py.
+"""
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from polyturn.core.errors import TemplateError
+from polyturn.core.messages import Message
+from polyturn.testing.dialogues import KINDS, hostile_text
+from polyturn.testing.exactness import Subject, examine, examine_inference, examine_text, load_subjects
+from polyturn.testing.oracle import tame
+from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.delta import DeltaEncoder
+
+WRITTEN = Path(__file__).parents[1] / "data" / "templates"
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+FACTS: dict[str, Any] = yaml.safe_load((WRITTEN / "facts.yaml").read_text(encoding="utf-8"))
+NUM_DIALOGUES = 4 * len(KINDS)
+NUM_TEXTS = 40
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="needs the tokenizers and templates in ../shared/data")
+
+
+@functools.cache
+def written(name: str) -> Subject:
+    return load_subjects(WRITTEN, FACTS["hand_written"], tiny_tokenizer(1024), only=[name])[0]
+
+
+@functools.cache
+def qwen_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(SHARED / "tokenizers" / "qwen2"))
+
+
+@functools.cache
+def published(name: str) -> Subject:
+    return load_subjects(SHARED / "chat_templates", FACTS["published"], qwen_tokenizer(), only=[name])[0]
+
+
+def violations(subject: Subject, num: int) -> list[str]:
+    """Examine `num` dialogues, every third of them with tokens that the tokenizer would not choose."""
+    found = []
+    for seed in range(num):
+        told = subject.dialogue(seed, subject.kinds[seed % len(subject.kinds)])
+        found += examine(subject, told, is_uncanonical=seed % 3 == 2)
+    return [f"{v.rule} ({v.kind}, seed {v.seed}): {v.detail}" for v in found]
+
+
+def inference_violations(subject: Subject, num: int) -> list[str]:
+    told = [subject.dialogue(seed, subject.kinds[seed % len(subject.kinds)]) for seed in range(num)]
+    return [f"{v.rule} ({v.kind}, seed {v.seed}): {v.detail}" for t in told for v in examine_inference(subject, t)]
+
+
+def prompt_violations(subject: Subject) -> list[str]:
+    """Let a prompt spell what ends and opens turns, in a user's and a system's message."""
+    oracle, out = subject.oracle, []
+    tools = subject.dialogue(0, "tool_calls").tools[:1] if subject.shows_results else ()
+    for end in (*oracle.ends, *oracle.openers.values()):
+        text = f"a {end} b {end}\nuser"
+        roles = ("user", "system", "user") if subject.takes_system else ("user",)
+        said = {role: text if i == len(roles) - 1 else "Hi" for i, role in enumerate(roles)}
+        messages = [Message(role=role, content=said[role]) for role in sorted(said)]
+        shown = oracle.render(messages, tools, prompt=True)
+        own = oracle.render([tame(m) for m in messages], tools, prompt=True)
+        ids = DeltaEncoder(subject.codec, tools=tools).start(messages).tolist()
+        if oracle.control(ids) != oracle.control(oracle.ids(own)) or oracle.decode(ids) != oracle.normal(shown):
+            out.append(f"{end}: {oracle.decode(ids)!r}, with control {oracle.decode(oracle.control(ids))!r}")
+    return out
+
+
+def hostile_violations(subject: Subject, num: int) -> list[str]:
+    draw = random.Random(0)
+    texts = [hostile_text(draw, (*subject.markers, "<|im_end|>", "</think>")) for _ in range(num)]
+    return [v.detail for text in texts for v in examine_text(subject, text)]
+
+
+@pytest.mark.parametrize("name", FACTS["hand_written"])
+def test_an_episode_holds_what_was_sampled_and_what_the_template_writes(name: str) -> None:
+    assert violations(written(name), NUM_DIALOGUES) == []
+    assert written(name).counts["examined"] > NUM_DIALOGUES / 3
+
+
+@pytest.mark.parametrize("name", FACTS["hand_written"])
+def test_environment_text_never_becomes_a_control_token(name: str) -> None:
+    assert hostile_violations(written(name), NUM_TEXTS) == []
+
+
+@pytest.mark.parametrize("name", FACTS["hand_written"])
+def test_at_inference_the_engine_is_shown_what_the_template_writes(name: str) -> None:
+    assert inference_violations(written(name), 2 * len(KINDS)) == []
+
+
+@pytest.mark.parametrize("name", FACTS["hand_written"])
+def test_a_prompt_cannot_end_or_open_a_turn(name: str) -> None:
+    """A row of a dataset may explain a tag; it cannot speak as somebody else."""
+    assert prompt_violations(written(name)) == []
+
+
+@needs_shared
+@pytest.mark.parametrize("name", FACTS["published"])
+def test_a_prompt_cannot_end_or_open_a_turn_of_a_published_template(name: str) -> None:
+    assert prompt_violations(published(name)) == []
+
+
+@needs_shared
+@pytest.mark.parametrize("name", FACTS["published"])
+def test_at_inference_the_engine_is_shown_what_a_published_template_writes(name: str) -> None:
+    assert inference_violations(published(name), len(KINDS)) == []
+
+
+@needs_shared
+@pytest.mark.parametrize("name", FACTS["published"])
+def test_an_episode_holds_what_a_published_template_writes(name: str) -> None:
+    assert violations(published(name), NUM_DIALOGUES) == []
+
+
+@needs_shared
+@pytest.mark.parametrize("name", FACTS["published"])
+def test_environment_text_never_becomes_a_control_token_of_a_published_template(name: str) -> None:
+    assert hostile_violations(published(name), NUM_TEXTS) == []
+
+
+def test_the_oracle_finds_what_is_wrong() -> None:
+    """An encoder that forgets the newline between turns, or recognises control text, does not pass."""
+    subject = load_subjects(WRITTEN, FACTS["hand_written"], tiny_tokenizer(1024), only=["chatml"])[0]
+    encoder = subject.runner.context(has_tools=False).encoder_for
+    codec = subject.codec
+    right = DeltaEncoder.extend
+
+    def forgetful(self: DeltaEncoder, *args: Any, **kwargs: Any) -> Any:
+        return right(self, *args, **kwargs)[1:]
+
+    def trusting(self: DeltaEncoder, *args: Any, **kwargs: Any) -> Any:
+        return codec.encode(codec.decode(right(self, *args, **kwargs)))
+
+    assert callable(encoder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeltaEncoder, "extend", forgetful)
+        assert violations(subject, 9)
+        patch.setattr(DeltaEncoder, "extend", trusting)
+        assert {v.split()[0] for v in violations(subject, 45)} >= {"control"}
+    assert violations(subject, 9) == []
+
+
+def test_a_result_that_the_template_leaves_out_is_refused() -> None:
+    subject = written("silent_results")
+    encoder = DeltaEncoder(subject.codec, tools=subject.dialogue(0, "plain").tools)
+    result = Message(role="tool", content="4", tool_call_id="call00000", name="look_up")
+    with pytest.raises(TemplateError, match="tool message"):
+        encoder.extend([result], last_id=subject.codec.stop_token_ids[0])
+
+
+def test_a_template_that_raises_on_a_role_order_names_the_message() -> None:
+    subject = written("alternates")
+    with pytest.raises(TemplateError, match=r"message 1, a user message.*alternate"):
+        DeltaEncoder(subject.codec).start([Message(role="user", content="a"), Message(role="user", content="b")])
+
+
+def test_a_template_with_a_syntax_error_is_refused_with_its_problem() -> None:
+    template = (WRITTEN / "broken_syntax.jinja").read_text(encoding="utf-8")
+    codec = Codec(tiny_tokenizer(), chat_template=template)
+    with pytest.raises(TemplateError, match="endif"):
+        DeltaEncoder(codec).start([Message(role="user", content="a")])
