@@ -1,7 +1,7 @@
 """`polyturn run-as NAME -- COMMAND…`: run a command of another library's users, with polyturn in that library's place.
 
-A folder with a package of that name goes to the front of PYTHONPATH, for the command and for every process it starts. The
-working directory, which `python -m` would put before it, goes to the end: it may be a checkout of that very library.
+A folder with a package of that name goes to the front of PYTHONPATH, for the command and for every process it starts. In a
+checkout of that very library, which `python -m` would put before it, the working directory goes to the end instead.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
     if name not in known:
         raise ConfigError(f"nothing stands in for {name!r}.{did_you_mean(name, known)}")
     former = environment.get("PYTHONPATH")
-    paths = [str(SHIMS), *([former] if former else []), str(Path.cwd())]
-    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    paths = [str(SHIMS), *([former] if former else [])]
+    if not (Path.cwd() / name / "__init__.py").is_file():
+        return {"PYTHONPATH": os.pathsep.join(paths)}
+    return {"PYTHONPATH": os.pathsep.join([*paths, str(Path.cwd())]), "PYTHONSAFEPATH": "1"}
 
 
 def find_like(name: str) -> None:

@@ -17,10 +17,16 @@ from polyturn.core.errors import ConfigError
 from polyturn.testing.runs import call_command
 
 
-def test_the_shim_goes_before_whatever_is_on_the_path_and_the_working_directory_to_its_end():
-    here = str(Path.cwd())
-    assert variables("verl", {"PYTHONPATH": "/mine"})["PYTHONPATH"].split(os.pathsep) == [str(SHIMS), "/mine", here]
-    assert variables("verl", {}) == {"PYTHONPATH": f"{SHIMS}{os.pathsep}{here}", "PYTHONSAFEPATH": "1"}
+def test_the_shim_goes_before_whatever_is_on_the_path():
+    assert variables("verl", {"PYTHONPATH": "/mine"}) == {"PYTHONPATH": f"{SHIMS}{os.pathsep}/mine"}
+    assert variables("verl", {}) == {"PYTHONPATH": str(SHIMS)}
+
+
+def test_in_a_checkout_of_the_library_the_working_directory_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert variables("verl", {}) == {"PYTHONPATH": f"{SHIMS}{os.pathsep}{tmp_path}", "PYTHONSAFEPATH": "1"}
 
 
 def test_the_same_as_a_runtime_environment_of_ray():
@@ -37,18 +43,31 @@ def test_what_cannot_be_run_is_one_sentence():
     assert missing.code == 2 and "'no-such-program' is not found" in missing.err
 
 
-def test_a_command_and_its_children_find_verl_and_keep_their_exit_code(tmp_path: Path):
+@pytest.mark.parametrize("is_checkout", [False, True])
+def test_a_command_and_its_children_find_verl_and_keep_their_exit_code(tmp_path: Path, is_checkout: bool):
     (tmp_path / "own.py").write_text(
         "from verl.interactions.base import BaseInteraction\nprint(BaseInteraction.__module__)\n"
     )
-    code = "import subprocess, sys; sys.exit(7 * (subprocess.run([sys.executable, 'own.py']).returncode == 0))"
-    (tmp_path / "verl").mkdir()
-    (tmp_path / "verl" / "__init__.py").write_text("raise RuntimeError('a checkout in the working directory')\n")
+    if is_checkout:
+        (tmp_path / "verl").mkdir()
+        (tmp_path / "verl" / "__init__.py").write_text("raise RuntimeError('not this one')\n")
+    code = "import subprocess, sys; sys.exit(7 * (subprocess.run([sys.executable, '-m', 'own']).returncode == 0))"
     polyturn = ["-c", "from polyturn.cli.main import main; main()"]
     command = [sys.executable, *polyturn, "run-as", "verl", "--", "python", "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.strip() == "polyturn.interactions.base"
+
+
+def test_a_config_finds_a_projects_own_classes_in_the_working_directory(tmp_path: Path):
+    """As `python -m` does; here the first task of a project that has nothing but a class."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "talk.py").write_text("from verl.interactions.base import BaseInteraction as Talk\n")
+    code = "from polyturn.cli.run_as import find_like; find_like('verl'); import project.talk as t; print(t.Talk.__module__)"
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+    )
+    assert ended.stdout.strip() == "polyturn.interactions.base", ended.stderr
 
 
 def test_a_mistake_in_the_config_is_one_sentence_of_the_program(tmp_path: Path):
