@@ -20,6 +20,7 @@ from polyturn.core.errors import TemplateError, one_line
 from polyturn.core.messages import Message
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.markers import template_markers
 from polyturn.tokens.properties import PROBE_TOOL, TemplateProperties, find_properties
 from polyturn.tokens.trials import KINDS, TOOL_KINDS, Trial, trials
 
@@ -118,6 +119,9 @@ def certify(
     strategy, reason = _decide(tally, properties, error)
     violations = [f"hostile text writes control tokens: {s}" for s in tally.leaks]
     findings = list(dict.fromkeys(tally.append))
+    missing = [] if error is not None else _missing_markers(codec)
+    if missing:
+        findings.append(f"the template writes {' '.join(missing)}, which this tokenizer has no single tokens for")
     findings += [f"{kind}: {why}" for kind, why in tally.unrendered.items() if kind not in tally.rendered]
     by_inference = "append" if strategy == "append" and properties.is_prefix_preserving else "segment"
     return TemplateReport(
@@ -205,6 +209,12 @@ def _problem(codec: Codec, properties: TemplateProperties, *, num_tools: int) ->
             "what a tool message says, or no tools"
         )
     return None
+
+
+def _missing_markers(codec: Codec) -> list[str]:
+    """Return the markers of the form <|…|> that the template writes and the tokenizer cuts into pieces."""
+    known = set(codec.control_tokens.values())
+    return [m for m in template_markers(codec.chat_template or "") if m[1:2] in "|｜" and m not in known]
 
 
 def _failed(tally: _Tally, *, has_tools: bool) -> str | None:

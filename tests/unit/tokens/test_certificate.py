@@ -1,8 +1,10 @@
 """The certificate says what a template does, which way to grow histories is safe with it, and proves it by trial."""
 
+import functools
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from polyturn.core.errors import TemplateError
 from polyturn.testing.tiny import tiny_tokenizer
@@ -18,6 +20,11 @@ PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+@functools.cache
+def real_tokenizer() -> PreTrainedTokenizerBase:
+    return load_codec(str(SHARED / "tokenizers" / "qwen2")).tokenizer  # type: ignore[no-any-return]
 
 
 def report(template: str, **options: object) -> TemplateReport:
@@ -155,7 +162,13 @@ def test_traits_are_found_by_rendering(name: str, strategy: str, facts: dict[str
 )
 def test_published_templates_are_read_right(name: str, facts: dict[str, bool]) -> None:
     template = (SHARED / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    tokenizer, _ = add_template_markers(load_codec(str(SHARED / "tokenizers" / "qwen2")).tokenizer, template)
+    tokenizer, _ = add_template_markers(real_tokenizer(), template)
     found = certify(Codec(tokenizer, chat_template=template), num_random=0)
     assert {fact: getattr(found, fact) for fact in facts} == facts
     assert (found.error, found.strategy, found.violations, found.control_tokens_from_text) == (None, "append", (), 0)
+
+
+def test_markers_that_are_no_tokens_of_this_tokenizer_are_named() -> None:
+    template = PLAIN.replace("<|im_start|>", "<|turn|>")
+    assert any("<|turn|>" in finding for finding in certify(Codec(tiny_tokenizer(), chat_template=template)).findings)
+    assert report(template).findings == ()
