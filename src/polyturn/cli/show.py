@@ -11,6 +11,7 @@ from rich.table import Table
 
 from polyturn.cli.console import Output
 from polyturn.core.errors import DataError
+from polyturn.core.messages import Message
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.store.parquet_store import open_store
 
@@ -50,7 +51,7 @@ def trajectory_table(trajectories: Sequence[Trajectory]) -> Table:
 def show_one(console: Console, trajectory: Trajectory) -> None:
     """Print one trajectory as a conversation. Text of the environment is shown as text, whatever it contains."""
     for message in trajectory.task.prompt:
-        _say(console, message.role, message.text)
+        _say(console, message.role, _with_media(message))
     for turn in trajectory.turns:
         sampled = sum(len(trajectory.span(r)) for r in turn.spans if trajectory.span(r).source is SpanSource.SAMPLED)
         score = "" if turn.score is None else f"  score {turn.score:g}"
@@ -64,7 +65,7 @@ def show_one(console: Console, trajectory: Trajectory) -> None:
             note=f"turn {turn.index}  {sampled} tokens  {turn.finish_reason.value}{score}",
         )
         for message in turn.observation:
-            _say(console, message.role, message.text)
+            _say(console, message.role, _with_media(message))
     reward = trajectory.reward
     console.print(
         f"[bold]stopped[/] {trajectory.stop_reason.value}" + (f": {escape(trajectory.error)}" if trajectory.error else "")
@@ -72,6 +73,11 @@ def show_one(console: Console, trajectory: Trajectory) -> None:
     if reward is not None:
         parts = "  ".join(f"{name} {value:g}" for name, value in reward.components.items())
         console.print(f"[bold]reward[/] {reward.total:g}   {parts}")
+
+
+def _with_media(message: Message) -> str:
+    """Return the text of a message behind the names of what it shows."""
+    return "".join(f"[{medium.kind}] " for medium in message.media) + message.text
 
 
 def _say(console: Console, role: str, text: str, *, note: str = "") -> None:
