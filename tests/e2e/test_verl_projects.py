@@ -243,6 +243,22 @@ def test_a_migrated_config_trains_and_says_what_became_of_each_key(project: Path
     assert speakers(trained(tmp_path / "run")) == {"user"}
 
 
+def test_a_migrated_demo_keeps_its_paths_wherever_it_is_written(tmp_path: Path):
+    out = tmp_path / "elsewhere" / "config.yaml"
+    demo = ROOT / "examples" / "quickstart" / "verl" / "config.yaml"
+    assert call_command(main, "config", "migrate", demo, "--out", out).code == 0
+    native = yaml.safe_load(out.read_text())
+    model, sft = native["model"], native["warm_start"]
+    for value in (
+        model["chat_template"],
+        model["train_tokenizer"]["corpus"].partition(":")[0],
+        sft["conversations"].partition(":")[0],
+        native["rollout"]["tools"]["file"],
+        native["reward"]["function"]["name"].partition(":")[0],
+    ):
+        assert (out.parent / value).is_file(), value
+
+
 def test_a_dry_run_reads_function_tools_and_leaves_long_prompts_out(project: Path, tmp_path: Path):
     (tmp_path / "tools.py").write_text(
         "from verl.tools.function_tool import function_tool\n\n\n@function_tool\ndef shout(text: str) -> str:\n"

@@ -25,7 +25,7 @@ def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
     load_values(RunConfig, translation.native, origin=translation.origin)
     target = path.with_suffix(".polyturn.yaml") if out is None else out
     target.parent.mkdir(parents=True, exist_ok=True)
-    native = _without_defaults(relative_to(translation, target.parent), default_tree(RunConfig))
+    native = _without_defaults(relative_to(translation, target.parent, config=path.parent), default_tree(RunConfig))
     source = " ".join([str(path), *overrides])
     head = f"# Made from {source} by `polyturn config migrate`; paths start from this file's folder.\n"
     target.write_text(head + yaml.safe_dump(native, sort_keys=False, allow_unicode=True, width=1000), encoding="utf-8")

@@ -93,6 +93,11 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         if fullname in self._packages:
             body = self.namespace.packages.get(fullname)
             return importlib.machinery.ModuleSpec(fullname, _PackageLoader(body), is_package=True)
+        # A project that lives in a checkout of the library keeps its own modules in that library's folders.
+        parts = fullname.split(".")[:-1]
+        folders = [str(folder) for entry in sys.path if (folder := Path(entry, *parts)).is_dir()]
+        if (own := importlib.machinery.PathFinder.find_spec(fullname, folders)) is not None and own.origin is not None:
+            return own
         raise ModuleNotFoundError(self._why_not(fullname), name=fullname)
 
     def _why_not(self, fullname: str) -> str:

@@ -70,6 +70,20 @@ def test_a_config_finds_a_projects_own_classes_in_the_working_directory(tmp_path
     assert ended.stdout.strip() == "polyturn.interactions.base", ended.stderr
 
 
+def test_a_projects_own_modules_in_a_checkout_of_the_library_are_found(tmp_path: Path):
+    tools = tmp_path / "verl" / "tools"
+    tools.mkdir(parents=True)
+    for package in (tmp_path / "verl", tools):
+        (package / "__init__.py").write_text("raise RuntimeError('not this one')\n")
+    (tools / "base_tool.py").write_text("raise RuntimeError('not this one')\n")
+    (tools / "mine.py").write_text("from verl.tools.base_tool import BaseTool\n\n\nclass Mine(BaseTool):\n    pass\n")
+    code = "from verl.tools.mine import Mine; print(Mine.__module__, Mine.__base__.__module__)"
+    polyturn = ["-c", "from polyturn.cli.main import main; main()"]
+    command = [sys.executable, *polyturn, "run-as", "verl", "--", "python", "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    assert ended.stdout.split() == ["verl.tools.mine", "polyturn.tools.base"], ended.stderr
+
+
 def test_a_mistake_in_the_config_is_one_sentence_of_the_program(tmp_path: Path):
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "data.train_batch_sise=3"]
     environment = {**os.environ, **variables("verl", {})}

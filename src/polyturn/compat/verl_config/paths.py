@@ -29,13 +29,43 @@ def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]
     return _changed(translation, place)
 
 
-def relative_to(translation: Translation, folder: Path) -> dict[str, Any]:
-    """Return the native configuration with the paths that are not absolute starting from `folder`."""
+def relative_to(translation: Translation, folder: Path, *, config: Path) -> dict[str, Any]:
+    """Return the native configuration with the paths that are not absolute starting from `folder`.
+
+    Args:
+        translation: The translation.
+        folder: Where they start from.
+        config: The folder of the config that was translated; paths in its section `polyturn` start from there.
+    """
 
     def place(path: str) -> str:
-        return path if Path(path).is_absolute() else os.path.relpath(Path(path).absolute(), folder.absolute())
+        if Path(path).is_absolute():
+            return path
+        found = config / path if not Path(path).exists() and (config / path).exists() else Path(path)
+        return os.path.relpath(found.absolute(), folder.absolute())
 
-    return _changed(translation, place)
+    native = _changed(translation, place)
+    for path in translation.native_paths:
+        at: Any = native
+        for part in path[:-1]:
+            at = at[part]
+        at[path[-1]] = moved(at[path[-1]], start=config, end=folder)
+    return native
+
+
+def moved(values: Any, *, start: Path, end: Path) -> Any:
+    """Return native values with every path that leads somewhere from the folder `start` leading there from `end`."""
+    if isinstance(values, dict):
+        return {k: moved(v, start=start, end=end) for k, v in values.items()}
+    if isinstance(values, list):
+        return [moved(v, start=start, end=end) for v in values]
+    if not isinstance(values, str) or not values or Path(values).is_absolute():
+        return values
+    file, colon, name = values.partition(".py:")
+    path = start / (f"{file}.py" if colon else file)
+    if not path.exists():
+        return values
+    return os.path.relpath(path.absolute(), end.absolute()) + (f":{name}" if colon else "")
 
 
 def _changed(translation: Translation, place: Callable[[str], str]) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Translation:
     """Native key to where it came from, for messages."""
     paths: tuple[tuple[str, ...], ...]
     """Native keys whose values are paths, relative to the working directory."""
+    native_paths: tuple[tuple[str, ...], ...]
+    """Keys that the section `polyturn` set; paths among their values are relative to the config's folder."""
     fates: tuple[Fate, ...]
     resumes: bool
     """Whether the run goes on from the newest checkpoint of its folder, if there is one."""
@@ -85,13 +87,14 @@ def translate(tree: Composed) -> Translation:
     problems += _sentences(refused, source.found, tree)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    for path, value in leaves(source.found.get("polyturn") or {}):
-        if path:
-            source.put(".".join(path), value, by=f"polyturn.{'.'.join(path)}")
+    own = [(path, value) for path, value in leaves(source.found.get("polyturn") or {}) if path]
+    for path, value in own:
+        source.put(".".join(path), value, by=f"polyturn.{'.'.join(path)}")
     return Translation(
         native=source.native,
         origin={path: f"from {key}{tree.where(key)}" for path, key in source.origin.items()},
-        paths=tuple(source.paths),
+        paths=tuple(path for path in source.paths if path not in dict(own)),
+        native_paths=tuple(path for path, _ in own),
         fates=tuple(_fates(tree, source)),
         resumes=source.found.get("trainer.resume_mode") == "auto",
     )
