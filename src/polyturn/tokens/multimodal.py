@@ -365,12 +365,6 @@ def load_processor(path: str, *, revision: str | None = None) -> Any:
         raise ConfigError(f"no processor can be loaded from {path!r} ({one_line(problem)[:300]})") from problem
 
 
-def has_processor(path: str) -> bool:
-    """Return whether the folder `path` holds the files of a processor for media."""
-    names = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-    return any((Path(path) / name).is_file() for name in names)
-
-
 def _attribute(owner: Any, name: str) -> Any:
     """Return what a processor has under `name`; None where it has none. Processors differ in what they have, and say so
     in no other way."""

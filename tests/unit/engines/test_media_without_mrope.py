@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from PIL import Image
@@ -15,7 +17,8 @@ from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.testing.tiny import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.media_encoder import MediaEncoder
-from polyturn.tokens.multimodal import MediaProcessor
+from polyturn.tokens.multimodal import MediaProcessor, load_processor
+from polyturn.training import hf
 from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
 
@@ -91,3 +94,17 @@ async def test_two_turns_with_images_have_the_trainers_logprobs() -> None:
     np.testing.assert_allclose(policy.score([sample])[0], np.concatenate(rollout), atol=1e-4)
     policy.forward_backward([sample, sample.replace(media=items[::-1])])
     assert all(p.grad is not None for name, p in model.named_parameters() if "patch_embedding" in name)
+
+
+def test_model_and_processor_come_back_from_a_folder(tmp_path: Path) -> None:
+    """What a run exports is loaded as others load it, and processes an image as before."""
+    model, encoder = make()
+    media = encoder.media
+    assert media is not None
+    saved = hf.save_model(model, tmp_path / "model", tokenizer=encoder.codec.tokenizer, processor=media.processor)
+    again = MediaProcessor(load_processor(str(saved)), encoder.codec)
+    (medium,) = Message(role="user", content=({"image": Image.new("RGB", (28, 28), "red")},)).media
+    torch.testing.assert_close(again.inputs([medium])["pixel_values"], media.inputs([medium])["pixel_values"])
+    loaded = hf.load_model(saved)
+    assert hf.takes_media(loaded)
+    assert type(loaded) is type(model)
