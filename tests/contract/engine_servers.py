@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from polyturn.engines.launcher import LaunchSpec
+from polyturn.engines.serve_commands import SERVE_COMMANDS
 
 ROOT = Path(__file__).parents[2]
 MAX_CONTEXT = 256
@@ -33,36 +34,6 @@ def interpreter(engine: str) -> Path:
 
 
 def launch_spec(engine: str, model: Path) -> LaunchSpec:
-    """Return how `engine` serves the model in `model` on a CPU, in float32."""
-    python = str(interpreter(engine))
-    if engine == "vllm":
-        return LaunchSpec(
-            command=(
-                *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-                *("--host", "127.0.0.1", "--port", "{port}", "--max-model-len", str(MAX_CONTEXT)),
-                *("--enforce-eager", "--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
-                *("--skip-tokenizer-init", "--worker-extension-cls", "polyturn_vllm_worker.WeightLoader"),
-            ),
-            env={
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_SERVER_DEV_MODE": "1",
-                "HF_HUB_OFFLINE": "1",
-                "PYTHONPATH": str(ROOT / "src" / "polyturn" / "engines" / "server_side"),
-            },
-        )
-    return LaunchSpec(
-        command=(
-            *(python, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"),
-            *("--attention-backend", "torch_native", "--disable-cuda-graph", "--disable-overlap-schedule"),
-            *("--sleep-on-idle", "--mem-fraction-static", "0.1", "--max-total-tokens", "65536"),
-            *("--max-running-requests", "64", "--context-length", str(MAX_CONTEXT), "--dtype", "float32"),
-            *("--host", "127.0.0.1", "--port", "{port}", "--skip-tokenizer-init"),
-        ),
-        env={
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "2",
-            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-        },
-    )
+    """Return how `engine` serves the model in `model` on a CPU, as a run would start it."""
+    make = SERVE_COMMANDS[engine]
+    return make(python=str(interpreter(engine)), model=model, max_context=MAX_CONTEXT, device="cpu")

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from polyturn.core.errors import EngineError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.checks import check_request
+from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.engines.weight_files import WeightFolder
 
 if TYPE_CHECKING:
@@ -76,11 +78,12 @@ class RemoteEngine(ABC):
         timeout_s: float = 600.0,
         headers: Mapping[str, str] | None = None,
         model: Path | None = None,
+        launch: LaunchSpec | None = None,
     ) -> None:
-        """Make a client; nothing is sent before the first call.
+        """Make a client; nothing is started or sent before the first call.
 
         Args:
-            url: Where the server listens, for example "http://127.0.0.1:8000".
+            url: Where the server listens, for example "http://127.0.0.1:8000"; "" where `launch` starts one.
             vocab_size: Ids from here on are refused.
             max_context: The longest prompt plus completion, in tokens.
             max_in_flight: Requests on the server at once; more wait here.
@@ -88,6 +91,7 @@ class RemoteEngine(ABC):
             headers: Sent with every request, for instance an authorization.
             model: The folder with the model's config, which new weights are written beside; None for an engine whose
                 weights never change.
+            launch: Starts a server on first use; `close` stops it.
         """
         self.url = url.rstrip("/")
         self.version = 0
@@ -101,6 +105,11 @@ class RemoteEngine(ABC):
         self._live: dict[str, _Live] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._files = None if model is None else WeightFolder(model)
+        self._launch = launch
+        self._server: Server | None = None
+        self._starting = asyncio.Lock()
+        self._busy_since = 0.0
+        self._busy_s = 0.0
         self._is_open = asyncio.Event()
         self._is_open.set()
         """Cleared while the weights change."""
@@ -147,6 +156,9 @@ class RemoteEngine(ABC):
             EngineError: the request cannot work, or the server refused it.
         """
         self._check(request)
+        await self._started()
+        if not self._live:
+            self._busy_since = time.perf_counter()
         live = self._live[request.request_id] = _Live()
         parts: list[Completion] = []
         try:
@@ -159,6 +171,8 @@ class RemoteEngine(ABC):
                         return parts[0] if len(parts) == 1 else _joined(parts)
         finally:
             del self._live[request.request_id]
+            if not self._live:
+                self._busy_s += time.perf_counter() - self._busy_since
 
     def _goes_on(self, request: GenerateRequest, part: Completion, live: _Live) -> bool:
         """Return whether `part` was cut by something that its caller did not ask for."""
@@ -185,6 +199,7 @@ class RemoteEngine(ABC):
                 f"the {self.name} engine at {self.url} runs in a process of its own and needs the weights themselves"
                 + ("" if weights is None else "; make it with `model`, the folder with the model's config")
             )
+        await self._started()
         folder = await asyncio.to_thread(self._files.write, weights)
         self._is_open.clear()
         try:
@@ -208,8 +223,25 @@ class RemoteEngine(ABC):
             self._session = None
         if self._files is not None:
             self._files.close()
+        if self._server is not None:
+            await self._server.stop()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request was being answered."""
+        return self._busy_s + (time.perf_counter() - self._busy_since if self._live else 0.0)
 
     # The wire.
+
+    async def _started(self) -> None:
+        """Start the server, once, if it is this client's to start."""
+        if self._launch is None or self._server is not None:
+            return
+        async with self._starting:
+            if self._server is None:
+                self._server = await Server.start(self._launch)
+                self.url = self._server.url
+                logger.info("started a %s server at %s (process %d)", self.name, self.url, self._server.pid)
 
     async def _ask(self, request: GenerateRequest, parts: Sequence[Completion], live: _Live) -> Completion:
         """Send `request`, continued behind the tokens of `parts`, and wait for the answer."""

@@ -1,0 +1,73 @@
+"""The commands that start vLLM and SGLang so that training can use them, on a GPU and on a CPU.
+
+    vllm_command(python="/venv/bin/python", model=Path("out/model"), max_context=4096, device="cpu")  ->  LaunchSpec
+
+Each flag here is one that the clients rely on (`vllm.py`, `sglang.py` say why); what a user adds comes after them and wins.
+On a CPU both compute in float32: the matrix instructions of bfloat16 attention there are not in every virtual machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from polyturn.engines.launcher import LaunchSpec
+
+SERVER_SIDE = Path(__file__).parent / "server_side"
+
+
+def vllm_command(
+    *,
+    python: str,
+    model: Path,
+    max_context: int,
+    device: str,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> LaunchSpec:
+    """Return how vLLM serves the model in `model`; `device` is "cuda" or "cpu"."""
+    flags = [
+        *("--model", str(model), "--host", "127.0.0.1", "--port", "{port}"),
+        *("--max-model-len", str(max_context), "--skip-tokenizer-init"),
+        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+        *("--worker-extension-cls", "polyturn_vllm_worker.WeightLoader"),
+    ]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(SERVER_SIDE)}
+    if device == "cpu":
+        flags += ["--enforce-eager", "--dtype", "float32"]
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return LaunchSpec(
+        command=(python, "-m", "vllm.entrypoints.openai.api_server", *flags, *args),
+        env={**environment, **(env or {})},
+    )
+
+
+def sglang_command(
+    *,
+    python: str,
+    model: Path,
+    max_context: int,
+    device: str,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> LaunchSpec:
+    """Return how SGLang serves the model in `model`; `device` is "cuda" or "cpu"."""
+    flags = [
+        *("--model-path", str(model), "--host", "127.0.0.1", "--port", "{port}"),
+        *("--context-length", str(max_context), "--skip-tokenizer-init"),
+    ]
+    environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+    if device == "cpu":
+        flags += [
+            *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+            *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"),
+            *("--mem-fraction-static", "0.1", "--max-total-tokens", "65536", "--max-running-requests", "64"),
+        ]
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
+    return LaunchSpec(
+        command=(python, "-m", "sglang.launch_server", *flags, *args),
+        env={**environment, **(env or {})},
+    )
+
+
+SERVE_COMMANDS: Mapping[str, Callable[..., LaunchSpec]] = {"vllm": vllm_command, "sglang": sglang_command}
