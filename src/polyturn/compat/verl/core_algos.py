@@ -10,7 +10,6 @@ native side sees one group at a time and rows of its own length; `as_estimator` 
 from __future__ import annotations
 
 import contextvars
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -21,10 +20,49 @@ from torch import Tensor
 
 from polyturn.algorithms import kl, losses
 from polyturn.algorithms.advantages import Estimator, advantages
+from polyturn.compat.verl.estimators import (
+    compute_gae_advantage_return,
+    compute_gpg_outcome_advantage,
+    compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_opo_outcome_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+    compute_rloo_outcome_advantage,
+    masked_mean,
+    masked_whiten,
+)
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.sample import TrainSample
 from polyturn.core.signature import has_parameter, takes_any_keyword
+
+__all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "POLICY_LOSS_REGISTRY",
+    "AdvantageEstimator",
+    "agg_loss",
+    "as_estimator",
+    "as_policy_loss",
+    "compute_gae_advantage_return",
+    "compute_gpg_outcome_advantage",
+    "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_policy_loss_vanilla",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "get_adv_estimator_fn",
+    "get_policy_loss_fn",
+    "kl_penalty",
+    "masked_mean",
+    "masked_whiten",
+    "register_adv_est",
+    "register_policy_loss",
+]
 
 AdvFn = Callable[..., tuple[Tensor, Tensor]]
 """(token_level_rewards [B, R], response_mask [B, R], …) -> (advantages [B, R], returns [B, R])."""
@@ -215,172 +253,22 @@ def agg_loss(
     raise UnknownNameError(f"Invalid loss_agg_mode: {loss_agg_mode}.{did_you_mean(loss_agg_mode, modes)}")
 
 
-def _shipped(name: AdvantageEstimator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register one of verl's own estimators, here alone: natively, its name may stand for a native one."""
+_SHIPPED: dict[AdvantageEstimator, AdvFn] = {
+    AdvantageEstimator.GRPO: compute_grpo_outcome_advantage,
+    AdvantageEstimator.GRPO_PASSK: compute_grpo_passk_outcome_advantage,
+    AdvantageEstimator.RLOO: compute_rloo_outcome_advantage,
+    AdvantageEstimator.OPO: compute_opo_outcome_advantage,
+    AdvantageEstimator.GPG: compute_gpg_outcome_advantage,
+    AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE: compute_reinforce_plus_plus_baseline_outcome_advantage,
+    AdvantageEstimator.REINFORCE_PLUS_PLUS: compute_reinforce_plus_plus_outcome_advantage,
+    AdvantageEstimator.REMAX: compute_remax_outcome_advantage,
+    AdvantageEstimator.GAE: compute_gae_advantage_return,
+    AdvantageEstimator.GRPO_VECTORIZED: compute_grpo_outcome_advantage,
+    AdvantageEstimator.RLOO_VECTORIZED: compute_rloo_outcome_advantage,
+}
+"""verl's own, known here alone: natively, such a name may stand for a native estimator."""
 
-    def add(fn: AdvFn) -> AdvFn:
-        ADV_ESTIMATOR_REGISTRY[name.value] = fn
-        return fn
-
-    return add
-
-
-# Estimators. scores_B is the sum of a row's rewards; index_B says which group a row belongs to.
-
-
-@_shipped(AdvantageEstimator.GRPO)
-def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> tuple[Tensor, Tensor]:
-    """Centre scores in their group, and divide by the group's spread (Shao et al. 2024; without it Liu et al. 2025)."""
-    scores_B = token_level_rewards.sum(-1)
-    out_B = torch.zeros_like(scores_B)
-    for rows in _groups(index):
-        mean, std = (scores_B[rows].mean(), scores_B[rows].std()) if len(rows) > 1 else (0.0, 1.0)
-        out_B[rows] = (scores_B[rows] - mean) / (std + epsilon) if norm_adv_by_std_in_grpo else scores_B[rows] - mean
-    return _spread(out_B, response_mask)
-
-
-@_shipped(AdvantageEstimator.GRPO_PASSK)
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Give the best of each group its lead over the second best, and the others 0.
-
-    Raises:
-        ValueError: a group of one.
-    """
-    scores_B = token_level_rewards.sum(-1)
-    out_B = torch.zeros_like(scores_B)
-    for rows in _groups(index):
-        if len(rows) < 2:
-            raise ValueError(f"Pass@k requires at least 2 samples per group; group {index[rows[0]]!r} has {len(rows)}")
-        top = torch.topk(scores_B[rows], 2)
-        lead = top.values[0] - top.values[1]
-        best = rows[int(top.indices[0])]
-        out_B[best] = lead / (scores_B[rows].std() + epsilon) if norm_adv_by_std_in_grpo else lead
-    return _spread(out_B, response_mask)
-
-
-@_shipped(AdvantageEstimator.RLOO)
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Any, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """Compare each score with the mean of the others of its group (Ahmadian et al. 2024)."""
-    scores_B = token_level_rewards.sum(-1)
-    out_B = scores_B.clone()
-    for rows in _groups(index):
-        if (n := len(rows)) > 1:
-            out_B[rows] = (scores_B[rows] - scores_B[rows].mean()) * n / (n - 1)
-    return _spread(out_B, response_mask)
-
-
-@_shipped(AdvantageEstimator.OPO)
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Any, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """Subtract the group's mean weighted by length (Hao et al. 2025)."""
-    scores_B, lengths_B = token_level_rewards.sum(-1), response_mask.sum(-1).to(token_level_rewards.dtype)
-    out_B = scores_B.clone()
-    for rows in _groups(index):
-        if len(rows) > 1:
-            total = lengths_B[rows].sum().clamp(min=1)
-            out_B[rows] = scores_B[rows] - (scores_B[rows] * lengths_B[rows]).sum() / total
-    return _spread(out_B, response_mask)
-
-
-@_shipped(AdvantageEstimator.GPG)
-def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    f_norm: float = 1.0,
-    alpha: float = 1.0,
-    config: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Centre scores in their group and scale by the share of rows that scored at all (Chu et al. 2025)."""
-    scores_B = token_level_rewards.sum(-1)
-    scale = len(scores_B) / scores_B.count_nonzero().clamp(min=1)
-    out_B = torch.zeros_like(scores_B)
-    for rows in _groups(index):
-        mean = scores_B[rows].mean() if len(rows) > 1 else 0.0
-        out_B[rows] = scale * (scores_B[rows] - mean) / f_norm
-    return _spread(out_B, response_mask)
-
-
-@_shipped(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Any, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """Centre scores in their group, then normalise over all tokens of the batch (Hu et al. 2025)."""
-    scores_B = token_level_rewards.sum(-1)
-    out_B = scores_B.clone()
-    for rows in _groups(index):
-        if len(rows) > 1:
-            out_B[rows] = scores_B[rows] - scores_B[rows].mean()
-    centred, _ = _spread(out_B, response_mask)
-    whitened = masked_whiten(centred, response_mask) * response_mask
-    return whitened, whitened
-
-
-@_shipped(AdvantageEstimator.REINFORCE_PLUS_PLUS)
-def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """Take discounted returns and normalise them over all tokens; returns are carried across observations."""
-    gamma = 1.0 if config is None or config.get("gamma") is None else config.get("gamma")
-    returns, running = torch.zeros_like(token_level_rewards), torch.zeros_like(token_level_rewards[:, 0])
-    mask = response_mask.bool()
-    for t in reversed(range(token_level_rewards.shape[1])):
-        discounted = torch.where(mask[:, t], gamma * running, running)
-        running = token_level_rewards[:, t] + discounted
-        returns[:, t] = running
-    whitened = masked_whiten(returns, response_mask) * response_mask
-    return whitened, returns * response_mask
-
-
-@_shipped(AdvantageEstimator.REMAX)
-def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """Compare returns with the reward of a greedy answer (Li et al. 2023)."""
-    returns = (token_level_rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
-    return returns - reward_baselines.unsqueeze(-1) * response_mask, returns
-
-
-@_shipped(AdvantageEstimator.GAE)
-def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: Any = 1.0, lam: Any = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Estimate generalised advantages over the unmasked tokens alone (Schulman et al. 2016), normalised; and returns."""
-    mask, running = response_mask.to(values.dtype), torch.zeros_like(values[:, 0])
-    following, found = torch.zeros_like(values[:, 0]), torch.zeros_like(values)
-    for t in reversed(range(values.shape[1])):
-        delta = token_level_rewards[:, t] + gamma * following - values[:, t]
-        here = delta + gamma * lam * running
-        found[:, t] = running = mask[:, t] * here + (1 - mask[:, t]) * running
-        following = mask[:, t] * values[:, t] + (1 - mask[:, t]) * following
-    return masked_whiten(found, response_mask), found + values
-
-
-ADV_ESTIMATOR_REGISTRY["grpo_vectorized"] = compute_grpo_outcome_advantage
-ADV_ESTIMATOR_REGISTRY["rloo_vectorized"] = compute_rloo_outcome_advantage
-
-
-# Losses.
+ADV_ESTIMATOR_REGISTRY.update({name.value: fn for name, fn in _SHIPPED.items()})
 
 
 def compute_policy_loss_vanilla(
@@ -438,19 +326,6 @@ def _kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     raise NotImplementedError(f"the kl_penalty {kind!r} is not here; use kl, abs, mse or low_var_kl")
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the unmasked values."""
-    return torch.where(mask.bool(), values, torch.zeros_like(values)).sum() / (mask.sum() + 1e-8)
-
-
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Return the values with mean 0 and variance 1 (unbiased) over the unmasked ones."""
-    mean, count = masked_mean(values, mask), mask.sum()
-    variance = masked_mean((values - mean) ** 2, mask) * count / (count - 1).clamp(min=1)
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
-    return whitened if shift_mean else whitened + mean
-
-
 class _Config(dict[str, Any]):
     """Options that are read like verl's configs: `config.gamma`, `config.get("gamma", 1.0)`; what is not there is None."""
 
@@ -462,16 +337,3 @@ class _Config(dict[str, Any]):
 
 def _name(name_or_enum: str | AdvantageEstimator) -> str:
     return name_or_enum.value if isinstance(name_or_enum, AdvantageEstimator) else str(name_or_enum)
-
-
-def _groups(index: Any) -> list[list[int]]:
-    rows: dict[Any, list[int]] = defaultdict(list)
-    for row, group in enumerate(index.tolist() if isinstance(index, Tensor | np.ndarray) else index):
-        rows[group].append(row)
-    return list(rows.values())
-
-
-def _spread(out_B: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [B, R] each row's value on its unmasked tokens, as advantages and as returns."""
-    found = out_B.unsqueeze(-1) * response_mask
-    return found, found

@@ -1,0 +1,181 @@
+"""Advantage estimators on padded tensors, with verl's names and arguments: pure functions, no registry.
+
+    token_level_rewards [B, R]   response_mask [B, R]   index [B], which group a row belongs to
+    ->  (advantages [B, R], returns [B, R])
+
+A row's score is the sum of its rewards, `scores_B`; what a group of one is compared with is 0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Centre scores in their group, and divide by the group's spread (Shao et al. 2024; without it Liu et al. 2025)."""
+    scores_B = token_level_rewards.sum(-1)
+    out_B = torch.zeros_like(scores_B)
+    for rows in _groups(index):
+        mean, std = (scores_B[rows].mean(), scores_B[rows].std()) if len(rows) > 1 else (0.0, 1.0)
+        out_B[rows] = (scores_B[rows] - mean) / (std + epsilon) if norm_adv_by_std_in_grpo else scores_B[rows] - mean
+    return _spread(out_B, response_mask)
+
+
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Give the best of each group its lead over the second best, and the others 0.
+
+    Raises:
+        ValueError: a group of one.
+    """
+    scores_B = token_level_rewards.sum(-1)
+    out_B = torch.zeros_like(scores_B)
+    for rows in _groups(index):
+        if len(rows) < 2:
+            raise ValueError(f"Pass@k requires at least 2 samples per group; group {index[rows[0]]!r} has {len(rows)}")
+        top = torch.topk(scores_B[rows], 2)
+        lead = top.values[0] - top.values[1]
+        best = rows[int(top.indices[0])]
+        out_B[best] = lead / (scores_B[rows].std() + epsilon) if norm_adv_by_std_in_grpo else lead
+    return _spread(out_B, response_mask)
+
+
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Any, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Compare each score with the mean of the others of its group (Ahmadian et al. 2024)."""
+    scores_B = token_level_rewards.sum(-1)
+    out_B = scores_B.clone()
+    for rows in _groups(index):
+        if (n := len(rows)) > 1:
+            out_B[rows] = (scores_B[rows] - scores_B[rows].mean()) * n / (n - 1)
+    return _spread(out_B, response_mask)
+
+
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Any, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Subtract the group's mean weighted by length (Hao et al. 2025)."""
+    scores_B, lengths_B = token_level_rewards.sum(-1), response_mask.sum(-1).to(token_level_rewards.dtype)
+    out_B = scores_B.clone()
+    for rows in _groups(index):
+        if len(rows) > 1:
+            total = lengths_B[rows].sum().clamp(min=1)
+            out_B[rows] = scores_B[rows] - (scores_B[rows] * lengths_B[rows]).sum() / total
+    return _spread(out_B, response_mask)
+
+
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
+    config: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Centre scores in their group and scale by the share of rows that scored at all (Chu et al. 2025)."""
+    scores_B = token_level_rewards.sum(-1)
+    scale = len(scores_B) / scores_B.count_nonzero().clamp(min=1)
+    out_B = torch.zeros_like(scores_B)
+    for rows in _groups(index):
+        mean = scores_B[rows].mean() if len(rows) > 1 else 0.0
+        out_B[rows] = scale * (scores_B[rows] - mean) / f_norm
+    return _spread(out_B, response_mask)
+
+
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Any, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Centre scores in their group, then normalise over all tokens of the batch (Hu et al. 2025)."""
+    scores_B = token_level_rewards.sum(-1)
+    out_B = scores_B.clone()
+    for rows in _groups(index):
+        if len(rows) > 1:
+            out_B[rows] = scores_B[rows] - scores_B[rows].mean()
+    centred, _ = _spread(out_B, response_mask)
+    whitened = masked_whiten(centred, response_mask) * response_mask
+    return whitened, whitened
+
+
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Take discounted returns and normalise them over all tokens; returns are carried across observations."""
+    gamma = 1.0 if config is None or config.get("gamma") is None else config.get("gamma")
+    returns, running = torch.zeros_like(token_level_rewards), torch.zeros_like(token_level_rewards[:, 0])
+    mask = response_mask.bool()
+    for t in reversed(range(token_level_rewards.shape[1])):
+        discounted = torch.where(mask[:, t], gamma * running, running)
+        running = token_level_rewards[:, t] + discounted
+        returns[:, t] = running
+    whitened = masked_whiten(returns, response_mask) * response_mask
+    return whitened, returns * response_mask
+
+
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Compare returns with the reward of a greedy answer (Li et al. 2023)."""
+    returns = (token_level_rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
+    return returns - reward_baselines.unsqueeze(-1) * response_mask, returns
+
+
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: Any = 1.0, lam: Any = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Estimate generalised advantages over the unmasked tokens alone (Schulman et al. 2016), normalised; and returns."""
+    mask, running = response_mask.to(values.dtype), torch.zeros_like(values[:, 0])
+    following, found = torch.zeros_like(values[:, 0]), torch.zeros_like(values)
+    for t in reversed(range(values.shape[1])):
+        delta = token_level_rewards[:, t] + gamma * following - values[:, t]
+        here = delta + gamma * lam * running
+        found[:, t] = running = mask[:, t] * here + (1 - mask[:, t]) * running
+        following = mask[:, t] * values[:, t] + (1 - mask[:, t]) * following
+    return masked_whiten(found, response_mask), found + values
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of the unmasked values."""
+    return torch.where(mask.bool(), values, torch.zeros_like(values)).sum() / (mask.sum() + 1e-8)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Return the values with mean 0 and variance 1 (unbiased) over the unmasked ones."""
+    mean, count = masked_mean(values, mask), mask.sum()
+    variance = masked_mean((values - mean) ** 2, mask) * count / (count - 1).clamp(min=1)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return whitened if shift_mean else whitened + mean
+
+
+def _groups(index: Any) -> list[list[int]]:
+    rows: dict[Any, list[int]] = defaultdict(list)
+    for row, group in enumerate(index.tolist() if isinstance(index, Tensor | np.ndarray) else index):
+        rows[group].append(row)
+    return list(rows.values())
+
+
+def _spread(out_B: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [B, R] each row's value on its unmasked tokens, as advantages and as returns."""
+    found = out_B.unsqueeze(-1) * response_mask
+    return found, found
