@@ -92,6 +92,16 @@ def test_the_shipped_estimators_agree_with_the_native_ones() -> None:
         np.testing.assert_allclose(mine, native, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["rloo", "opo", "grpo_passk"])
+def test_estimators_that_look_at_one_group_give_the_same_for_a_group_alone(name: str) -> None:
+    fn = algos.get_adv_estimator_fn(name)
+    two = torch.cat([REWARDS[:2], REWARDS[:2] * 3])
+    mask = torch.cat([MASK[:2], MASK[:2]])
+    both, _ = fn(two, mask, np.array([0, 0, 1, 1]))
+    alone, _ = fn(two[2:], mask[2:], np.array([1, 1]))
+    assert torch.allclose(both[2:], alone)
+
+
 @pytest.mark.parametrize(
     ("mode", "value"),
     [

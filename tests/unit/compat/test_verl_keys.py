@@ -121,6 +121,7 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ACTOR}.optim.min_lr_ratio=0.1", "train.optim.min_lr_ratio", 0.1),
     # algorithm, trainer, model
     ("algorithm.adv_estimator=grpo", "algorithm.advantage", "grpo"),
+    ("algorithm.adv_estimator=opo", "algorithm.advantage", "polyturn.compat.verl.estimators:compute_opo_outcome_advantage"),
     ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.norm_by_std", False),
     ("algorithm.filter_groups.enable=True", "algorithm.drop_zero_variance", True),
     ("algorithm.rollout_correction.bypass_mode=True", "algorithm.old_logprobs", "engine"),

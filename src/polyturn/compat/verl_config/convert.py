@@ -284,6 +284,14 @@ def parser(s: Source) -> None:
         s.refuse(key, f"there is no parser of that name.{did_you_mean(name, [*known, *names])}")
 
 
+PER_GROUP = {
+    "rloo": "compute_rloo_outcome_advantage",
+    "opo": "compute_opo_outcome_advantage",
+    "grpo_passk": "compute_grpo_passk_outcome_advantage",
+}
+"""Estimators that look at one group at a time, by verl's formula where there is no native one of the name."""
+
+
 def advantage(s: Source) -> None:
     """Choose the estimator by its name."""
     key = "algorithm.adv_estimator"
@@ -292,6 +300,8 @@ def advantage(s: Source) -> None:
     found = names.get(name, name)
     if found in advantages or ":" in found:
         s.put("algorithm.advantage", found, by=key)
+    elif found in PER_GROUP:
+        s.put("algorithm.advantage", f"polyturn.compat.verl.estimators:{PER_GROUP[found]}", by=key)
     elif found == "gae":
         s.refuse(key, "it needs a critic, which polyturn does not train; use grpo")
     else:
