@@ -109,7 +109,7 @@ async def test_by_default_the_model_keeps_all_it_wrote(template: str) -> None:
 
 async def test_the_check_names_the_reasoning_that_the_template_strips() -> None:
     trajectory, _, _ = await told("strips_reasoning", at_inference=False)
-    assert trajectory.metrics["sanity_reasoning_stripped"] == 1.0
+    assert trajectory.metrics["sanity_reasoning_stripped"] == 2.0  # both turns but the last
     repaired, _, _ = await told("keeps_reasoning", at_inference=False)
     assert "sanity_reasoning_stripped" not in repaired.metrics
 

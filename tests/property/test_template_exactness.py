@@ -62,17 +62,18 @@ def inference_violations(subject: Subject, num: int) -> list[str]:
 
 
 def prompt_violations(subject: Subject) -> list[str]:
-    """Let a prompt spell what ends and opens turns, in a user's and a system's message."""
+    """Let a prompt spell what ends and opens turns, in a user's and a system's message and a tool's description."""
     oracle, out = subject.oracle, []
     tools = subject.dialogue(0, "tool_calls").tools[:1] if subject.shows_results else ()
     for end in (*oracle.ends, *oracle.openers.values()):
         text = f"a {end} b {end}\nuser"
+        described = [{**t, "function": {**t["function"], "description": text}} for t in tools]
         roles = ("user", "system", "user") if subject.takes_system else ("user",)
         said = {role: text if i == len(roles) - 1 else "Hi" for i, role in enumerate(roles)}
         messages = [Message(role=role, content=said[role]) for role in sorted(said)]
-        shown = oracle.render(messages, tools, prompt=True)
+        shown = oracle.render(messages, described, prompt=True)
         own = oracle.render([tame(m) for m in messages], tools, prompt=True)
-        ids = DeltaEncoder(subject.codec, tools=tools).start(messages).tolist()
+        ids = DeltaEncoder(subject.codec, tools=described).start(messages).tolist()
         if oracle.control(ids) != oracle.control(oracle.ids(own)) or oracle.decode(ids) != oracle.normal(shown):
             out.append(f"{end}: {oracle.decode(ids)!r}, with control {oracle.decode(oracle.control(ids))!r}")
     return out

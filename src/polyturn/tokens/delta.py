@@ -25,7 +25,7 @@ from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, TemplateError, did_you_mean
 from polyturn.core.messages import Message, ToolCall
 from polyturn.tokens.codec import Codec, FenceError
-from polyturn.tokens.frames import Frame, find_frame, map_text, shape, unused_word, values, with_slots
+from polyturn.tokens.frames import Frame, find_frame, map_strings, map_text, shape, unused_word, values, with_slots
 from polyturn.tokens.turn_ends import behind_anchor, split_turn
 
 ESCAPES = ("delimiters", "all", "none")
@@ -315,19 +315,29 @@ class DeltaEncoder:
     def _whole(self, messages: Sequence[Message], num_prompt: int | None, *, add_generation_prompt: bool) -> Ids:
         codec = self.codec
 
-        def render(shown: Sequence[Message]) -> str:
-            return codec.render(shown, tools=self.tools, add_generation_prompt=add_generation_prompt)
+        def render(shown: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+            return codec.render(shown, tools=tools, add_generation_prompt=add_generation_prompt)
 
-        text = render(messages)
+        text = render(messages, self.tools)
         marker = unused_word([text], "Zq7Fence")
         fenced = [self._fenced(m, self._is_own(messages, i, num_prompt), marker) for i, m in enumerate(messages)]
-        if fenced == list(messages):
+        tools = self._fenced_tools(marker)
+        if fenced == list(messages) and tools == self.tools:
             return codec.encode(text)
         try:
-            return codec.encode_fenced(render(fenced), marker)
+            return codec.encode_fenced(render(fenced, tools), marker)
         except FenceError:  # the template cuts contents at a word that stands inside a fence
             shown = [m if m is f else map_text(m, codec.defuse) for m, f in zip(messages, fenced, strict=True)]
-            return codec.encode(render(shown))
+            schemas = tuple(s if s == t else map_strings(s, codec.defuse) for s, t in zip(self.tools, tools, strict=True))
+            return codec.encode(render(shown, schemas))
+
+    def _fenced_tools(self, marker: str) -> tuple[Mapping[str, Any], ...]:
+        """Return the schemas, which somebody's server may have written, with no text that ends or opens a turn."""
+        codec, prompts = self.codec, self._escape_prompts
+        if prompts == "none" or not self.tools:
+            return self.tools
+        only = None if prompts == "all" else codec.delimiters
+        return tuple(map_strings(t, lambda text: codec.fence(text, marker, only=only)) for t in self.tools)
 
     def _is_own(self, messages: Sequence[Message], index: int, num_prompt: int | None) -> bool:
         """Return whether message `index` is the text of the task's owner; what a tool says never is."""

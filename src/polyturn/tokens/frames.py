@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from polyturn.core.messages import Message
 
@@ -172,6 +172,17 @@ def map_text(m: Message, change: Callable[[str], str]) -> Message:
         name=None if m.name is None else change(m.name),
         tool_call_id=None if m.tool_call_id is None else change(m.tool_call_id),
     )
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Return plain data with every string in it changed, keys as they are."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_strings(item, change) for item in value]
+    return value
 
 
 def unused_word(texts: Iterable[str], stem: str) -> str:
