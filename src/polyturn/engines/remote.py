@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_TRIES = 5
 _ABORT_GRACE_S = 10.0
-_ABORT_EVERY_S = 0.1
+_FIRST_ABORT_PAUSE_S, _LAST_ABORT_PAUSE_S = 0.005, 0.5
 
 
 class EngineLostError(EngineError):
@@ -285,13 +285,14 @@ class RemoteEngine(ABC):
             await asyncio.wait({sent, ended}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
-        grace = loop.time() + _ABORT_GRACE_S
+        grace, pause = loop.time() + _ABORT_GRACE_S, _FIRST_ABORT_PAUSE_S
         while not sent.done():
             if loop.time() > grace:
                 sent.cancel()
                 raise EngineLostError(f"{self.url} did not end a request within {_ABORT_GRACE_S:.0f} s of being asked to")
             await self._abort(live.wire_id)  # again and again: the request may still have been on its way
-            await asyncio.wait({sent}, timeout=_ABORT_EVERY_S)
+            await asyncio.wait({sent}, timeout=pause)
+            pause = min(2 * pause, _LAST_ABORT_PAUSE_S)
         return await sent
 
     def _abort_later(self, wire_id: str) -> None:
