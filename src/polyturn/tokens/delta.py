@@ -25,7 +25,18 @@ from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, TemplateError, did_you_mean
 from polyturn.core.messages import Message, ToolCall
 from polyturn.tokens.codec import Codec, FenceError
-from polyturn.tokens.frames import Frame, find_frame, map_strings, map_text, shape, unused_word, values, with_slots
+from polyturn.tokens.frames import (
+    Frame,
+    find_frame,
+    map_all_strings,
+    map_strings,
+    map_text,
+    prompt_key,
+    shape,
+    unused_word,
+    values,
+    with_slots,
+)
 from polyturn.tokens.turn_ends import behind_anchor, split_turn
 
 ESCAPES = ("delimiters", "all", "none")
@@ -95,7 +106,7 @@ class DeltaEncoder:
         Raises:
             TemplateError: the template cannot render the messages.
         """
-        key = _prompt_key(messages, num_prompt)
+        key = prompt_key(messages, num_prompt)
         if key is None:
             return self._whole(messages, num_prompt, add_generation_prompt=True)
         if key not in self._prompts:
@@ -381,27 +392,9 @@ class DeltaEncoder:
             replace(c, raw=delimiters_of(c.raw))
             if c.error is not None
             else replace(
-                c, name=word_of(c.name), arguments={word_of(k): _map_value(v, all_of) for k, v in c.arguments.items()}
+                c, name=word_of(c.name), arguments={word_of(k): map_all_strings(v, all_of) for k, v in c.arguments.items()}
             )
             for c in turn.tool_calls
         )
         turn = map_text(turn, delimiters_of)
         return replace(turn, tool_calls=calls, reasoning=None if turn.reasoning is None else delimiters_of(turn.reasoning))
-
-
-def _map_value(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with its texts changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(str(k)): _map_value(v, change) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_value(v, change) for v in value]
-    return value
-
-
-def _prompt_key(messages: Sequence[Message], num_prompt: int | None) -> tuple[object, ...] | None:
-    """Return what the ids of a prompt depend on; None for one that holds a turn, which is not asked for twice."""
-    if any(m.role == "assistant" or m.tool_calls or m.reasoning or not isinstance(m.content, str) for m in messages):
-        return None
-    return (num_prompt, *((m.role, m.content, m.name, m.tool_call_id) for m in messages))

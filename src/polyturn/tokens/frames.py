@@ -185,6 +185,24 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
+def map_all_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Return plain data with every string in it changed, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(str(k)): map_all_strings(v, change) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_all_strings(v, change) for v in value]
+    return value
+
+
+def prompt_key(messages: Sequence[Message], num_prompt: int | None) -> tuple[object, ...] | None:
+    """Return what the ids of a prompt depend on; None for one that holds a turn, which is not asked for twice."""
+    if any(m.role == "assistant" or m.tool_calls or m.reasoning or not isinstance(m.content, str) for m in messages):
+        return None
+    return (num_prompt, *((m.role, m.content, m.name, m.tool_call_id) for m in messages))
+
+
 def unused_word(texts: Iterable[str], stem: str) -> str:
     """Return a word that starts with `stem` and occurs in none of `texts`."""
     texts = list(texts)
