@@ -97,6 +97,8 @@ MAPPED: list[tuple[str, str, Any]] = [
     ("reward_model.sandbox_fusion.url=http://x/run_code", "reward.sandbox.url", "http://x/run_code"),
     ("reward_model.sandbox_fusion.max_concurrent=9", "reward.sandbox.max_concurrent", 9),
     ("reward_model.sandbox_fusion.memory_limit_mb=99", "reward.sandbox.memory_limit_mb", 99),
+    ("reward.sandbox_fusion.url=http://x/run_code", "reward.sandbox.url", "http://x/run_code"),
+    ("sandbox_fusion.max_concurrent=3", "reward.sandbox.max_concurrent", 3),
     # actor
     (f"{ACTOR}.ppo_mini_batch_size=128", "train.minibatches", 8),
     (f"{ACTOR}.ppo_mini_batch_size=300", "train.minibatches", 4),
@@ -186,6 +188,10 @@ IGNORED = [
     "actor_rollout_ref.ref.fsdp_config.param_offload=True",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
     "critic.optim.lr=1e-5",
+    f"{ACTOR}.tau_pos=1.0",
+    f"{ROLLOUT}.use_torch_compile=True",
+    "reward.num_workers=8",
+    "reward.reward_model.model_path=null",
     "critic.strategy=fsdp",
     "algorithm.kl_ctrl.kl_coef=0.001",
     "algorithm.kl_penalty=kl",
@@ -413,6 +419,47 @@ def test_two_spellings_of_one_key_must_agree():
         ConfigError, match=r"tools_config_file is 'a.yaml'.*tool_config_path, which means the same, is 'b.yaml'"
     ):
         translated(f"+{ROLLOUT}.tool_kwargs.tools_config_file=a.yaml", f"{TURNS}.tool_config_path=b.yaml")
+
+
+def test_a_whole_tree_as_later_releases_print_it_is_accepted(tmp_path: Path):
+    """Sections with `_target_`, both places of the reward's keys, and keys that are there and null."""
+    (tmp_path / "printed.yaml").write_text(
+        """
+actor_rollout_ref:
+  actor:
+    _target_: verl.workers.config.FSDPActorConfig
+    optim: {_target_: x.Y, lr: 1.0e-06, clip_grad: 1.0, num_cycles: 0.5, lr_scheduler_type: constant, warmup_style: null}
+    grad_clip: 0.5
+    qat: {enable: false, mode: w4a16}
+    policy_loss: {_target_: x.Y, loss_mode: vanilla, clip_cov_ratio: 0.0002}
+    router_replay: {_target_: x.Y, mode: disabled, record_file: null}
+    checkpoint: {save_contents: [model], load_contents: "${.save_contents}"}
+  ref: {strategy: "${actor_rollout_ref.actor.strategy}", router_replay: {mode: disabled}}
+  rollout:
+    _target_: verl.workers.config.RolloutConfig
+    name: sglang
+    agent: {_target_: x.Y, num_workers: 8, custom_async_server: {_target_: x.Y, path: null, name: null}}
+    mtp: "${oc.select:actor_rollout_ref.model.mtp, null}"
+    qat: "${oc.select:actor_rollout_ref.actor.qat,null}"
+    prometheus: {served_model_name: "${oc.select:actor_rollout_ref.model.path,null}"}
+  model: {mtp: {enable: false}, fused_kernel_options: {impl_backend: torch}}
+data: {custom_cls: {path: null, name: null}, datagen: {path: null, name: null}}
+custom_reward_function: {path: null, name: null}
+reward_model: {reward_manager: null, enable: null, rollout: {name: null}}
+sandbox_fusion: {url: null}
+reward:
+  custom_reward_function: {path: null, name: compute_score}
+  reward_manager: {_target_: x.Y, source: register, name: naive, module: {path: null, name: custom_reward_manager}}
+  reward_model: {enable: false, rollout: {name: "???"}}
+  sandbox_fusion: {url: null, max_concurrent: 64}
+algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: null, bypass_mode: false, loss_type: ppo_clip}}
+"""
+    )
+    changed = ["custom_reward_function.path=r.py", "custom_reward_function.name=mine", *REQUIRED]
+    made = translate(compose_name("printed", folder=tmp_path, overrides=changed))
+    assert made.native["reward"]["function"]["name"] == "r.py:mine", "what the command line says is above a file"
+    assert made.native["train"]["optim"]["max_grad_norm"] == 0.5
+    load_values(RunConfig, made.native, origin=made.origin)
 
 
 def test_the_engine_that_stands_in_for_another_is_said():

@@ -173,6 +173,13 @@ def kl(s: Source) -> None:
         s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(str(name), estimators)}")
 
 
+def grad_clip(s: Source) -> None:
+    """Set the bound of the gradient's norm, which has two places."""
+    keys = (f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
+    meant = next((key for key in keys if s.number(key, 1.0) != 1.0), keys[0])
+    s.put("train.optim.max_grad_norm", s.number(meant, 1.0), by=meant)
+
+
 def warmup(s: Source) -> None:
     """Set the warm-up in steps, or as a share of the run's steps."""
     key = f"{ACTOR}.optim.lr_warmup_steps"
@@ -394,8 +401,8 @@ def _max_context(s: Source) -> int:
 CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
-        model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, warmup, temperature,
-        agent_loop, top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage, reward_function,
-        reward_manager, steps, run_folder, every, keep,
+        model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, grad_clip, warmup,
+        temperature, agent_loop, top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage,
+        reward_function, reward_manager, steps, run_folder, every, keep,
     )
 }  # fmt: skip

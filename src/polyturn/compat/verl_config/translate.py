@@ -119,12 +119,21 @@ def _collect(tree: Composed, source: Source) -> Iterator[str]:
                 source.written.add(key)
     for key, value, row in aliases:
         target = row.means or ""
-        if target in source.written and source.found[target] != value and source.found[target] is not None:
-            why = f"and {target}, which means the same, is {source.found[target]!r}; keep one"
-            yield from _sentences([(key, why)], {key: value}, tree)
-        source.found[target] = value
-        source.written.add(target)
         source.found[key] = value
+        if value is None:
+            continue
+        other = source.found.get(target) if target in source.written else None
+        mine, theirs = tree.where(key), tree.where(target)
+        if other is not None and other != value and _is_override(mine) == _is_override(theirs):
+            why = f"and {target}, which means the same, is {other!r}; keep one"
+            yield from _sentences([(key, why)], {key: value}, tree)
+        if other is None or _is_override(mine) or not _is_override(theirs):
+            source.found[target] = value
+            source.written.add(target)
+
+
+def _is_override(where: str) -> bool:
+    return where.startswith(" (from the override")
 
 
 def _keys(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -145,7 +154,9 @@ def _refusal(key: str, value: Any, row: Row) -> str | None:
     """Return why a key cannot be done with this value; None where it can."""
     if row.rejected is not None:
         is_nothing = any(_same(value, v) for v in row.unless) or (
-            isinstance(value, Mapping) and None in row.unless and not any(v for _, v in leaves(value))
+            isinstance(value, Mapping)
+            and None in row.unless
+            and not any(v for path, v in leaves(value) if path[-1:] != ("_target_",))
         )
         return None if is_nothing else row.rejected
     for refused, why in (row.rejected_values or {}).items():
@@ -166,7 +177,7 @@ def _fates(tree: Composed, source: Source) -> Iterator[Fate]:
         if row is None:
             continue
         where = tree.where(key) if tree.is_written(key) else ""
-        notice = source.notes.get(key) or row.ignored or row.notice or ""
+        notice = source.notes.get(key) or row.ignored or (row.notice if value is not None else None) or ""
         nothing = "it asks for nothing" if row.rejected is not None else ""
         target = table().find(row.means) if row.means is not None else None
         kind = "native" if row.native else "mapped" if row.to or target is not None else "ignored"
