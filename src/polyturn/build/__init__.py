@@ -1,0 +1,60 @@
+"""The composition root: the one place where config meets classes. A `RunConfig` goes in, live objects come out.
+
+    RunConfig  ->  tokenizer, model  ->  Codec, engine, LocalPolicy  ->  RolloutContext  ->  Trainer
+    place          model.py              parts.py                        tasks.py             training.py
+
+Everything that can be wrong with a configuration is found here, before any training time is spent. Each file imports only
+those to its left; nothing else in the library takes a config.
+"""
+
+from polyturn.build.model import build_codec, build_media, build_model
+from polyturn.build.parts import (
+    Parts,
+    build_interactions,
+    build_parts,
+    build_rewarder,
+    build_scheduler,
+    build_tools,
+)
+from polyturn.build.place import Place
+from polyturn.build.tasks import (
+    RunTasks,
+    build_eval_sets,
+    build_records,
+    build_run_tasks,
+    build_sampler,
+    build_tasks,
+    check_run,
+    check_training,
+    fitting,
+    settle,
+)
+from polyturn.build.training import build_estimator, build_policy, build_trainer, exporter, warm_start_samples
+
+__all__ = [
+    "Parts",
+    "Place",
+    "RunTasks",
+    "build_codec",
+    "build_estimator",
+    "build_eval_sets",
+    "build_interactions",
+    "build_media",
+    "build_model",
+    "build_parts",
+    "build_policy",
+    "build_records",
+    "build_rewarder",
+    "build_run_tasks",
+    "build_sampler",
+    "build_scheduler",
+    "build_tasks",
+    "build_tools",
+    "build_trainer",
+    "check_run",
+    "check_training",
+    "exporter",
+    "fitting",
+    "settle",
+    "warm_start_samples",
+]

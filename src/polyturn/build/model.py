@@ -1,0 +1,94 @@
+"""From the `model` section to a tokenizer with its template, a model, and a processor where it sees or hears."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyturn.build.place import Place, folder_or_name
+from polyturn.core.errors import ConfigError
+from polyturn.core.registry import import_attr
+from polyturn.tokens.codec import Codec, load_codec
+from polyturn.tokens.multimodal import MediaProcessor, load_processor
+from polyturn.tokens.train import train_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+logger = logging.getLogger(__name__)
+
+
+def build_codec(place: Place, *, checkpoint: Path | None = None) -> Codec:
+    """Load the tokenizer, or train the one that `model.train_tokenizer` describes; set the chat template."""
+    model = place.config.model
+    template = None
+    if model.chat_template is not None:
+        file = place.base / model.chat_template
+        if not file.is_file():
+            raise ConfigError(f"there is no file {str(file)!r}; model.chat_template names a Jinja file")
+        template = file.read_text(encoding="utf-8")
+    kwargs = model.template_kwargs
+    source = model.tokenizer or model.path
+    if checkpoint is not None:
+        codec = load_codec(str(checkpoint), chat_template=template, template_kwargs=kwargs)
+    elif model.train_tokenizer is not None:
+        texts = import_attr(model.train_tokenizer.corpus, base=place.base)()
+        trained = train_tokenizer(texts, vocab_size=model.train_tokenizer.vocab_size, chat_template=template)
+        codec = Codec(trained, template_kwargs=kwargs)
+    elif source is not None:
+        codec = load_codec(
+            folder_or_name(source, place.base), revision=model.revision, chat_template=template, template_kwargs=kwargs
+        )
+    else:
+        raise ConfigError("set model.tokenizer or model.path: the run has no tokenizer")
+    codec.tokenizer.chat_template = codec.chat_template  # so that an exported model carries the template it was trained with
+    return codec
+
+
+def build_model(place: Place, tokenizer: PreTrainedTokenizerFast, *, checkpoint: Path | None = None) -> PreTrainedModel:
+    """Load the model's weights, or make random ones from `model.init`."""
+    import torch
+
+    from polyturn.training import hf
+
+    model = place.config.model
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
+    if checkpoint is not None:
+        return hf.load_model(checkpoint, dtype=dtype)
+    if model.init is not None:
+        fields = {
+            "vocab_size": len(tokenizer),
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            **model.init,
+        }
+        return hf.build_model(fields, seed=place.config.seed, dtype=dtype)
+    assert model.path is not None  # the config model requires one of the two
+    return hf.load_model(folder_or_name(model.path, place.base), dtype=dtype)
+
+
+def build_media(place: Place, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
+    """Make the processor of a model that takes more than text; None for text.
+
+    Raises:
+        ConfigError: `model.processor` leads to none, or to one that does not fit the tokenizer.
+    """
+    from polyturn.training import hf
+
+    config = place.config.model
+    name = config.processor
+    if name == "none" or (name is None and (config.path is None or not hf.takes_media(model))):
+        return None
+    if name is not None and ":" in name:
+        return MediaProcessor(import_attr(name, base=place.base)(codec.tokenizer), codec)
+    try:
+        source = folder_or_name(name or str(config.path), place.base)
+        return MediaProcessor(load_processor(source, revision=config.revision if name is None else None), codec)
+    except ConfigError as problem:
+        if name is not None:
+            raise
+        logger.warning("The run shows the model no images, videos or sounds: %s", problem)
+        return None

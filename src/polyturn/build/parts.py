@@ -1,0 +1,256 @@
+"""Parts: what rollout needs, live. The same for training, evaluation, `polyturn rollout` and serving."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.build.model import build_codec, build_media, build_model
+from polyturn.build.place import Place
+from polyturn.config.models import (
+    LimitsConfig,
+    OverlongConfig,
+    RewardFunctionConfig,
+    RewardRateConfig,
+    SamplingConfig,
+)
+from polyturn.core.errors import ConfigError
+from polyturn.core.generation import SamplingParams
+from polyturn.core.registry import import_attr
+from polyturn.interactions.registry import initialize_interactions_from_config
+from polyturn.rewards.calls import CallOptions, RateLimit
+from polyturn.rewards.code import Sandbox
+from polyturn.rewards.overlong import Overlong
+from polyturn.rewards.router import RewardRef, RewardRouter
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.tokens.certificate import TemplateReport, certify
+from polyturn.tokens.parsers import build_parser
+from polyturn.tools.base import BaseTool
+from polyturn.tools.executor import ToolBox
+from polyturn.tools.registry import initialize_tools_from_config, load_function_tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from polyturn.engines.embedded import EmbeddedEngine
+
+_NUM_TRIALS = 9
+"""Random dialogues that a run tries its template with, besides the canned ones; `polyturn check` tries more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What rollout needs, live: the same for training, evaluation and `polyturn rollout`."""
+
+    place: Place
+    tokenizer: PreTrainedTokenizerFast
+    model: PreTrainedModel
+    engine: EmbeddedEngine
+    context: RolloutContext
+    template: TemplateReport
+    max_context: int
+
+
+def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
+    """Make the model, the engine and the rollout context.
+
+    Args:
+        place: The configuration.
+        checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
+
+    Raises:
+        ConfigError, TemplateError: something in the configuration cannot work.
+    """
+    import torch
+
+    from polyturn.engines.embedded import EmbeddedEngine
+
+    config = place.config
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    torch.manual_seed(config.seed)
+    codec = build_codec(place, checkpoint=checkpoint)
+    tokenizer = codec.tokenizer
+    model = build_model(place, tokenizer, checkpoint=checkpoint)
+    max_context = _max_context(config.rollout.limits, model)
+    tools = build_tools(place)
+    template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)
+    template.require()
+    media = build_media(place, codec, model)
+    engine = EmbeddedEngine(
+        model,
+        media=media,
+        num_slots=config.engine.num_slots,
+        max_context=max_context,
+        prefill_chunk=config.engine.prefill_chunk,
+        deterministic=config.engine.deterministic,
+    )
+    context = RolloutContext(
+        engine=engine,
+        codec=codec,
+        media=media,
+        parser=build_parser(
+            codec,
+            config.rollout.parser,
+            reasoning=config.rollout.reasoning_parser,
+            calls_in_reasoning=config.rollout.calls_in_reasoning,
+            needs_calls=bool(tools.tools),
+            base=place.base,
+        ),
+        tools=tools,
+        interactions=build_interactions(place),
+        rewarder=build_rewarder(place),
+        scheduler=build_scheduler(place),
+        limits=_limits(config.rollout.limits, max_context),
+        sampling=sampling_params(config.rollout.sampling, config.rollout.limits),
+        interaction_timeout_s=config.rollout.interaction_timeout_s,
+        require_interaction_name=config.compat.require_interaction_name,
+        renders_history=config.rollout.use_inference_chat_template or template.strategy == "segment",
+        scheduler_timeout_s=config.rollout.scheduler_timeout_s,
+        sanity_mode=config.rollout.tokenization_sanity_check_mode,
+        sanity_every=config.rollout.sanity_every,
+        escape_prompts=config.rollout.escape_prompts,
+        escape_observations=config.rollout.escape_observations,
+    )
+    return Parts(
+        place=place,
+        tokenizer=tokenizer,
+        model=model,
+        engine=engine,
+        context=context,
+        template=template,
+        max_context=max_context,
+    )
+
+
+def build_tools(place: Place) -> ToolBox:
+    """Make the tools of the file and of the named functions."""
+    tools = place.config.rollout.tools
+    found: list[BaseTool] = []
+    if tools.file is not None:
+        found += initialize_tools_from_config(place.base / tools.file)
+    for name in tools.functions:
+        if name.endswith(".py"):
+            found += load_function_tools(place.base / name)
+            continue
+        function = import_attr(name, base=place.base)
+        if not isinstance(function, BaseTool):
+            raise ConfigError(
+                f"rollout.tools.functions names {name!r}, which is a {type(function).__name__}; "
+                "decorate the function with @polyturn.tool"
+            )
+        found.append(function)
+    return ToolBox(
+        found,
+        timeout_s=tools.timeout_s,
+        max_parallel_calls=tools.max_parallel_calls,
+        max_result_chars=tools.max_result_chars,
+        truncate_side=tools.truncate_side,
+    )
+
+
+def build_interactions(place: Place) -> Mapping[str, Any]:
+    """Make the interactions of the file or the list."""
+    source = place.config.rollout.interactions
+    if source is None:
+        return {}
+    if isinstance(source, str):
+        return initialize_interactions_from_config(place.base / source)
+    return initialize_interactions_from_config({"interaction": source}, base=place.base)
+
+
+def build_rewarder(place: Place) -> RewardRouter:
+    """Make what scores finished trajectories."""
+    reward = place.config.reward
+    return RewardRouter(
+        {source: _reward_ref(target) for source, target in reward.routes.items()},
+        function=None if reward.function is None else _reward_ref(reward.function),
+        weights=reward.weights,
+        interaction_aggregate=reward.interaction,
+        calls=CallOptions(
+            timeout_s=reward.timeout_s,
+            text=reward.text,
+            rate=_rate_limit(reward.rate),
+            batch_size=reward.batch_size,
+            batch_wait_s=reward.batch_wait_s,
+        ),
+        overlong=_overlong(reward.overlong, place.config.rollout.limits),
+        sandbox=Sandbox(
+            url=reward.sandbox.url,
+            memory_limit_mb=reward.sandbox.memory_limit_mb,
+            timeout_s=reward.sandbox.timeout_s,
+            slots=threading.Semaphore(reward.sandbox.max_concurrent),
+        ),
+        base=place.base,
+    )
+
+
+def _reward_ref(named: str | RewardFunctionConfig) -> RewardRef:
+    return RewardRef(target=named) if isinstance(named, str) else RewardRef(target=named.name, kwargs=named.kwargs)
+
+
+def _rate_limit(rate: RewardRateConfig) -> RateLimit | None:
+    of_tokens = None if rate.tokens_per_minute is None else rate.tokens_per_minute / rate.tokens_per_call
+    per_minute = min((r for r in (rate.calls_per_minute, of_tokens) if r is not None), default=None)
+    if rate.max_concurrent is None and per_minute is None:
+        return None
+    return RateLimit(max_concurrent=rate.max_concurrent, calls_per_minute=per_minute)
+
+
+def _overlong(config: OverlongConfig, limits: LimitsConfig) -> Overlong | None:
+    if config.buffer == 0:
+        return None
+    limit = config.max_tokens or limits.max_tokens
+    if limit is None:
+        raise ConfigError("reward.overlong has a buffer and no limit to be near to; set reward.overlong.max_tokens")
+    return Overlong(max_tokens=limit, buffer=config.buffer, penalty=config.penalty)
+
+
+def build_scheduler(place: Place) -> MultiTurnScheduler:
+    """Make the scheduler."""
+    name = place.config.rollout.scheduler
+    if name is None:
+        return MultiTurnScheduler()
+    found = import_attr(name, base=place.base)
+    if isinstance(found, type) and any(c.__module__ == "polyturn.compat.verl.agent_loop" for c in found.__mro__):
+        from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
+
+        return AgentLoopScheduler(found)
+    scheduler = found()
+    if not isinstance(scheduler, MultiTurnScheduler):
+        raise ConfigError(f"rollout.scheduler names {name!r}, which makes no MultiTurnScheduler; inherit that class")
+    return scheduler
+
+
+def _limits(limits: LimitsConfig, max_context: int) -> Limits:
+    return Limits(
+        max_turns=limits.max_turns,
+        max_user_turns=limits.max_user_turns,
+        max_tokens_per_turn=limits.max_tokens_per_turn,
+        max_tokens=limits.max_tokens,
+        max_context=max_context,
+        timeout_s=limits.timeout_s,
+        context_policy=ContextPolicy(limits.context_policy),
+    )
+
+
+def sampling_params(sampling: SamplingConfig, limits: LimitsConfig) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=limits.max_tokens_per_turn or 1 << 20,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )
+
+
+def _max_context(limits: LimitsConfig, model: PreTrainedModel) -> int:
+    own = int(model.config.get_text_config().max_position_embeddings)
+    wanted = limits.max_context or min(own, 4096)
+    if wanted > own:
+        raise ConfigError(f"rollout.limits.max_context is {wanted} and the model has {own} positions; lower it")
+    return wanted

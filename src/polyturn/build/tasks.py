@@ -1,0 +1,275 @@
+"""From the `data` and `evaluation` sections to tasks that are known to work, before any training time is spent."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyturn.build.parts import Parts, sampling_params
+from polyturn.build.place import Place
+from polyturn.config.models import (
+    TaskSourceConfig,
+)
+from polyturn.core.errors import ConfigError, DataError, TemplateError
+from polyturn.core.registry import import_attr
+from polyturn.core.task import Task
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.data.dataset import DatasetSummary, Subset, TaskDataset, check_tasks, generate_tasks
+from polyturn.data.sampler import Curriculum, TaskSampler
+from polyturn.evaluation.evaluate import EvalSet
+from polyturn.rollout.context import RolloutContext
+from polyturn.tracking.console import Progress
+
+if TYPE_CHECKING:
+    from polyturn.training.observer import AlsoRecord
+
+
+logger = logging.getLogger(__name__)
+
+MEASURED_MEDIA_TASKS = 64
+"""Of tasks that show media, so many are encoded before a run; the others are checked for files and kinds, which is quick."""
+
+
+def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence[Task]:
+    """Open the files, or call the generator, that `source` names."""
+    if source.files is not None:
+        tasks: Sequence[Task] = TaskDataset.open(source.files, split=split, base=base)
+    else:
+        assert source.generator is not None  # the config model requires one of the two
+        tasks = generate_tasks(source.generator, base=base, **source.kwargs)
+    return tasks if source.limit is None else tasks[: source.limit]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTasks:
+    """What a run trains on and is judged by."""
+
+    train: Sequence[Task]
+    eval_sets: Sequence[EvalSet]
+
+
+def build_run_tasks(place: Place) -> RunTasks:
+    """Open the tasks of a training run.
+
+    Raises:
+        ConfigError, DataError: there are none, or they cannot be read.
+    """
+    source = place.config.data.train
+    if source is None:
+        raise ConfigError("data.train is not set; name the tasks to train on, as files or as a generator")
+    return RunTasks(train=build_tasks(source, base=place.base, split="train"), eval_sets=build_eval_sets(place))
+
+
+def check_training(parts: Parts, tasks: RunTasks) -> None:
+    """Refuse a training run whose tasks cannot run, before any time is spent on training.
+
+    Raises:
+        DataError, ConfigError, TemplateError: the first problem found.
+    """
+    found = {"data.train": _read_tasks(parts, tasks.train, name="data.train")}
+    if tasks.eval_sets:
+        found["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
+    _check_use(parts.context, found)
+
+
+def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
+    """Refuse tasks that cannot run: unknown tools or interactions, no reward, a prompt that is too long.
+
+    Raises:
+        DataError, ConfigError, TemplateError: the first problem found.
+    """
+    _check_use(parts.context, {name: _read_tasks(parts, tasks, name=name)})
+
+
+def fitting(parts: Parts, tasks: Sequence[Task], *, name: str) -> Sequence[Task]:
+    """Return the tasks whose prompts fit, where `data.drop_long_prompts` asks for that; else all of them.
+
+    Raises:
+        DataError: not one fits.
+    """
+    if not parts.place.config.data.drop_long_prompts:
+        return tasks
+    with Progress(f"measure {name}", len(tasks)) as bar:
+        kept = []
+        for index, task in enumerate(tasks):
+            if _too_long(parts, task, name=name) is None:
+                kept.append(index)
+            bar.advance()
+    if not kept:
+        raise DataError(
+            f"{name}: data.drop_long_prompts leaves none of its {len(tasks)} tasks; their prompts have more than "
+            f"{_prompt_limit(parts)} tokens, so raise rollout.limits.max_prompt_tokens"
+        )
+    if len(kept) < len(tasks):
+        logger.info("%s: left out %d of %d tasks with long prompts", name, len(tasks) - len(kept), len(tasks))
+    return Subset(tasks, kept)
+
+
+def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
+    """Decide what depends on the tasks: those that are left out, and the number of steps of a run that counts epochs.
+
+    Raises:
+        DataError: no task is left, or they do not fill one step.
+    """
+    eval_sets = tasks.eval_sets
+    if eval_sets:
+        held_out = fitting(parts, eval_sets[0].tasks, name="evaluation.data")
+        eval_sets = [dataclasses.replace(one, tasks=held_out) for one in eval_sets]
+    tasks = RunTasks(train=fitting(parts, tasks.train, name="data.train"), eval_sets=eval_sets)
+    config = parts.place.config
+    train = config.train
+    if train.epochs is None:
+        return parts, tasks
+    visits = build_sampler(parts.place, tasks.train)().visits(train.epochs)
+    if visits < train.groups_per_step:
+        raise DataError(
+            f"train.epochs is {train.epochs} and data.train has {len(tasks.train)} tasks, which do not fill one step of "
+            f"train.groups_per_step = {train.groups_per_step}; lower it, or give more tasks"
+        )
+    train = train.model_copy(update={"steps": visits // train.groups_per_step, "epochs": None})
+    place = Place(config=config.model_copy(update={"train": train}), base=parts.place.base)
+    return dataclasses.replace(parts, place=place), tasks
+
+
+def build_sampler(place: Place, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
+    """Return what makes the order of tasks anew, from the start.
+
+    Raises:
+        ConfigError: `data.sampler` names no Curriculum.
+    """
+    data, seed = place.config.data, place.config.seed
+    if data.sampler is None:
+        return functools.partial(TaskSampler, len(tasks), seed=seed, shuffle=data.shuffle)
+    found = import_attr(data.sampler, base=place.base)
+    if not isinstance(found, type) or not issubclass(found, Curriculum):
+        raise ConfigError(
+            f"data.sampler names {data.sampler!r}, which is no Curriculum; inherit polyturn.data.sampler.Curriculum"
+        )
+    return functools.partial(found, tasks, seed=seed, shuffle=data.shuffle)
+
+
+def _prompt_limit(parts: Parts) -> int:
+    longest = parts.place.config.rollout.limits.max_prompt_tokens
+    return parts.max_context - 1 if longest is None else min(longest, parts.max_context - 1)
+
+
+def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
+    """Return the length of a prompt that is too long, in tokens; None for the others."""
+    context, limit = parts.context, _prompt_limit(parts)
+    if any(message.media for message in task.prompt):
+        try:
+            length = len(context.encoder_for(task).start(task.prompt))
+        except (TemplateError, DataError, ConfigError) as problem:
+            raise type(problem)(f"{name}, task {task.id!r}: {problem}") from problem
+        return length if length > limit else None
+    try:
+        text = context.codec.render(task.prompt, tools=context.encoder_for(task).tools, add_generation_prompt=True)
+    except TemplateError as problem:
+        raise TemplateError(f"{name}, task {task.id!r}: {problem}") from problem
+    # A token is at least a byte, so only a text with more bytes than the limit has tokens needs to be encoded.
+    if len(text.encode()) <= limit:
+        return None
+    length = len(context.codec.encode(text))
+    return length if length > limit else None
+
+
+def _check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> None:
+    """Refuse a run whose interactions, or whose tools, not one task uses: it would be single-turn without a word."""
+    which = f"not one of the {sum(s.num_tasks for s in found.values())} tasks of {' and '.join(found)}"
+    if context.interactions and not any(set(s.interactions) - {None} for s in found.values()):
+        raise ConfigError(
+            f"rollout.interactions is set and {which} names an interaction; add `interaction` to the rows "
+            "(extra_info.interaction_kwargs in verl's format), or drop rollout.interactions"
+        )
+    if context.tools.tools and not any(s.num_with_tools for s in found.values()):
+        raise ConfigError(
+            f"rollout.tools is set and {which} may call a tool of it, which has {sorted(context.tools.tools)}; name them in "
+            "`tools` of the rows (extra_info.tools_kwargs in verl's format), leave that column out, or drop rollout.tools"
+        )
+
+
+def _read_tasks(parts: Parts, tasks: Sequence[Task], *, name: str) -> DatasetSummary:
+    """Read every task and refuse those that cannot run; return what they use."""
+    context = parts.context
+    longest = parts.place.config.rollout.limits.max_prompt_tokens
+
+    seen = itertools.count()
+
+    def check(task: Task) -> None:
+        context.rewarder.check([task], tools=context.tools.tools)
+        media = [medium for message in task.prompt for medium in message.media]
+        if media and context.media is not None and next(seen) >= MEASURED_MEDIA_TASKS:
+            context.media.check(media, where=f"{name}, task {task.id!r}")
+            bar.advance()
+            return
+        if (length := _too_long(parts, task, name=name)) is not None:
+            limit = _prompt_limit(parts)
+            which = "rollout.limits.max_prompt_tokens" if limit == longest else "the model's context"
+            raise DataError(
+                f"{name}, task {task.id!r}: its prompt has {length} tokens and {which} allows {limit}; "
+                "raise the limit, or leave the task out (data.drop_long_prompts leaves out all such tasks)"
+            )
+        bar.advance()
+
+    with Progress(f"check {name}", len(tasks)) as bar:
+        return check_tasks(
+            tasks,
+            tools=context.tools.tools,
+            interactions=context.interactions,
+            name=name,
+            require_interaction_name=context.require_interaction_name,
+            also=check,
+        )
+
+
+def build_eval_sets(place: Place) -> list[EvalSet]:
+    """Make the evaluation sets; none when `evaluation.data` is not set."""
+    config = place.config
+    if config.evaluation.data is None:
+        return []
+    tasks = build_tasks(config.evaluation.data, base=place.base, split="eval")
+    return [
+        EvalSet(
+            name=name,
+            tasks=tasks,
+            sampling=sampling_params(one.sampling, config.rollout.limits),
+            max_turns=one.max_turns,
+            num_samples=one.samples,
+            is_periodic=one.every,
+            success_at=config.evaluation.success_at,
+        )
+        for name, one in config.evaluation.sets.items()
+    ]
+
+
+def build_records(parts: Parts, eval_sets: Sequence[EvalSet]) -> AlsoRecord:
+    """Make what a run records beside its metrics and trajectories."""
+    from polyturn.tracking.dump import TrajectoryDump
+    from polyturn.training.observer import AlsoRecord
+
+    config = parts.place.config
+
+    def dump(folder: str | None) -> TrajectoryDump | None:
+        return None if folder is None else TrajectoryDump(Path(folder).expanduser(), decode)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(parts.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def verl_metrics(name: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+        from polyturn.compat.verl.validation import validation_metrics
+
+        # Their names have no place for the name of a set, so only one set can have them.
+        return validation_metrics(groups) if name == eval_sets[0].name else {}
+
+    return AlsoRecord(
+        train_dump=dump(config.dump.train),
+        eval_dump=dump(config.dump.evaluation),
+        has_many_sets=len(eval_sets) > 1,
+        **({"eval_metrics": verl_metrics} if config.compat.validation_metrics else {}),
+    )

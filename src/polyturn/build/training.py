@@ -1,0 +1,166 @@
+"""From the `train`, `algorithm` and `warm_start` sections to a policy and the loop around it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.build.parts import Parts
+from polyturn.build.place import Place
+from polyturn.build.tasks import RunTasks, build_sampler
+from polyturn.config.models import (
+    OptimConfig,
+)
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.sample import TrainSample
+from polyturn.core.signature import has_parameter
+from polyturn.core.task import Task
+from polyturn.data.conversations import generate_conversations, read_conversations
+from polyturn.rollout.pool import RolloutPool
+from polyturn.store.parquet_store import open_store
+from polyturn.tracking.console import Progress
+
+if TYPE_CHECKING:
+    from polyturn.training.local import LocalPolicy
+    from polyturn.training.loop import Trainer, TrainObserver
+
+
+def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per_batch: int) -> LocalPolicy:
+    """Make the trainer's side of the model, over the same parameters."""
+    from polyturn.batching.layout import LayoutSettings
+    from polyturn.training.local import LocalPolicy, LossSettings
+    from polyturn.training.optim import OptimSettings
+
+    algorithm = parts.place.config.algorithm
+    warmup = optim.warmup_steps or int(optim.warmup_ratio * steps)
+    return LocalPolicy(
+        parts.model,
+        optim=OptimSettings(
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            max_grad_norm=optim.max_grad_norm,
+            warmup_steps=warmup,
+            schedule=optim.schedule,
+            total_steps=max(steps, warmup + 1),
+            min_lr_ratio=optim.min_lr_ratio,
+        ),
+        loss=LossSettings(
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.clip_dual,
+            aggregation=algorithm.aggregate,
+            segment_weight=algorithm.segment_weight,
+            kl_coef=algorithm.kl_coef,
+            kl_estimator=algorithm.kl_estimator,
+            entropy_coef=algorithm.entropy_coef,
+        ),
+        layout=LayoutSettings(max_tokens_per_batch=max_tokens_per_batch),
+        media=parts.context.media,
+        reference=algorithm.kl_coef > 0,
+    )
+
+
+def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
+    """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
+    from polyturn.training.checkpoint import Checkpoints
+    from polyturn.training.loop import LoopSettings, Trainer
+
+    place, config = parts.place, parts.place.config
+    train, evaluation, algorithm = config.train, config.evaluation, config.algorithm
+    policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
+    return Trainer(
+        LoopSettings(
+            steps=train.steps,
+            groups_per_step=train.groups_per_step,
+            group_size=train.group_size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            minibatches=train.minibatches,
+            max_staleness=train.max_staleness,
+            temperature=config.rollout.sampling.temperature,
+            drop_zero_variance=algorithm.drop_zero_variance and train.group_size > 1,
+            needs_reference=algorithm.kl_coef > 0,
+            uses_engine_logprobs=algorithm.old_logprobs == "engine",
+            eval_every=evaluation.every,
+            eval_limit_during=evaluation.limit_during,
+            stop_at=evaluation.stop_at,
+            patience=evaluation.patience,
+            checkpoint_every=train.checkpoint_every,
+        ),
+        policy=policy,
+        engine=parts.engine,
+        pool=RolloutPool(
+            parts.context,
+            max_concurrent=config.rollout.max_concurrent,
+            max_failed_share=config.rollout.max_failed_share,
+        ),
+        tasks=tasks.train,
+        estimator=build_estimator(place),
+        eval_sets=tasks.eval_sets,
+        checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints),
+        export=exporter(parts),
+        observer=observer,
+        engine_busy_s=lambda: parts.engine.stats.busy_s,
+        fingerprint=parts.context.codec.fingerprint,
+        sampler=build_sampler(place, tasks.train),
+    )
+
+
+def exporter(parts: Parts) -> Callable[[Path], Path]:
+    """Return what saves the model as it is, with all that others need to load it, in the Hugging Face format."""
+    from polyturn.training import hf
+
+    media = parts.context.media
+    processor = None if media is None else media.processor
+    return functools.partial(hf.save_model, parts.model, tokenizer=parts.tokenizer, processor=processor)
+
+
+def build_estimator(place: Place) -> Any:
+    """Return the advantage estimator with its options bound."""
+    from polyturn.algorithms.advantages import advantages
+
+    algorithm = place.config.algorithm
+    estimator: Any = advantages.resolve(algorithm.advantage, base=place.base)
+    if has_parameter(estimator, "token_level_rewards"):  # an estimator that was written for verl
+        from polyturn.compat.verl.core_algos import as_estimator
+
+        estimator = as_estimator(estimator)
+    if algorithm.advantage == "grpo":
+        return functools.partial(estimator, norm_by_std=algorithm.norm_by_std)
+    return estimator
+
+
+def warm_start_samples(parts: Parts) -> list[TrainSample]:
+    """Return the samples of `warm_start.conversations`: a jsonl file, a function, or the folder of a run.
+
+    Raises:
+        ConfigError, DataError: there are none, or they cannot be read.
+    """
+    from polyturn.training.sft import encode_conversation, trajectory_samples
+
+    place, sft = parts.place, parts.place.config.warm_start
+    if sft.conversations is None:
+        raise ConfigError("warm_start.conversations is not set; name a jsonl file, a function or a run's folder")
+    if ":" in sft.conversations:
+        conversations = generate_conversations(sft.conversations, base=place.base, **sft.kwargs)
+    elif (place.base / sft.conversations).is_dir():
+        return trajectory_samples(open_store(place.base / sft.conversations).trajectories(), min_reward=sft.min_reward)
+    else:
+        conversations = read_conversations(place.base / sft.conversations)
+    context = parts.context
+    samples = []
+    with Progress("encode conversations", len(conversations)) as bar:
+        for i, c in enumerate(conversations):
+            sample = encode_conversation(c, context.encoder_for(Task(id="", prompt=(), tools=c.tools)), id=str(i))
+            if len(sample) > parts.max_context:
+                raise DataError(
+                    f"warm_start.conversations: conversation {i} has {len(sample)} tokens and the context holds "
+                    f"{parts.max_context}; raise rollout.limits.max_context, or leave it out"
+                )
+            samples.append(sample)
+            bar.advance()
+    return samples
