@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, TemplateError, did_you_mean
 from polyturn.core.messages import Message, ToolCall
@@ -29,6 +31,7 @@ from polyturn.tokens.frames import (
     Frame,
     find_frame,
     map_all_strings,
+    map_environment,
     map_strings,
     map_text,
     prompt_key,
@@ -331,16 +334,52 @@ class DeltaEncoder:
 
         text = render(messages, self.tools)
         marker = unused_word([text], "Zq7Fence")
-        fenced = [self._fenced(m, self._is_own(messages, i, num_prompt), marker) for i, m in enumerate(messages)]
+        own = [self._is_own(messages, i, num_prompt) for i in range(len(messages))]
+        fenced = [self._fenced(m, is_own, marker) for m, is_own in zip(messages, own, strict=True)]
         tools = self._fenced_tools(marker)
-        if fenced == list(messages) and tools == self.tools:
-            return codec.encode(text)
         try:
-            return codec.encode_fenced(render(fenced, tools), marker)
+            is_plain = fenced == list(messages) and tools == self.tools
+            ids = codec.encode(text) if is_plain else codec.encode_fenced(render(fenced, tools), marker)
+            foreign = [not is_own and self._escape_observations for is_own in own]
+            if not any(f and self._may_spell(m) for m, f in zip(messages, foreign, strict=True)):
+                return ids
+            harmless = [map_environment(m, _harmless) if f else m for m, f in zip(fenced, foreign, strict=True)]
+            expected = codec.control_in(codec.encode_fenced(render(harmless, tools), marker))
+            if np.array_equal(codec.control_in(ids), expected):
+                return ids
+            # Template and content together spell a control token, or the template changes the content into one.
+            closed = [
+                self._closed(m, shown, marker) if f else shown for m, shown, f in zip(messages, fenced, foreign, strict=True)
+            ]
+            return codec.encode_fenced(render(closed, tools), marker)
         except FenceError:  # the template cuts contents at a word that stands inside a fence
             shown = [m if m is f else map_text(m, codec.defuse) for m, f in zip(messages, fenced, strict=True)]
             schemas = tuple(s if s == t else map_strings(s, codec.defuse) for s, t in zip(self.tools, tools, strict=True))
             return codec.encode(render(shown, schemas))
+
+    def _closed(self, message: Message, fenced: Message, marker: str) -> Message:
+        """Return `message` with every text of the environment fenced as a whole."""
+
+        def close(text: str) -> str:
+            return text if _WORD.fullmatch(text) else self.codec.enclose(text, marker)
+
+        closed = map_environment(message, close, close)
+        return replace(fenced, tool_calls=closed.tool_calls) if message.role == "assistant" else closed
+
+    def _may_spell(self, message: Message) -> bool:
+        """Return whether a text of the environment begins or ends a control token."""
+        found: list[str] = []
+
+        def note(text: str) -> str:
+            found.append(text)
+            return text
+
+        map_environment(message, note, note)
+        return any(not self._edges.isdisjoint(text) for text in found)
+
+    @functools.cached_property
+    def _edges(self) -> frozenset[str]:
+        return frozenset(c for text in self.codec.control_tokens.values() for c in (text[0], text[-1]))
 
     def _fenced_tools(self, marker: str) -> tuple[Mapping[str, Any], ...]:
         """Return the schemas, which somebody's server may have written, with no text that ends or opens a turn."""
@@ -389,12 +428,19 @@ class DeltaEncoder:
             return text if _WORD.fullmatch(text) else self.codec.enclose(text, marker)
 
         calls = tuple(
-            replace(c, raw=delimiters_of(c.raw))
+            replace(c, id=all_of(c.id), raw=delimiters_of(c.raw))
             if c.error is not None
             else replace(
-                c, name=word_of(c.name), arguments={word_of(k): map_all_strings(v, all_of) for k, v in c.arguments.items()}
+                c,
+                id=all_of(c.id),
+                name=word_of(c.name),
+                arguments={word_of(k): map_all_strings(v, all_of) for k, v in c.arguments.items()},
             )
             for c in turn.tool_calls
         )
         turn = map_text(turn, delimiters_of)
         return replace(turn, tool_calls=calls, reasoning=None if turn.reasoning is None else delimiters_of(turn.reasoning))
+
+
+def _harmless(text: str) -> str:
+    return "x" if text.strip() else text

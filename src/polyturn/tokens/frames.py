@@ -174,6 +174,22 @@ def map_text(m: Message, change: Callable[[str], str]) -> Message:
     )
 
 
+def map_environment(m: Message, change: Callable[[str], str], keys: Callable[[str], str] = lambda key: key) -> Message:
+    """Return `m` with what is not the template's to say changed; of an assistant's message only its calls."""
+    if m.role != "assistant":
+        return map_text(m, change)
+    calls = (
+        replace(
+            c,
+            id=change(c.id),
+            name=change(c.name),
+            arguments={keys(str(k)): map_strings(v, change) for k, v in c.arguments.items()},
+        )
+        for c in m.tool_calls
+    )
+    return replace(m, tool_calls=tuple(calls))
+
+
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Return plain data with every string in it changed, keys as they are."""
     if isinstance(value, str):
