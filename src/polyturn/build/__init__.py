@@ -1,12 +1,13 @@
 """The composition root: the one place where config meets classes. A `RunConfig` goes in, live objects come out.
 
     RunConfig  ->  tokenizer, model  ->  Codec, engine, LocalPolicy  ->  RolloutContext  ->  Trainer
-    place          model.py              parts.py                        tasks.py             training.py
+    place          model.py              engine.py, parts.py             tasks.py             training.py
 
 Everything that can be wrong with a configuration is found here, before any training time is spent. Each file imports only
 those to its left; nothing else in the library takes a config.
 """
 
+from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_media, build_model
 from polyturn.build.parts import (
     Parts,
@@ -36,6 +37,7 @@ __all__ = [
     "Place",
     "RunTasks",
     "build_codec",
+    "build_engine",
     "build_estimator",
     "build_eval_sets",
     "build_interactions",

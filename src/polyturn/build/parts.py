@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_media, build_model
 from polyturn.build.place import Place
 from polyturn.config.models import (
@@ -20,6 +22,7 @@ from polyturn.config.models import (
 from polyturn.core.errors import ConfigError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.registry import import_attr
+from polyturn.core.signature import has_parameter
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rewards.calls import CallOptions, RateLimit
 from polyturn.rewards.code import Sandbox
@@ -28,6 +31,7 @@ from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.rollout.schedulers import schedulers
 from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.parsers import build_parser
 from polyturn.tools.base import BaseTool
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from polyturn.engines.embedded import EmbeddedEngine
+    from polyturn.engines.remote import RemoteEngine
 
 _NUM_TRIALS = 9
 """Random dialogues that a run tries its template with, besides the canned ones; `polyturn check` tries more."""
@@ -50,7 +55,7 @@ class Parts:
     place: Place
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
-    engine: EmbeddedEngine
+    engine: EmbeddedEngine | RemoteEngine
     context: RolloutContext
     template: TemplateReport
     max_context: int
@@ -68,8 +73,6 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
     """
     import torch
 
-    from polyturn.engines.embedded import EmbeddedEngine
-
     config = place.config
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -82,14 +85,8 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
     template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)
     template.require()
     media = build_media(place, codec, model)
-    engine = EmbeddedEngine(
-        model,
-        media=media,
-        num_slots=config.engine.num_slots,
-        max_context=max_context,
-        prefill_chunk=config.engine.prefill_chunk,
-        deterministic=config.engine.deterministic,
-    )
+    scheduler = build_scheduler(place)
+    engine = build_engine(place, model, tokenizer=tokenizer, media=media, max_context=max_context, checkpoint=checkpoint)
     context = RolloutContext(
         engine=engine,
         codec=codec,
@@ -104,8 +101,8 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
         ),
         tools=tools,
         interactions=build_interactions(place),
-        rewarder=build_rewarder(place),
-        scheduler=build_scheduler(place),
+        rewarder=build_rewarder(place, scores_turns=scheduler.scores_turns),
+        scheduler=scheduler,
         limits=_limits(config.rollout.limits, max_context),
         sampling=sampling_params(config.rollout.sampling, config.rollout.limits),
         interaction_timeout_s=config.rollout.interaction_timeout_s,
@@ -164,8 +161,8 @@ def build_interactions(place: Place) -> Mapping[str, Any]:
     return initialize_interactions_from_config({"interaction": source}, base=place.base)
 
 
-def build_rewarder(place: Place) -> RewardRouter:
-    """Make what scores finished trajectories."""
+def build_rewarder(place: Place, *, scores_turns: bool = False) -> RewardRouter:
+    """Make what scores finished trajectories; `scores_turns` says whether the run's scheduler scores turns."""
     reward = place.config.reward
     return RewardRouter(
         {source: _reward_ref(target) for source, target in reward.routes.items()},
@@ -186,6 +183,7 @@ def build_rewarder(place: Place) -> RewardRouter:
             timeout_s=reward.sandbox.timeout_s,
             slots=threading.Semaphore(reward.sandbox.max_concurrent),
         ),
+        scores_turns=scores_turns,
         base=place.base,
     )
 
@@ -212,16 +210,31 @@ def _overlong(config: OverlongConfig, limits: LimitsConfig) -> Overlong | None:
 
 
 def build_scheduler(place: Place) -> MultiTurnScheduler:
-    """Make the scheduler."""
-    name = place.config.rollout.scheduler
-    if name is None:
-        return MultiTurnScheduler()
-    found = import_attr(name, base=place.base)
+    """Make the scheduler.
+
+    Raises:
+        ConfigError: the name leads to none, it does not take its arguments, or nothing would end its episodes.
+    """
+    rollout = place.config.rollout
+    name, kwargs = rollout.scheduler or "default", dict(rollout.scheduler_kwargs)
+    limits = rollout.limits
+    if rollout.scheduler is not None and (limits.max_turns, limits.max_tokens, limits.timeout_s) == (None, None, None):
+        raise ConfigError(
+            f"rollout.scheduler is {name!r} and no limit ends an episode that it never finishes; set "
+            "rollout.limits.max_turns, max_tokens or timeout_s"
+        )
+    found = schedulers.resolve(name, base=place.base)
     if isinstance(found, type) and any(c.__module__ == "polyturn.compat.verl.agent_loop" for c in found.__mro__):
         from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 
         return AgentLoopScheduler(found)
-    scheduler = found()
+    if callable(found) and has_parameter(found, "base"):
+        kwargs.setdefault("base", place.base)
+    try:
+        inspect.signature(found).bind(**kwargs)
+    except TypeError as problem:
+        raise ConfigError(f"rollout.scheduler_kwargs do not fit the scheduler {name!r}: {problem}") from problem
+    scheduler = found(**kwargs)
     if not isinstance(scheduler, MultiTurnScheduler):
         raise ConfigError(f"rollout.scheduler names {name!r}, which makes no MultiTurnScheduler; inherit that class")
     return scheduler

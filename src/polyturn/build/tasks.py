@@ -203,6 +203,7 @@ def _read_tasks(parts: Parts, tasks: Sequence[Task], *, name: str) -> DatasetSum
 
     def check(task: Task) -> None:
         context.rewarder.check([task], tools=context.tools.tools)
+        context.scheduler.check_task(task)
         media = [medium for message in task.prompt for medium in message.media]
         if media and context.media is not None and next(seen) >= MEASURED_MEDIA_TASKS:
             context.media.check(media, where=f"{name}, task {task.id!r}")

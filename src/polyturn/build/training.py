@@ -24,7 +24,7 @@ from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
     from polyturn.training.local import LocalPolicy
-    from polyturn.training.loop import Trainer, TrainObserver
+    from polyturn.training.loop import Trainer, TrainObserver, WeightChannel
 
 
 def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per_batch: int) -> LocalPolicy:
@@ -92,7 +92,6 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             checkpoint_every=train.checkpoint_every,
         ),
         policy=policy,
-        engine=parts.engine,
         pool=RolloutPool(
             parts.context,
             max_concurrent=config.rollout.max_concurrent,
@@ -104,10 +103,21 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints),
         export=exporter(parts),
         observer=observer,
-        engine_busy_s=lambda: parts.engine.stats.busy_s,
+        engine_busy_s=lambda: parts.engine.busy_s,
+        channel=_channel(parts, policy),
         fingerprint=parts.context.codec.fingerprint,
         sampler=build_sampler(place, tasks.train),
     )
+
+
+def _channel(parts: Parts, policy: LocalPolicy) -> WeightChannel:
+    """Return the way of new weights to the engine."""
+    from polyturn.engines.remote import RemoteEngine
+    from polyturn.training.weight_sync import SharedWeights, WeightSync
+
+    if not isinstance(parts.engine, RemoteEngine):
+        return SharedWeights(parts.engine)
+    return WeightSync(parts.engine, policy, vocab_size=int(parts.model.config.get_text_config().vocab_size))
 
 
 def exporter(parts: Parts) -> Callable[[Path], Path]:

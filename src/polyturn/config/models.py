@@ -1,6 +1,6 @@
 """The configuration of a run, as frozen pydantic models. Every key, its type, its default and its meaning are here.
 
-A config file is YAML with these keys; `config/load.py` reads it, and `build.py` is the only place that turns it into
+A config file is YAML with these keys; `config/load.py` reads it, and `build` is the only place that turns it into
 objects. Paths are relative to the config file. A name of a plug-in is a registered name, `package.module:Attr` or
 `file.py:Attr`.
 """
@@ -141,7 +141,10 @@ class RolloutConfig(_Model):
     calls_in_reasoning: bool = False
     """Execute calls inside reasoning too; they are thoughts otherwise."""
     scheduler: str | None = None
-    """`file.py:Class` of a MultiTurnScheduler; the default answers tool calls first, else asks the interaction."""
+    """A name of a shipped scheduler, or `file.py:Class` of a MultiTurnScheduler; the default answers tool calls first, else
+    asks the interaction."""
+    scheduler_kwargs: dict[str, Any] = {}
+    """Arguments of the scheduler's class."""
     scheduler_timeout_s: float = Field(60.0, gt=0)
     """Deadline of each plain (not async) method of the scheduler; such a method runs in a thread."""
     use_inference_chat_template: bool = False
@@ -162,15 +165,50 @@ class RolloutConfig(_Model):
     an environment speak in control tokens."""
 
 
-class EngineConfig(_Model):
-    """What samples the completions."""
+class LaunchConfig(_Model):
+    """How a server is started; the flags that training relies on are added by themselves."""
 
-    name: Literal["embedded"] = "embedded"
+    python: str | None = None
+    """The interpreter of the environment that vLLM or SGLang is installed in; null takes the one that runs polyturn."""
+    args: list[str] = []
+    """Further arguments of the server, for instance ["--tensor-parallel-size", "2"]."""
+    env: dict[str, str] = {}
+    """Further environment variables of the server."""
+    ready_timeout_s: float = Field(600.0, gt=0)
+    log: str | None = None
+    """File for the server's output; null keeps it only until the server stops."""
+
+
+class EngineConfig(_Model):
+    """What samples the completions: the embedded engine in this process, or a server."""
+
+    kind: Literal["embedded", "vllm", "sglang"] = "embedded"
+    urls: list[str] = []
+    """Where a server runs already; it must hold the same model and run with the flags that docs/guides/engines.md lists."""
+    launch: LaunchConfig | None = None
+    """Start a server; null does so with the defaults where `urls` is empty. Not for the embedded engine."""
+    max_in_flight: int = Field(256, ge=1)
+    """Requests on a server at once; more wait here."""
+    timeout_s: float = Field(600.0, gt=0)
+    """A request to a server that takes longer counts as lost."""
     num_slots: int = Field(128, ge=1)
-    """Sequences decoded at once, and conversations whose KV cache is kept."""
+    """Embedded: sequences decoded at once, and conversations whose KV cache is kept."""
     prefill_chunk: int = Field(256, ge=8)
+    """Embedded: the longest piece of one prompt in one forward pass."""
     deterministic: bool = False
-    """Batches of one shape and prefill one by one, so that bits do not depend on who else is in the batch; slower."""
+    """Embedded: batches of one shape and prefill one by one, so that bits do not depend on who else is served; slower."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> EngineConfig:
+        if self.kind == "embedded" and (self.urls or self.launch is not None):
+            raise ValueError(
+                "engine.urls and engine.launch are for servers; set engine.kind to vllm or sglang, or drop them"
+            )
+        if self.urls and self.launch is not None:
+            raise ValueError("set engine.urls (a server that runs) or engine.launch (one to start), not both")
+        if len(self.urls) > 1:
+            raise ValueError(f"engine.urls names {len(self.urls)} servers; one server is supported")
+        return self
 
 
 class RewardFunctionConfig(_Model):

@@ -134,6 +134,11 @@ class EmbeddedEngine:
             max_context=self._max_context,
         )
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent generating so far."""
+        return self.stats.busy_s
+
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; `info` says how many prompt tokens were prefilled.
 

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import shutil
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -78,6 +79,7 @@ class RemoteEngine(ABC):
         timeout_s: float = 600.0,
         headers: Mapping[str, str] | None = None,
         model: Path | None = None,
+        owns_model: bool = False,
         launch: LaunchSpec | None = None,
     ) -> None:
         """Make a client; nothing is started or sent before the first call.
@@ -91,6 +93,7 @@ class RemoteEngine(ABC):
             headers: Sent with every request, for instance an authorization.
             model: The folder with the model's config, which new weights are written beside; None for an engine whose
                 weights never change.
+            owns_model: Whether `close` removes that folder.
             launch: Starts a server on first use; `close` stops it.
         """
         self.url = url.rstrip("/")
@@ -105,6 +108,7 @@ class RemoteEngine(ABC):
         self._live: dict[str, _Live] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._files = None if model is None else WeightFolder(model)
+        self._own_folder = model if owns_model else None
         self._launch = launch
         self._server: Server | None = None
         self._starting = asyncio.Lock()
@@ -225,6 +229,8 @@ class RemoteEngine(ABC):
             self._files.close()
         if self._server is not None:
             await self._server.stop()
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
 
     @property
     def busy_s(self) -> float:

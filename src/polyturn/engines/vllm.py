@@ -4,7 +4,7 @@
 
 The server must run with `--enable-scale-out` (the route), `--logprobs-mode processed_logprobs` (logprobs after the
 temperature) and `VLLM_SERVER_DEV_MODE=1` (pause and weight routes). Its processed logprobs are also after top-p and top-k,
-which is not what training means by a logprob, so a request that sets those is refused while `for_training` is true.
+which is not what training means by a logprob, so a run that samples with those is refused when it is built.
 """
 
 from __future__ import annotations
@@ -28,26 +28,12 @@ class VllmEngine(RemoteEngine):
 
     name = "vllm"
 
-    def __init__(self, url: str, *, for_training: bool = True, **options: Any) -> None:
-        """See `RemoteEngine`; `for_training` refuses requests whose logprobs would not be the trainer's."""
-        super().__init__(url, **options)
-        self._for_training = for_training
-
     @property
     def capabilities(self) -> EngineCapabilities:
         """Seeded; logprobs in training's meaning as long as neither top-p nor top-k is set."""
         return EngineCapabilities(
             seeded=True, logprobs=True, pause_modes=("abort", "wait", "keep"), max_context=self._max_context
         )
-
-    def _check(self, request: GenerateRequest) -> None:
-        super()._check(request)
-        sampling = request.sampling
-        if self._for_training and sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
-            raise EngineError(
-                f"request {request.request_id!r} sets top_p {sampling.top_p}, top_k {sampling.top_k}, and vLLM's logprobs "
-                "are then those after the cut, which training must not use; leave both off, or use another engine"
-            )
 
     def _call(self, request: GenerateRequest, wire_id: str) -> Call:
         sampling = request.sampling

@@ -1,4 +1,4 @@
-"""RolloutContext: what every episode of a run shares, as values, not configs. `build.py` makes it.
+"""RolloutContext: what every episode of a run shares, as values, not configs. `build` makes it.
 
 context = RolloutContext(engine=…, codec=…, parser=…, tools=ToolBox(…), interactions={"gsm8k": …}, rewarder=…, …)
 trajectory = await run_episode(context, task, id="g0/0", seed=1)

@@ -29,7 +29,7 @@ from polyturn.core.aio import first_error
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, TrainingError
 from polyturn.core.metrics import Metrics, Sum, merge, reduce
-from polyturn.core.protocols import Engine, Policy
+from polyturn.core.protocols import Policy
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
@@ -93,15 +93,29 @@ class LoopState:
     """"before" and "after" -> evaluation set -> its numbers."""
 
 
+class WeightChannel(Protocol):
+    """The way of the policy's weights to the engine."""
+
+    async def start(self, version: int) -> object:
+        """Bring the first weights there, as `version`."""
+
+    async def publish(self, version: int) -> object:
+        """Bring the weights as they are now, as `version`.
+
+        Raises:
+            EngineError: they did not arrive.
+        """
+
+
 class Trainer:
-    """Runs the loop over live objects that `build.py` made."""
+    """Runs the loop over live objects that `build` made."""
 
     def __init__(
         self,
         settings: LoopSettings,
         *,
         policy: Policy,
-        engine: Engine,
+        channel: WeightChannel,
         pool: RolloutPool,
         tasks: Sequence[Task],
         estimator: Estimator,
@@ -116,7 +130,7 @@ class Trainer:
         self.settings = settings
         self.state = LoopState()
         self.policy = policy
-        self._engine = engine
+        self._channel = channel
         self._pool = pool
         self._tasks = tasks
         self._estimator = estimator
@@ -135,7 +149,7 @@ class Trainer:
         Raises:
             TrainingError, RolloutError: training cannot go on.
         """
-        await self._engine.update_weights(self.state.step)
+        await self._channel.start(self.state.step)
         try:
             if self.state.step == 0:
                 self._save()
@@ -187,7 +201,7 @@ class Trainer:
                 metrics = self._step(groups)
                 state.step += 1
                 try:
-                    await self._engine.update_weights(state.step)
+                    await self._channel.publish(state.step)
                 finally:  # the step was taken, so it is recorded, also when the run is cancelled here
                     metrics["time/step_s"], metrics["time/generate_s"] = clock.read()
                     metrics["time/other_share"] = _other_share(metrics)

@@ -70,6 +70,21 @@ class SyncReport:
     num_groups: int
 
 
+class SharedWeights:
+    """The channel of an engine that samples from the trainer's own tensors: only the version is news."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def start(self, version: int) -> None:
+        """Let completions carry `version`."""
+        await self.publish(version)
+
+    async def publish(self, version: int) -> None:
+        """Let completions carry `version` from now on."""
+        await self._engine.update_weights(version)
+
+
 class WeightSync:
     """Pushes the trainer's weights to an engine and holds it to them."""
 

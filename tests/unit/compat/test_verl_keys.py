@@ -60,10 +60,6 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ROLLOUT}.tool_kwargs.tools_config_file=tools.yaml", "rollout.tools.file", "tools.yaml"),
     (f"{ROLLOUT}.interaction_config_file=i.yaml", "rollout.interactions", "i.yaml"),
     # rollout
-    (f"{ROLLOUT}.name=sglang", "engine.name", "embedded"),
-    (f"{ROLLOUT}.name=sglang_async", "engine.name", "embedded"),
-    (f"{ROLLOUT}.name=vllm", "engine.name", "embedded"),
-    (f"{ROLLOUT}.name=hf", "engine.name", "embedded"),
     (f"{ROLLOUT}.temperature=0.7", "rollout.sampling.temperature", 0.7),
     (f"{ROLLOUT}.do_sample=False", "rollout.sampling.temperature", 0.0),
     (f"{ROLLOUT}.top_k=50", "rollout.sampling.top_k", 50),
@@ -143,6 +139,10 @@ MAPPED: list[tuple[str, str, Any]] = [
 ]
 
 IGNORED = [
+    f"{ROLLOUT}.name=sglang",
+    f"{ROLLOUT}.name=sglang_async",
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.name=hf",
     f"{ROLLOUT}.mode=async",
     f"{ROLLOUT}.mode=sync",
     f"{ROLLOUT}.max_num_batched_tokens=8192",

@@ -25,6 +25,7 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.loop import LoopSettings, Trainer
+from polyturn.training.weight_sync import SharedWeights
 
 Event = tuple[Any, ...]
 
@@ -125,7 +126,7 @@ class Rig:
         self.trainer = Trainer(
             LoopSettings(**values),
             policy=self.policy,  # type: ignore[arg-type]
-            engine=context.engine,
+            channel=SharedWeights(context.engine),
             pool=RolloutPool(context, max_failed_share=max_failed_share),
             tasks=[task(f"What is 2+2 ({i})?", id=f"t{i}") for i in range(num_tasks)],
             estimator=partial(grpo),

@@ -6,6 +6,7 @@ run once each, after every key that moves as it is.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -270,6 +271,24 @@ def tool_response(s: Source) -> None:
     s.put("rollout.tools.max_result_chars", s.get(key, NO_LIMIT_CHARS), by=key)
 
 
+def engine(s: Source) -> None:
+    """Sample where the named engine is, if it is installed beside polyturn; else with the embedded one, and say so."""
+    key = "actor_rollout_ref.rollout.name"
+    name = str(s.get(key, "embedded"))
+    kinds = {"sglang": "sglang", "sglang_async": "sglang", "vllm": "vllm", "hf": "embedded"}
+    if name not in kinds:
+        s.refuse(key, f"there is no such engine here.{did_you_mean(name, kinds)}")
+        return
+    kind = kinds[name]
+    if kind != "embedded" and importlib.util.find_spec(kind) is None:
+        s.notes[key] = (
+            f"{kind} is not installed beside polyturn, so the embedded engine samples; +polyturn.engine.kind={kind} and "
+            "+polyturn.engine.launch.python=… start one from another environment"
+        )
+        kind = "embedded"
+    s.put("engine.kind", kind, by=key)
+
+
 def sanity_mode(s: Source) -> None:
     """Set the mode; YAML reads a bare `off` as false. verl compares every episode."""
     key = f"{MULTI_TURN}.tokenization_sanity_check_mode"
@@ -402,7 +421,7 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
         model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, grad_clip, warmup,
-        temperature, agent_loop, top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage,
+        temperature, agent_loop, engine, top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage,
         reward_function, reward_manager, steps, run_folder, every, keep,
     )
 }  # fmt: skip
