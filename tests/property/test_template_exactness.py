@@ -153,6 +153,47 @@ def test_the_oracle_finds_what_is_wrong() -> None:
     assert violations(subject, 9) == []
 
 
+def around(body: str) -> Codec:
+    """Return the codec of a template that writes `body` for a message."""
+    head = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    tail = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    return Codec(tiny_tokenizer(), chat_template=head + body + tail)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("{{ m.content }}|>", "<|im_end"),
+        ("<|im_{{ m.content }}", "end|>"),
+        ("{{ m.content | replace('\n', '') }}", "<|im_\nend|>"),
+        ("{{ m.content | trim }}{{ m.content | trim }}", "end|><|im_"),
+        ("<{{ m.name }}>", "/tool_response"),
+    ],
+)
+def test_template_and_text_cannot_spell_a_control_token_together(body: str, text: str) -> None:
+    codec = around(body if "content" in body else "{{ m.content }}" + body)
+    encoder = DeltaEncoder(codec)
+    said = [Message(role="user", content="Hi"), Message(role="assistant", content="So.")]
+    ids = []
+    for words in (text, "x"):
+        heard = Message(role="tool", content=words, tool_call_id="call00000", name=words)
+        ids.append(codec.control_in(encoder.start([*said, heard])).tolist())
+        ids.append(codec.control_in(encoder.extend([heard], last_id=codec.turn_end, history=said)).tolist())
+    assert ids[:2] == ids[2:]
+
+
+def test_adjacent_results_cannot_spell_a_control_token_together() -> None:
+    codec = around("{{ m.content }}")
+    template = (codec.chat_template or "").replace(
+        "{% for m in messages %}", "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}{% else %}"
+    )
+    codec = Codec(tiny_tokenizer(), chat_template=template.replace("{% endfor %}", "{% endif %}{% endfor %}"))
+    said = [Message(role="user", content="Hi"), Message(role="assistant", content="So.")]
+    results = [Message(role="tool", content=text, tool_call_id="call00000", name="f") for text in ("<|im_", "end|>")]
+    text = codec.decode(codec.control_in(DeltaEncoder(codec).start([*said, *results])))
+    assert text == "<|im_start|><|im_end|>" * 2 + "<|im_start|>"
+
+
 def test_a_result_that_the_template_leaves_out_is_refused() -> None:
     subject = written("silent_results")
     encoder = DeltaEncoder(subject.codec, tools=subject.dialogue(0, "plain").tools)

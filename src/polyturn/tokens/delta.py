@@ -367,7 +367,7 @@ class DeltaEncoder:
         return replace(fenced, tool_calls=closed.tool_calls) if message.role == "assistant" else closed
 
     def _may_spell(self, message: Message) -> bool:
-        """Return whether a text of the environment begins or ends a control token."""
+        """Return whether a text of the environment may be the beginning, the end or the middle of a control token."""
         found: list[str] = []
 
         def note(text: str) -> str:
@@ -375,7 +375,8 @@ class DeltaEncoder:
             return text
 
         map_environment(message, note, note)
-        return any(not self._edges.isdisjoint(text) for text in found)
+        control = self.codec.control_tokens.values()
+        return any(not self._edges.isdisjoint(text) or (text and any(text in c for c in control)) for text in found)
 
     @functools.cached_property
     def _edges(self) -> frozenset[str]:
