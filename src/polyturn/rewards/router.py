@@ -2,8 +2,10 @@
 
 outcome       the score of the function its data_source leads to; without a data_source the interaction's score;
               without an interaction the sum of the tools' rewards for the episode
+              without either what the scheduler scored the turns with, where it does
 tool_step     the sum of the step rewards of its tool calls
 overlong      0 or less, for a response near the limit, where the run has such a penalty
+turns         the sum of the scheduler's turn scores      recorded, weighs 0 unless asked for
 interaction   the interaction's score                     recorded, weighs 0 unless asked for
 tool/<name>   that tool's reward for the episode          recorded, weighs 0 unless asked for
 
@@ -35,9 +37,10 @@ Aggregate = Literal["last", "sum", "max", "mean"]
 
 DEFAULT_WEIGHTS = {"outcome": 1.0, "tool_step": 1.0}
 """`overlong` always weighs 1: its penalty is its weight."""
-COMPONENTS = ("outcome", "tool_step", "interaction", "tool/<name>")
-EPISODE_ROUTES = ("interaction", "tools")
-"""Route targets that are no functions: the data_source is scored by the episode's interaction, or by its tools."""
+COMPONENTS = ("outcome", "tool_step", "interaction", "turns", "tool/<name>")
+EPISODE_ROUTES = ("interaction", "tools", "turns")
+"""Route targets that are no functions: the data_source is scored by the episode's interaction, by its tools, or by what the
+scheduler scored its turns with."""
 
 _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
     "last": lambda scores: scores[-1],
@@ -71,14 +74,15 @@ class RewardRouter:
         calls: CallOptions | None = None,
         overlong: Overlong | None = None,
         sandbox: Sandbox | None = None,
+        scores_turns: bool = False,
         base: Path | None = None,
     ) -> None:
         """Resolve every route.
 
         Args:
-            routes: data_source, or a glob over data_sources, to a reward function, a name of one, "interaction" or
-                "tools". An exact name wins over a glob, an earlier glob over a later one, all of them over the built-in
-                routes.
+            routes: data_source, or a glob over data_sources, to a reward function, a name of one, "interaction",
+                "tools" or "turns". An exact name wins over a glob, an earlier glob over a later one, all of them over the
+                built-in routes.
             function: Scores every task that no route names, also those without a data_source; the built-in routes are
                 then unused.
             weights: Component to its weight; they replace `DEFAULT_WEIGHTS`.
@@ -86,6 +90,7 @@ class RewardRouter:
             calls: How reward functions are called.
             overlong: The penalty for long responses.
             sandbox: Where programs run, for functions that have a parameter `sandbox`.
+            scores_turns: Whether the run's scheduler scores turns, for tasks that nothing else scores.
             base: The folder that relative file paths start from.
 
         Raises:
@@ -99,6 +104,7 @@ class RewardRouter:
         self.weights = _checked_weights(DEFAULT_WEIGHTS if weights is None else weights)
         self._aggregate = _AGGREGATES[interaction_aggregate]
         self._overlong = overlong
+        self._scores_turns = scores_turns
         options, sandbox = calls or CallOptions(), sandbox or Sandbox(url=None)
         resolve = _Resolver(options=options, sandbox=sandbox, base=base)
         self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
@@ -108,7 +114,7 @@ class RewardRouter:
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
 
     def route(self, data_source: str) -> RewardFunction | str:
-        """Return what scores a data_source: a function, "interaction" or "tools".
+        """Return what scores a data_source: a function, "interaction", "tools" or "turns".
 
         Raises:
             UnknownNameError: nothing does.
@@ -117,7 +123,7 @@ class RewardRouter:
             return found
         raise UnknownNameError(
             f"no reward for the data_source {data_source!r}; add a route for it under reward.routes (to a function, "
-            f"'interaction' or 'tools').{did_you_mean(data_source, [*self._routes, *self._built_in])}"
+            f"'interaction', 'tools' or 'turns').{did_you_mean(data_source, [*self._routes, *self._built_in])}"
         )
 
     def check(self, tasks: Iterable[Task], *, tools: Collection[str] = ()) -> None:
@@ -155,12 +161,16 @@ class RewardRouter:
         """
         of_tools = {f"tool/{name}": value for name, value in (tool_rewards or {}).items() if value is not None}
         turns = [t.scores["interaction"] for t in trajectory.turns if "interaction" in t.scores]
-        steps = [s for t in trajectory.turns for name, s in t.scores.items() if name.startswith("tool/")]
+        scores = [pair for t in trajectory.turns for pair in t.scores.items() if pair[0] != "interaction"]
+        steps = [s for name, s in scores if name.startswith("tool/")]
+        given = [s for name, s in scores if not name.startswith("tool/")]
         said = self._aggregate(turns) if turns else None
-        outcome, info = await self._outcome(trajectory, said, of_tools, tool_rewards or {})
+        outcome, info = await self._outcome(trajectory, said, math.fsum(given), of_tools, tool_rewards or {})
         components = {"outcome": outcome, "tool_step": math.fsum(steps), **of_tools}
         if said is not None:
             components["interaction"] = said
+        if given:
+            components["turns"] = math.fsum(given)
         total = math.fsum(weight * components.get(name, 0.0) for name, weight in self.weights.items())
         if self._overlong is not None:
             components["overlong"] = self._overlong.score(trajectory)
@@ -173,6 +183,7 @@ class RewardRouter:
         self,
         trajectory: Trajectory,
         said: float | None,
+        given: float,
         of_tools: Mapping[str, float],
         tool_rewards: Mapping[str, float | None],
     ) -> tuple[float, Mapping[str, Any]]:
@@ -185,6 +196,8 @@ class RewardRouter:
         if target == "interaction":
             # No turn was scored: a limit ended the episode before the interaction was heard, so nothing was earned.
             return (0.0 if said is None else said), {}
+        if target == "turns":
+            return given, {}
         return math.fsum(of_tools.values()), {}
 
     def _target(self, task: Task) -> RewardFunction | str:
@@ -192,7 +205,9 @@ class RewardRouter:
             return self.route(task.data_source)
         if self._function is not None:
             return self._function
-        return "tools" if task.interaction is None else "interaction"
+        if task.interaction is not None:
+            return "interaction"
+        return "turns" if self._scores_turns else "tools"
 
 
 class _Resolver:
@@ -227,7 +242,7 @@ def _match(routes: Mapping[str, RewardFunction | str], data_source: str) -> Rewa
 
 def _checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
     for name, weight in weights.items():
-        if name not in COMPONENTS[:3] and not name.startswith("tool/"):
+        if name not in COMPONENTS[:-1] and not name.startswith("tool/"):
             raise ConfigError(f"reward.weights: there is no component {name!r}.{did_you_mean(name, COMPONENTS)}")
         if not math.isfinite(weight):
             raise ConfigError(f"reward.weights: the weight of {name!r} is {weight}; it must be finite")

@@ -8,6 +8,7 @@ by one thread at a time. Methods that the library itself wrote are quick and cal
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,15 @@ class AuthorCalls:
         self._threads = DaemonThreads(name="scheduler", max_threads=MAX_THREADS)
         self._turn_taking: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
-    async def call(self, method: Callable[..., Any], *args: Any, is_shared: bool = False, has_deadline: bool = True) -> Any:
+    async def call(
+        self,
+        method: Callable[..., Any],
+        *args: Any,
+        is_shared: bool = False,
+        has_deadline: bool = True,
+        of: str = "the scheduler's",
+        **kwargs: Any,
+    ) -> Any:
         """Call `method` and return what it returns, awaited.
 
         Args:
@@ -42,27 +51,31 @@ class AuthorCalls:
             args: Its arguments.
             is_shared: Whether its object serves all episodes, so that plain methods take turns.
             has_deadline: Whether a plain method has the deadline.
+            of: Whose method it is, for messages.
+            kwargs: Its keyword arguments.
 
         Raises:
             SchedulerError: it raised something that is not of the library, or was late.
             RolloutError: too many calls run on past their deadline.
         """
-        name = method.__name__
+        name = f"{of} {method.__name__}"
+        if kwargs:
+            method = functools.update_wrapper(functools.partial(method, **kwargs), method)
         try:
             if is_ours(method) or inspect.iscoroutinefunction(method):
                 answer = method(*args)
             elif is_shared:
                 async with self._lock():
-                    answer = await self._in_thread(method, *args, has_deadline=has_deadline)
+                    answer = await self._in_thread(name, method, *args, has_deadline=has_deadline)
             else:
-                answer = await self._in_thread(method, *args, has_deadline=has_deadline)
+                answer = await self._in_thread(name, method, *args, has_deadline=has_deadline)
             return await answer if inspect.isawaitable(answer) else answer
         except PolyturnError:
             raise
         except Exception as problem:
-            raise SchedulerError(f"the scheduler's {name} raised {one_line(problem)}") from problem
+            raise SchedulerError(f"{name} raised {one_line(problem)}") from problem
 
-    async def _in_thread(self, method: Callable[..., Any], *args: Any, has_deadline: bool) -> Any:
+    async def _in_thread(self, name: str, method: Callable[..., Any], *args: Any, has_deadline: bool) -> Any:
         """Call a plain method; what it gives to await is no part of its deadline."""
         clock = asyncio.timeout(self.timeout_s if has_deadline else None)
         try:
@@ -71,17 +84,16 @@ class AuthorCalls:
         except TimeoutError as problem:
             if not clock.expired():
                 raise
-            self._check_abandoned(method)
+            self._check_abandoned(name)
             raise SchedulerError(
-                f"the scheduler's {method.__name__} took longer than {self.timeout_s:g} s; raise "
-                "rollout.scheduler_timeout_s or make it quicker"
+                f"{name} took longer than {self.timeout_s:g} s; raise rollout.scheduler_timeout_s or make it quicker"
             ) from problem
 
-    def _check_abandoned(self, method: Callable[..., Any]) -> None:
+    def _check_abandoned(self, name: str) -> None:
         if self._threads.num_abandoned > self._max_abandoned:
             raise RolloutError(
-                f"{self._threads.num_abandoned} calls of the scheduler's {method.__name__} still run past their deadline; "
-                "give what it waits for a time-out of its own"
+                f"{self._threads.num_abandoned} calls of {name} still run past their deadline; give what it waits for a "
+                "time-out of its own"
             )
 
     def _lock(self) -> asyncio.Lock:

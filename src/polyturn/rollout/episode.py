@@ -60,6 +60,8 @@ class _Shared:
     """All turns, in the order in which they were completed."""
     episodes: list[Episode] = field(default_factory=list)
     """The episode, then its forks."""
+    prompt: tuple[Message, ...] | None = None
+    """What the model was shown first, once it was; the task's own unless a plug-in changed it."""
     prompt_tokens: int = 0
     num_cut: int = 0
     """Sampled tokens that were cut away."""
@@ -127,6 +129,11 @@ class Episode:
         """[T] the ids that the model has been shown and has written so far, read-only."""
         return self._transcript.context
 
+    @property
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the task may call, in OpenAI's function form."""
+        return self._context.tools.schemas_of(self.task)
+
     def count_tokens(self, messages: Sequence[Message | Mapping[str, Any]]) -> int:
         """Return how many tokens the prompt of a history has, for policies with a budget."""
         return self._transcript.length_of([Message.from_openai(m) for m in messages])
@@ -137,6 +144,7 @@ class Episode:
         """Create the tools, start the interaction, encode the prompt."""
         self._shared.is_started = True
         self._transcript.extend_prompt(await self._shared.environment.start())
+        self._shared.prompt = self._transcript.messages
         prompt = self._transcript.next_prompt()
         self._transcript.show(prompt, turn=-1)
         self._shared.prompt_tokens = prompt.length
@@ -165,6 +173,11 @@ class Episode:
         transcript, number = self._transcript, len(self.turns)
         length = transcript.num_tokens
         budget = limit_rules.budget(self.limits, self._progress(num_new=0, length=length), ceiling=self._sampling.max_tokens)
+        if budget.tokens < 1 or (self.limits.max_turns is not None and number >= self.limits.max_turns):
+            raise SchedulerError(
+                f"episode {self.id!r}: another turn was asked for at {number} turns and {length} tokens, where a limit ends "
+                "the episode; await `prepare` before each `generate` and end where it returns a reason"
+            )
         sampling = dataclasses.replace(
             self._sampling,
             max_tokens=budget.tokens,
@@ -357,9 +370,9 @@ class Episode:
         finally:
             shared.waiting.discard(future)
 
-    async def call(self, scheduler: MultiTurnScheduler, method: Any, *args: Any, has_deadline: bool = True) -> Any:
+    async def call(self, scheduler: MultiTurnScheduler, method: Any, *args: Any, **options: Any) -> Any:
         """Call a method that the scheduler's author wrote, plain or async; see `AuthorCalls.call`."""
-        return await self._context.calls.call(method, *args, is_shared=scheduler.shared, has_deadline=has_deadline)
+        return await self._context.calls.call(method, *args, is_shared=scheduler.shared, **options)
 
     # What `run_episode` does.
 
@@ -416,9 +429,10 @@ class Episode:
             metrics[f"{name}_s"] = sum(t.timings.get(name, 0.0) for t in turns)
         metrics["prefilled_tokens"] = sum(t.completion.info.get("prefilled_tokens", 0) for t in turns)
         metrics.update(extra or {})
+        shown = self._shared.prompt
         return Trajectory(
             id=self.id,
-            task=self.task,
+            task=self.task if shown in (None, self.task.prompt) else dataclasses.replace(self.task, prompt=shown),
             segments=self._transcript.builder.build(),
             turns=tuple(t.freeze() for t in turns),
             stop_reason=stop_reason,

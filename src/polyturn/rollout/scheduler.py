@@ -28,6 +28,7 @@ from polyturn.core.messages import Message
 from polyturn.rollout.calls import is_ours
 
 if TYPE_CHECKING:
+    from polyturn.core.task import Task
     from polyturn.rollout.episode import Episode
     from polyturn.rollout.live_turn import LiveTurn
 
@@ -73,6 +74,16 @@ class MultiTurnScheduler:
 
     shared: bool = False
     """Whether one object serves all trajectories; its plain methods then take turns. False gives each a shallow copy."""
+
+    scores_turns: bool = False
+    """Whether it scores turns (`turn.scores`): a task that nothing else scores is then rewarded with their sum."""
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a task that this scheduler cannot run; called for every task before a run, and never in an episode.
+
+        Raises:
+            DataError: something is missing in the row.
+        """
 
     async def run(self, episode: Episode) -> StopReason:
         """Drive `episode`, or a fork of one, to its end and return why it ended.

@@ -1,0 +1,82 @@
+"""Compaction: a history that grows beyond a budget of tokens is made shorter before the model speaks again.
+
+    drop_reasoning   earlier turns lose their reasoning
+    window           the prompt and the newest turns stay
+    summarise        the model writes a summary of what it has seen; the summary and the newest turn stay
+
+The policies are tried in order until the history fits; the last one always applies. Every shortened history opens a segment,
+in which what was sampled before is prompt, and a summary is a turn that is trained like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.core.messages import Message
+from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.rollout.schedulers.reasoning import without_reasoning
+from polyturn.rollout.schedulers.registry import schedulers
+
+if TYPE_CHECKING:
+    from polyturn.rollout.episode import Episode
+    from polyturn.rollout.live_turn import LiveTurn
+
+POLICIES = ("drop_reasoning", "window", "summarise")
+REQUEST = "Summarise what was found out so far, as notes to go on with. Do not answer yet."
+
+
+@schedulers.register("compaction")
+class Compaction(MultiTurnScheduler):
+    """The default turn logic over a history of at most `budget` tokens."""
+
+    def __init__(
+        self, *, budget: int, policies: Sequence[str] = ("drop_reasoning", "window"), request: str = REQUEST
+    ) -> None:
+        if not policies or (unknown := [p for p in policies if p not in POLICIES]):
+            wrong = unknown[0] if policies else None
+            raise ConfigError(f"compaction: there is no policy {wrong!r}.{did_you_mean(str(wrong), POLICIES)}")
+        if budget < 1:
+            raise ConfigError(f"compaction: the budget is {budget}; it must be a positive number of tokens")
+        self.budget = budget
+        self.policies = tuple(policies)
+        self.request = request
+
+    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+        """Answer as usual, over a history that fits."""
+        reply = Reply.of(await super().step(episode, turn))
+        if reply.is_done or not (reply.messages or reply.goes_on):
+            return reply
+        for policy in self.policies:
+            if episode.count_tokens([*episode.messages, *reply.messages]) <= self.budget:
+                break
+            episode.rewrite(await self._shorter(policy, episode, reply.messages))
+        return reply
+
+    async def _shorter(self, policy: str, episode: Episode, said: Sequence[Message]) -> list[Message]:
+        history, start = list(episode.messages), len(episode.task.prompt)
+        turns = [i for i, m in enumerate(history) if m.role == "assistant" and i >= start]
+        if policy == "drop_reasoning":
+            return [without_reasoning(m) if i != turns[-1] else m for i, m in enumerate(history)]
+        if policy == "summarise" and (summary := await self._summary(episode, said)) is not None:
+            return [*_with_notes(history[:start], summary), *history[turns[-1] :]]
+        shorter = history[:start] + history[turns[-1] :]
+        for first in turns:
+            candidate = history[:start] + history[first:]
+            if episode.count_tokens([*candidate, *said]) <= self.budget:
+                return candidate
+        return shorter
+
+    async def _summary(self, episode: Episode, said: Sequence[Message]) -> str | None:
+        """Let the model write a summary behind its history, in a fork; None where a limit leaves no room for one."""
+        fork = episode.fork(messages=[*episode.messages, *said, Message(role="user", content=self.request)])
+        if await fork.prepare() is not None:
+            return None
+        return without_reasoning((await fork.generate()).message).text
+
+
+def _with_notes(prompt: Sequence[Message], summary: str) -> list[Message]:
+    last = prompt[-1]
+    notes = Message(role="user", content=f"{last.text}\n\nNotes so far:\n{summary}")
+    return [*prompt[:-1], notes] if last.role == "user" and not last.media else [*prompt, notes]

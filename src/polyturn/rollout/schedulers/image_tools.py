@@ -1,0 +1,43 @@
+"""ImageTools: what tools return is shown in a user message, images included.
+
+    assistant  <tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [0, 0, 64, 64]}}</tool_call>
+    user       <tool_response> [image] the crop </tool_response>
+
+For templates whose tool messages take text only. The images are part of the message, so the engine, the training sample and
+the record show the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.messages import Message
+from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.rollout.schedulers.registry import schedulers
+
+if TYPE_CHECKING:
+    from polyturn.rollout.episode import Episode
+    from polyturn.rollout.live_turn import LiveTurn
+
+
+@schedulers.register("image_tools")
+class ImageTools(MultiTurnScheduler):
+    """Answers tool calls as the user."""
+
+    def __init__(self, *, opening: str = "<tool_response>", closing: str = "</tool_response>") -> None:
+        self.opening = opening
+        self.closing = closing
+
+    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+        """Run the calls and show what they returned; without calls, answer as usual."""
+        if not turn.message.tool_calls:
+            return await super().step(episode, turn)
+        reply = await episode.call_tools(turn)
+        parts: list[dict[str, Any]] = []
+        for message in reply.messages:
+            content = message.content
+            said = [{"type": "text", "text": content}] if isinstance(content, str) else [dict(part) for part in content]
+            parts += [{"type": "text", "text": self.opening}, *said, {"type": "text", "text": self.closing}]
+        if all(part["type"] == "text" for part in parts):
+            return Reply(messages=(Message(role="user", content="".join(part["text"] for part in parts)),))
+        return Reply(messages=(Message(role="user", content=tuple(parts)),))

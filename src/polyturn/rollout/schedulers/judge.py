@@ -1,0 +1,80 @@
+"""Judges: is this answer right, asked in the middle of an episode by schedulers that react to a wrong one.
+
+    judge = build_judge("math")                    a shipped scorer
+    judge = build_judge("mine.py:is_right")        def is_right(text, ground_truth): return True or a score above 0
+
+A judge may take its time: schedulers call it in a thread. It decides what is said next; the reward is the run's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import ConfigError, DataError, SchedulerError, UnknownNameError, did_you_mean
+from polyturn.core.registry import import_attr
+from polyturn.core.task import Task
+from polyturn.rewards import exact_match, gsm8k, math
+
+Judge = Callable[[str, Any], float]
+"""(what the model wrote, the task's ground truth) -> above 0 where it is right."""
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def judge_math(text: str, ground_truth: Any) -> float:
+    r"""Return 1.0 where the last `<answer>…</answer>`, else the last `\boxed{…}`, equals the truth as mathematics."""
+    tagged = _TAGGED.findall(text)
+    return math.compute_score(rf"\boxed{{{tagged[-1].strip()}}}" if tagged else text, ground_truth)
+
+
+def judge_gsm8k(text: str, ground_truth: Any) -> float:
+    """Return 1.0 where what follows the last `####` is the truth."""
+    return gsm8k.compute_score(text, ground_truth, method="strict")
+
+
+def judge_exact(text: str, ground_truth: Any) -> float:
+    """Return 1.0 where the text, or its last `<answer>…</answer>`, is the truth."""
+    tagged = _TAGGED.findall(text)
+    return exact_match.compute_score(tagged[-1] if tagged else text, ground_truth)
+
+
+JUDGES: dict[str, Judge] = {"math": judge_math, "gsm8k": judge_gsm8k, "exact_match": judge_exact}
+
+
+def build_judge(judge: str | Judge, *, base: Path | None = None) -> Judge:
+    """Return what a name of `JUDGES`, `file.py:function` or a function stands for.
+
+    Raises:
+        ConfigError: it leads to no function.
+    """
+    if isinstance(judge, str):
+        if judge not in JUDGES and ":" not in judge:
+            raise UnknownNameError(f"judge: there is no {judge!r}.{did_you_mean(judge, JUDGES)}")
+        judge = JUDGES[judge] if judge in JUDGES else import_attr(judge, base=base)
+    if not callable(judge):
+        raise ConfigError(f"the judge is {judge!r:.100}; it must be a function of (text, ground_truth)")
+    return judge
+
+
+def require_truth(task: Task, *, who: str) -> None:
+    """Refuse a task that has nothing to be judged by.
+
+    Raises:
+        DataError: it has no ground truth.
+    """
+    if task.ground_truth is None:
+        raise DataError(f"task {task.id!r} has no ground_truth, which the scheduler {who!r} compares answers with; add it")
+
+
+def is_right(score: Any) -> bool:
+    """Return whether a judge's answer means right.
+
+    Raises:
+        SchedulerError: it means nothing.
+    """
+    if not isinstance(score, bool | int | float):
+        raise SchedulerError(f"the judge returned {score!r:.100}; return True, False or a number")
+    return score > 0

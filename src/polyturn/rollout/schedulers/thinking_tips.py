@@ -1,0 +1,46 @@
+"""ThinkingTips: a wrong answer draws a hint from the user, and the model no longer sees how it had thought.
+
+    turn 0   [ prompt | <think>…</think>5 ]                     one segment
+    turn 1   [ prompt, 5, hint | <think>…</think>4 ]            another one: every turn is trained on what it was shown
+
+A turn that had no reasoning leaves nothing out, so its history goes on token for token and stays one segment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.task import Task
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.rollout.schedulers.judge import Judge, build_judge, is_right, require_truth
+from polyturn.rollout.schedulers.reasoning import without_reasoning
+from polyturn.rollout.schedulers.registry import schedulers
+
+if TYPE_CHECKING:
+    from polyturn.rollout.episode import Episode
+    from polyturn.rollout.live_turn import LiveTurn
+
+TIP = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
+
+
+@schedulers.register("thinking_tips")
+class ThinkingTips(MultiTurnScheduler):
+    """Hints from the user, over a history without reasoning."""
+
+    def __init__(self, *, tip: str = TIP, max_tips: int = 1, judge: str | Judge = "math", base: Path | None = None) -> None:
+        self.tip = tip
+        self.max_tips = max_tips
+        self._judge = build_judge(judge, base=base)
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a task without a ground truth."""
+        require_truth(task, who="thinking_tips")
+
+    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+        """Give a hint, unless the answer is right or all hints are given."""
+        given = len(episode.turns) - 1
+        if given >= self.max_tips or is_right(await episode.call(self, self._judge, turn.text, episode.task.ground_truth)):
+            return None
+        episode.rewrite([without_reasoning(m) for m in episode.messages])
+        return self.tip

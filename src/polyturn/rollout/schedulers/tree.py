@@ -1,0 +1,105 @@
+"""Tree: branches that share their beginnings. One trajectory; every branch that goes its own way is a segment of it.
+
+    chunk 0 ─┬─ chunk 1 ─┬─ … leaf a        a chunk is a turn, as long as `rollout.limits.max_tokens_per_turn`
+             │           └─ … leaf b        what is cut there goes on in the same message, once for each branch
+             └─ chunk 1' ─── … leaf c
+
+Why segments of one trajectory and not several trajectories: a shared token was sampled once, so it is trained once, and
+belongs to no leaf more than to another. Each turn's score "tree" is the mean of the leaves behind it, each leaf judged by
+itself, so an estimator that reads turn scores gives a shared chunk the mean of what came of it; the reward "tree" is the
+mean of all leaves, and trees of one task are compared with one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from polyturn.core.aio import first_error
+from polyturn.core.errors import ConfigError
+from polyturn.core.generation import FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.task import Task
+from polyturn.core.trajectory import Trajectory
+from polyturn.rewards.registry import rewards
+from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.rollout.schedulers.judge import Judge, build_judge, is_right, require_truth
+from polyturn.rollout.schedulers.registry import schedulers
+
+if TYPE_CHECKING:
+    from polyturn.rollout.episode import Episode
+
+
+class Grown(NamedTuple):
+    """What came of a place in the tree."""
+
+    score: float
+    """What the leaves behind it are worth: the mean of its branches."""
+    reason: StopReason
+    """Why the first of them ended."""
+
+
+@schedulers.register("tree")
+class Tree(MultiTurnScheduler):
+    """Splits into `branching` before every chunk, until there are `width` branches."""
+
+    def __init__(self, *, width: int = 8, branching: int = 2, judge: str | Judge = "math", base: Path | None = None) -> None:
+        if width < 1 or branching < 2:
+            raise ConfigError(f"tree: width is {width} and branching {branching}; use at least 1 and at least 2")
+        self.width = width
+        self.branching = branching
+        self._judge = build_judge(judge, base=base)
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a task without a ground truth."""
+        require_truth(task, who="tree")
+
+    async def run(self, episode: Episode) -> StopReason:
+        """Grow the tree and return how its first branch ended."""
+        return (await self._grow(episode, self.width)).reason
+
+    async def _grow(self, episode: Episode, width: int) -> Grown:
+        """Go on from where `episode` stands, in up to `width` branches."""
+        if (limit := await episode.prepare()) is not None:
+            return await self._leaf(episode, limit)
+        if width == 1:
+            return await self._chunk(episode, 1)
+        count = min(self.branching, width)
+        shares = [width // count + (i < width % count) for i in range(count)]
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._chunk(episode.fork(), share)) for share in shares]
+        grown = [task.result() for task in running]
+        reason = next((g.reason for g in grown if g.reason.is_failure), grown[0].reason)
+        return Grown(math.fsum(g.score for g in grown) / count, reason)
+
+    async def _chunk(self, episode: Episode, width: int) -> Grown:
+        """Sample one chunk, and what comes of it."""
+        turn = await episode.generate()
+        turn.info["depth"] = len(episode.turns) - 1
+        reason: StopReason | None = None
+        if turn.finish_reason is FinishReason.LENGTH and turn.cut_by is StopReason.LENGTH:
+            episode.record(turn, episode.go_on())
+        elif (reason := await self._finished(episode, turn)) is None:
+            reply = Reply.of(await episode.call(self, self.step, episode, turn))
+            episode.record(turn, reply)
+            reason = StopReason.ENV_DONE if reply.is_done else None if reply.messages or reply.goes_on else StopReason.STOP
+        grown = await (self._grow(episode, width) if reason is None else self._leaf(episode, reason))
+        turn.scores["tree"] = grown.score
+        return grown
+
+    async def _leaf(self, episode: Episode, reason: StopReason) -> Grown:
+        if reason.is_failure or not episode.turns:
+            return Grown(0.0, reason)
+        last = episode.turns[-1]
+        answer = await episode.call(self, self._judge, last.said_before + last.text, episode.task.ground_truth)
+        return Grown(float(is_right(answer)), reason)
+
+
+@rewards.register("tree")
+def score_tree(trajectory: Trajectory) -> float:
+    """Return the mean of a tree's branches; 0.0 where nothing was sampled."""
+    first = [t.scores["tree"] for t in trajectory.turns if t.info.get("depth") == 0]
+    return math.fsum(first) / len(first) if first else 0.0
