@@ -139,10 +139,6 @@ MAPPED: list[tuple[str, str, Any]] = [
 ]
 
 IGNORED = [
-    f"{ROLLOUT}.name=sglang",
-    f"{ROLLOUT}.name=sglang_async",
-    f"{ROLLOUT}.name=vllm",
-    f"{ROLLOUT}.name=hf",
     f"{ROLLOUT}.mode=async",
     f"{ROLLOUT}.mode=sync",
     f"{ROLLOUT}.max_num_batched_tokens=8192",

@@ -277,7 +277,8 @@ def engine(s: Source) -> None:
     name = str(s.get(key, "embedded"))
     kinds = {"sglang": "sglang", "sglang_async": "sglang", "vllm": "vllm", "hf": "embedded"}
     if name not in kinds:
-        s.refuse(key, f"there is no such engine here.{did_you_mean(name, kinds)}")
+        what = "there is no TensorRT-LLM engine; use sglang or vllm" if name == "trtllm" else "there is no such engine."
+        s.refuse(key, what if name == "trtllm" else what + did_you_mean(name, kinds))
         return
     kind = kinds[name]
     if kind != "embedded" and importlib.util.find_spec(kind) is None:
