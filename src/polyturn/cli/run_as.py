@@ -52,11 +52,10 @@ def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_like(name: str) -> None:
-    """Let this process import as one that `run` starts."""
-    for path, position in ((str(SHIMS), 0), (str(Path.cwd()), len(sys.path))):
-        if path not in sys.path:
-            sys.path.insert(position, path)
+    """Let this process import as one that `run` starts: what stands in for `name` first, the working directory last."""
     polyturn.compat.install(name)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
 
 
 def runtime_env(name: str, environment: Mapping[str, str]) -> dict[str, dict[str, str]]:

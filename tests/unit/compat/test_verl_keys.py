@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +457,13 @@ algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: null, bypass_m
     assert made.native["reward"]["function"]["name"] == "r.py:mine", "what the command line says is above a file"
     assert made.native["train"]["optim"]["max_grad_norm"] == 0.5
     load_values(RunConfig, made.native, origin=made.origin)
+
+
+@pytest.mark.parametrize("name", ["sglang", "sglang_async", "vllm", "hf"])
+def test_the_named_engine_is_the_embedded_one_where_it_is_not_installed(name: str):
+    kind = {"sglang_async": "sglang", "hf": "embedded"}.get(name, name)
+    expected = kind if kind != "embedded" and importlib.util.find_spec(kind) else "embedded"
+    assert translated(f"{ROLLOUT}.name={name}").native["engine"]["kind"] == expected
 
 
 def test_the_engine_that_stands_in_for_another_is_said():
