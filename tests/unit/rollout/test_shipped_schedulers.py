@@ -1,0 +1,268 @@
+"""What each shipped scheduler does to a conversation and to its tokens, told by a scripted model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyturn
+from polyturn.core.errors import ConfigError, DataError, UnknownNameError
+from polyturn.core.generation import GenerateRequest
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.trajectory import Trajectory
+from polyturn.rollout.episode import run_episode
+from polyturn.rollout.limits import Limits
+from polyturn.rollout.schedulers import Compaction, MathTips, React, SingleTurn, ThinkingTips, Tree, schedulers
+from polyturn.rollout.schedulers.judge import build_judge, judge_math
+from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from polyturn.testing.suites.scheduler import check_scheduler
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+@polyturn.tool
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return str(a + b)
+
+
+@polyturn.tool
+def shout(text: str) -> str:
+    """Say it loudly.
+
+    Args:
+        text: What to say.
+    """
+    return text.upper()
+
+
+async def play(says: Any, scheduler: Any, *, tools: Any = (), limits: Limits | None = None, **fields: Any) -> Trajectory:
+    context = scripted_context(says, scheduler=scheduler, tools=tools, limits=limits, rewards={"tree": "tree"})
+    t = await run_episode(context, task(**{"ground_truth": "42", **fields}), id="e")
+    assert not t.is_failed, t.error
+    return t
+
+
+def weighted(t: Trajectory) -> list[str]:
+    """Return the text that is trained, a segment each."""
+    return [tiny_codec().decode(s.token_ids[s.loss_weights > 0]) for s in t.segments]
+
+
+def whole(t: Trajectory, segment: int = 0) -> str:
+    return tiny_codec().decode(t.segments[segment].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("default", {}),
+        ("single_turn", {}),
+        ("math_tips", {}),
+        ("thinking_tips", {}),
+        ("react", {}),
+        ("image_tools", {}),
+        ("compaction", {"budget": 60}),
+        ("compaction", {"budget": 60, "policies": ["summarise"]}),
+        ("tree", {"width": 3}),
+    ],
+)
+async def test_every_shipped_scheduler_keeps_the_contract(name: str, kwargs: Any) -> None:
+    is_tree = name == "tree" or "policies" in kwargs  # forks are counted as turns
+    if is_tree:
+        await play(["a</think>b", CALL, "c"], schedulers.resolve(name)(**kwargs), tools=[add])
+        return
+    await check_scheduler(schedulers.resolve(name)(**kwargs), says=["a</think>b", CALL, "c"], tools=[add], ground_truth="42")
+
+
+# single_turn
+
+
+async def test_single_turn_answers_nothing() -> None:
+    t = await play([CALL, "more"], SingleTurn(), tools=[add])
+    assert len(t.turns) == 1 and t.turns[0].tool_results == () and t.stop_reason is StopReason.STOP
+    cut = await play(["a long answer"], SingleTurn(), limits=Limits(max_tokens_per_turn=1))
+    assert cut.stop_reason is StopReason.LENGTH
+
+
+# math_tips
+
+
+async def test_a_tip_goes_on_with_the_message_and_the_wrong_answer_is_dropped_and_counted() -> None:
+    t = await play(["ab</think>41<answer>41</answer>", "  42"], MathTips(tip=" But wait,"))
+    assert [turn.message.text for turn in t.turns][-1] == "ab But wait,  42" and len(t.segments) == 1
+    assert t.messages[-1].text == "ab But wait,  42" and len(t.messages) == 2
+    end = tiny_codec().decode(tiny_codec().stop_token_ids[:1])
+    assert weighted(t) == [f"ab  42{end}"]
+    codec = tiny_codec()
+    said = [*codec.encode("ab</think>41<answer>41</answer>"), codec.stop_token_ids[0]]
+    assert t.metrics["dropped_cut"] == len(said) - len(codec.encode("ab"))
+
+
+@pytest.mark.parametrize(
+    ("says", "turns"), [(["<answer>42</answer>"], 1), (["abc", "x"], 2), (["a</think>b", r"\boxed{42}"], 2)]
+)
+async def test_a_tip_is_given_once_and_only_to_a_wrong_answer(says: list[str], turns: int) -> None:
+    t = await play(says, MathTips(tip=" Wait,"))
+    assert len(t.turns) == turns and t.stop_reason is StopReason.STOP
+
+
+async def test_a_cut_answer_draws_no_tip() -> None:
+    t = await play(["a wrong answer that is cut"], MathTips(), limits=Limits(max_tokens_per_turn=2))
+    assert len(t.turns) == 1 and t.stop_reason is StopReason.LENGTH
+
+
+# thinking_tips
+
+
+async def test_a_turn_with_reasoning_gets_a_segment_of_its_own_that_does_not_show_it_again() -> None:
+    says = ["<think>two</think>41", "<think>four</think>\\boxed{42}"]
+    t = await play(says, ThinkingTips(tip="Wrong."))
+    assert len(t.segments) == 2 and len(t.turns) == 2
+    assert [("two" in whole(t, i), "four" in whole(t, i)) for i in range(2)] == [(True, False), (False, True)]
+    assert "41" in whole(t, 1) and "Wrong." in whole(t, 1)
+    assert sum(len(np.flatnonzero(s.loss_weights)) for s in t.segments) == t.num_sampled_tokens
+
+
+@pytest.mark.parametrize(("says", "turns"), [(["\\boxed{42}"], 1), (["41", "\\boxed{42}"], 2), (["41", "40", "39"], 2)])
+async def test_a_hint_is_given_once_and_only_to_a_wrong_answer(says: list[str], turns: int) -> None:
+    t = await play(says, ThinkingTips())
+    assert len(t.turns) == turns and len(t.segments) == 1  # without reasoning nothing is left out
+    more = await play(says, ThinkingTips(max_tips=5))
+    assert len(more.turns) == (turns if turns < 2 or "42" in says[1] else 6)
+
+
+# react
+
+
+async def test_a_call_is_answered_inside_the_message_and_masked() -> None:
+    says = ['I add.\nAction: add\nAction Input: {"a": 2, "b": 3}\nObservation: 7 I guess', "Final Answer: 5"]
+    t = await play(says, React(), tools=[add])
+    assert t.messages[-1].text == ('I add.\nAction: add\nAction Input: {"a": 2, "b": 3}\nObservation: 5\nFinal Answer: 5')
+    assert len(t.segments) == 1 and len(t.turns) == 2 and t.turns[0].tool_results[0].content == "5"
+    assert "Observation" not in weighted(t)[0] and "I guess" not in whole(t)
+    assert t.metrics["dropped_cut"] > 0
+
+
+@pytest.mark.parametrize(
+    ("written", "observed"),
+    [
+        ("Action: shout\nAction Input: hello", "HELLO"),  # the only parameter needs no name
+        ("Action: add\nAction Input: 2 and 3", "Action Input must be a JSON object with ['a', 'b']"),
+        ("Action: sing\nAction Input: {}", "sing"),
+    ],
+)
+async def test_an_input_that_is_no_object_is_the_only_parameter_or_an_observation(written: str, observed: str) -> None:
+    t = await play([written, "done"], React(), tools=[add, shout])
+    assert observed in t.messages[-1].text.partition("Observation: ")[2]
+
+
+# compaction
+
+
+def tokens_shown(seen: list[GenerateRequest]) -> list[int]:
+    return [len(r.prompt_ids) for r in seen]
+
+
+def told(says: list[str], seen: list[GenerateRequest]) -> Any:
+    def answer(request: GenerateRequest) -> str:
+        seen.append(request)
+        return says[min(len(seen), len(says)) - 1]
+
+    return answer
+
+
+THOUGHT = "<think>" + "so so so " * 8 + "</think>"
+
+
+async def test_old_reasoning_goes_first_then_old_turns() -> None:
+    seen: list[GenerateRequest] = []
+    says = [THOUGHT + CALL, THOUGHT + CALL, THOUGHT + CALL, "done"]
+    context = scripted_context(told(says, seen), tools=[add], scheduler=Compaction(budget=340))
+    t = await run_episode(context, task(), id="e")
+    assert not t.is_failed, t.error
+    assert len(t.segments) > 1 and max(tokens_shown(seen)) <= 340
+    last = tiny_codec().decode(seen[-1].prompt_ids)
+    assert "What is 2+2?" in last and last.count("so so") <= THOUGHT.count("so so") + 4
+    assert sum(len(np.flatnonzero(s.loss_weights)) for s in t.segments) == t.num_sampled_tokens
+
+
+async def test_a_summary_is_the_models_own_and_is_trained() -> None:
+    seen: list[GenerateRequest] = []
+    says = [CALL, "I know that 2+3 is 5.", CALL, "five so far", "done"]
+    scheduler = Compaction(budget=60, policies=["summarise"], request="Notes, please.")
+    t = await run_episode(scripted_context(told(says, seen), tools=[add], scheduler=scheduler), task(), id="e")
+    assert not t.is_failed, t.error
+    assert any("I know that 2+3 is 5." in text for text in weighted(t))
+    shown = tiny_codec().decode(seen[2].prompt_ids)
+    assert "Notes so far:\nI know that 2+3 is 5." in shown and "Notes, please." not in shown
+
+
+def test_a_policy_or_budget_that_cannot_work_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"there is no policy 'windows'\. Did you mean 'window'"):
+        Compaction(budget=10, policies=["windows"])
+    with pytest.raises(ConfigError, match="the budget is 0"):
+        Compaction(budget=0)
+
+
+# tree
+
+
+async def test_a_tree_trains_every_sampled_token_once_and_scores_each_turn_by_its_leaves() -> None:
+    """Branches say their number; only those of the first half are right."""
+
+    def say(request: GenerateRequest) -> str:
+        number = int(request.session_id.rpartition("#")[2]) if "#" in request.session_id else 0
+        return r"\boxed{42}" if number % 2 else "wrong, and long enough to be cut here"
+
+    limits = Limits(max_tokens_per_turn=12, max_turns=4)
+    t = await play(say, Tree(width=4), limits=limits, data_source="tree")
+    assert sum(int((s.loss_weights > 0).sum()) for s in t.segments) == t.num_sampled_tokens
+    first = [turn.scores["tree"] for turn in t.turns if turn.info["depth"] == 0]
+    assert len(first) == 2 and t.reward is not None and t.reward.total == pytest.approx(sum(first) / 2)
+    assert all("tree" in turn.scores for turn in t.turns)
+
+
+async def test_a_tree_of_one_branch_is_a_conversation_whose_message_goes_on() -> None:
+    t = await play(
+        ["one two three four five six", "seven"], Tree(width=1), limits=Limits(max_tokens_per_turn=5, max_turns=3)
+    )
+    assert len(t.segments) == 1 and t.turns[0].is_continued
+
+
+# names and arguments
+
+
+def test_names_and_judges_are_found_or_named() -> None:
+    assert set(schedulers) >= {"default", "single_turn", "math_tips", "thinking_tips", "react", "gym", "image_tools", "tree"}
+    with pytest.raises(UnknownNameError, match=r"there is no 'math_tip'\. Did you mean 'math_tips'"):
+        schedulers.resolve("math_tip")
+    with pytest.raises(UnknownNameError, match="judge: there is no 'maths'"):
+        build_judge("maths")
+    with pytest.raises(ConfigError, match="the judge is 3"):
+        build_judge(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [("<answer>1/2</answer>", 1.0), (r"\boxed{1/2}", 1.0), ("1/2", 0.0), ("<answer>3</answer>", 0.0)]
+)
+def test_the_judge_of_mathematics_reads_tags_and_boxes(text: str, score: float) -> None:
+    assert judge_math(text, "1/2") == score
+
+
+@pytest.mark.parametrize("scheduler", [MathTips(), ThinkingTips(), Tree()])
+def test_a_task_without_a_ground_truth_is_refused_before_the_run(scheduler: Any) -> None:
+    with pytest.raises(DataError, match=r"task 't0' has no ground_truth, which the scheduler '.*' compares answers with"):
+        scheduler.check_task(task(ground_truth=None))
+
+
+async def test_a_judge_that_means_nothing_fails_its_trajectory_by_name() -> None:
+    context = scripted_context(["x"], scheduler=MathTips(judge=lambda text, truth: "yes"))  # type: ignore[arg-type, return-value]
+    t = await run_episode(context, task(), id="e")
+    assert t.error is not None and "the judge returned 'yes'; return True, False or a number" in t.error
