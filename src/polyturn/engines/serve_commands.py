@@ -34,7 +34,8 @@ def vllm_command(
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(SERVER_SIDE)}
     if device == "cpu":
-        flags += ["--enforce-eager", "--dtype", "float32"]
+        # A prompt in pieces makes vLLM rewind the request's random generator, which a CPU generator cannot: it would crash.
+        flags += ["--enforce-eager", "--dtype", "float32", "--no-enable-chunked-prefill"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return LaunchSpec(
         command=(python, "-m", "vllm.entrypoints.openai.api_server", *flags, *args),
