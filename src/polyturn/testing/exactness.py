@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_NUMBER = re.compile(r"\d+")
+
 RULES = {
     "prompt": "the first prompt is not the ids of the rendered conversation",
     "kept": "the prompt that the engine saw, or what was sampled behind it, is not in the sample as it was (I1)",
@@ -249,8 +251,9 @@ def examine(subject: Subject, told: Dialogue, *, is_uncanonical: bool = False) -
             got = oracle.decode(heard)
             differs_between.append((turn, got, texts_ok[-1]))
             lines = [line for line in re.split("|".join(map(re.escape, (*oracle.markers, "\n"))), got) if len(line) >= 12]
+            written = _NUMBER.sub("0", oracle.normal(betweens[turn] + "\n" + shown))  # a template may count its messages
             for line in lines:
-                if line not in oracle.normal(betweens[turn]) and line not in oracle.normal(shown):
+                if _NUMBER.sub("0", line) not in written:
                     report("invented", f"turn {turn}: {line!r} stands nowhere in what the template writes")
             # The template looks further back than the turn before: what it writes around harmless text is the measure.
             history = (*told.before(turn), told.turns[turn].message)
