@@ -8,25 +8,34 @@ sampled token is in exactly one sample (I4), and no array is computed here that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
+from polyturn.batching.loss_scale import LossScale
+from polyturn.core.arrays import Floats
+from polyturn.core.metrics import Metrics, Sum
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.core.trajectory import Segment, SpanSource, TrajectoryGroup
+from polyturn.core.trajectory import Segment, SpanSource, Trajectory, TrajectoryGroup
 
 
-def to_samples(group: TrajectoryGroup, *, temperature: float) -> list[TrainSample]:
+def to_samples(group: TrajectoryGroup, *, temperature: float, loss_scale: LossScale | None = None) -> list[TrainSample]:
     """Return the samples of every trajectory of `group` that did not fail, in order.
 
     Args:
         group: The trajectories of one task.
         temperature: The one they were sampled at. Greedy decoding (0) reports logprobs at temperature 1, so 0 means 1.
+        loss_scale: Weighs what no scheduler weighed; None leaves all weights as they were recorded.
     """
     return [
         TrainSample(
             id=SampleId(group.id, trajectory.id, index),
             token_ids=segment.token_ids,
-            loss_weights=segment.loss_weights,
+            loss_weights=segment.loss_weights if loss_scale is None else loss_scale.weights(trajectory, segment),
             turn_ids=segment.turn_ids,
             rollout_logprobs=segment.logprobs if _has_logprobs(segment) else None,
             versions=segment.versions,
+            turn_scores=scores_of_turns(trajectory),
             reward=trajectory.reward.total if trajectory.reward is not None else 0.0,
             temperature=temperature or 1.0,
             media=segment.media,
@@ -36,6 +45,21 @@ def to_samples(group: TrajectoryGroup, *, temperature: float) -> list[TrainSampl
         for index, segment in enumerate(trajectory.segments)
         if any(s.source is SpanSource.SAMPLED and len(s) for s in segment.spans)
     ]
+
+
+def scores_of_turns(trajectory: Trajectory) -> Floats | None:
+    """[K] the score of each turn, NaN where nothing scored it; None if no turn was scored."""
+    scores = trajectory.turn_scores
+    if all(s is None for s in scores):
+        return None
+    return np.array([np.nan if s is None else s for s in scores], np.float32)
+
+
+def dropped_by_scale(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample]) -> Metrics:
+    """Count the sampled tokens that no scheduler masked and that the loss scale left out (I3)."""
+    live = [t for g in groups for t in g.trajectories if not t.is_failed]
+    recorded = sum(int(np.count_nonzero(s.loss_weights)) for t in live for s in t.segments)
+    return {"tokens/dropped_loss_scale": Sum(recorded - sum(s.num_weighted for s in samples))}
 
 
 def _has_logprobs(segment: Segment) -> bool:

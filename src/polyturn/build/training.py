@@ -66,6 +66,7 @@ def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per
 
 def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
     """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
+    from polyturn.batching.loss_scale import build_loss_scale
     from polyturn.training.checkpoint import Checkpoints
     from polyturn.training.loop import LoopSettings, Trainer
 
@@ -82,6 +83,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             minibatches=train.minibatches,
             max_staleness=train.max_staleness,
             temperature=config.rollout.sampling.temperature,
+            loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
             drop_zero_variance=algorithm.drop_zero_variance and train.group_size > 1,
             needs_reference=algorithm.kl_coef > 0,
             uses_engine_logprobs=algorithm.old_logprobs == "engine",

@@ -288,6 +288,9 @@ class AlgorithmConfig(_Model):
     segment_weight: Literal["per_token", "per_trajectory"] = "per_token"
     """How much a trajectory's segments weigh together: as its tokens do (per_token), or as much as any other trajectory
     (per_trajectory). Either way each of its tokens weighs the same, wherever the history was cut into segments."""
+    loss_scale: str = "default"
+    """Which of the sampled tokens are trained: default (all turns), last_round (the last message of each sample),
+    ignore_empty_think, `file.py:function`, or several as `a+b`. What a scheduler weighed itself stays."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL term against the weights at the start of the run; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

@@ -53,6 +53,9 @@ class TrainSample(Record):
     """The policy version of each sampled token, -1 elsewhere."""
     reward: float = 0.0
     """The trajectory's scalar reward."""
+    turn_scores: NDArray[np.float32] | None = None
+    """[K] the score of each turn of the trajectory, NaN where nothing scored it; None if no turn was scored. `turn_ids`
+    index it: `turn_scores[turn_ids[loss_weights != 0]]`."""
     temperature: float = 1.0
     """The temperature that the tokens were sampled at; logprobs are log_softmax(logits / temperature)."""
     media: tuple[Media, ...] = ()
@@ -64,6 +67,8 @@ class TrainSample(Record):
         for name in _FLOATS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float_array(getattr(self, name)))
+        if self.turn_scores is not None:
+            object.__setattr__(self, "turn_scores", float_array(self.turn_scores))
         for name in ("turn_ids", "versions", *_FLOATS):
             array = getattr(self, name)
             if array is not None and len(array) != len(self.token_ids):

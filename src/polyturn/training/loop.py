@@ -23,7 +23,8 @@ from typing import Protocol
 
 from polyturn.algorithms.advantages import Estimator, assign_advantages
 from polyturn.batching.filters import filter_groups, filter_samples
-from polyturn.batching.samples import to_samples
+from polyturn.batching.loss_scale import LossScale
+from polyturn.batching.samples import dropped_by_scale, to_samples
 from polyturn.buffer.group_buffer import GroupBuffer
 from polyturn.core.aio import first_error
 from polyturn.core.arrays import Floats
@@ -70,6 +71,8 @@ class LoopSettings:
     minibatches: int = 1
     max_staleness: int = 0
     temperature: float = 1.0
+    loss_scale: LossScale | None = None
+    """Which sampled tokens are trained; None is all but those that a scheduler masked."""
     drop_zero_variance: bool = True
     needs_reference: bool = False
     uses_engine_logprobs: bool = False
@@ -249,7 +252,9 @@ class Trainer:
         settings, began = self.settings, time.perf_counter()
         parts: list[Metrics] = [rollout_metrics(groups, version=self.state.step)]
         kept = filter_groups(groups, zero_variance=settings.drop_zero_variance)
-        samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature)]
+        scale = settings.loss_scale
+        samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature, loss_scale=scale)]
+        parts.append(dropped_by_scale(kept.groups, samples))
         samples = assign_advantages(kept.groups, samples, estimator=self._estimator)
         filtered = filter_samples(samples, kept.groups)
         samples = filtered.samples

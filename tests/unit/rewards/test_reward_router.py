@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNameError
@@ -134,6 +134,7 @@ async def test_everything_is_recorded_and_nothing_counted_twice() -> None:
     assert (await scored(weighted, made, a=1.0)).total == 2.75
 
 
+@settings(deadline=None)
 @given(
     outcome=st.floats(-5, 5),
     scores=st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), max_size=5),
@@ -176,6 +177,7 @@ async def test_a_function_of_the_answers_form_is_told_by_its_names() -> None:
     assert (seen["data_source"], seen["solution_str"], seen["ground_truth"], seen["kwargs"]) == ("mine", "last", "g", {})
     assert seen["extra_info"] == {
         "index": 3,
+        "rollout_infos": {"num_turns": 2},
         "num_turns": 4,
         "turn_scores": [0.5, 1.0],
         "tool_rewards": [-0.25],

@@ -1,0 +1,164 @@
+"""Loss scale: which of the sampled tokens are trained, decided by the trainer and not by where a rollout ran.
+
+    default              every token that the model wrote, in all turns
+    all                  the same: what nobody sampled is never trained
+    last_round           of each training sample, the turns of its last message only
+    ignore_empty_think   not the tokens of an empty <think></think>
+    last_round+mine      several at once: their weights are multiplied
+
+A strategy is called once per training sample with the turns that were sampled into it, and gives each a weight, or one per
+token. Weights that a scheduler set itself (`episode.weigh`) are left as they are. A scale masks or weighs, it adds nothing:
+tokens of prompts and observations stay at 0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from polyturn.core.arrays import Floats, Ids
+from polyturn.core.errors import AlignmentError, ConfigError
+from polyturn.core.registry import Registry
+from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
+
+Decode = Callable[[Ids], str]
+
+
+@dataclass(kw_only=True)
+class SampledTurn:
+    """A turn, as it stands in one training sample."""
+
+    turn: Turn
+    ids: Ids
+    """[N] what was sampled and kept."""
+    is_last_round: bool
+    """Whether it belongs to the last message of the sample."""
+    decode: Decode
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """[N] where in `text` each token begins."""
+        parts = [self.decode(self.ids[i : i + 1]) for i in range(len(self.ids))]
+        if "".join(parts) != self.text:  # characters of several tokens decode only together
+            return [len(os.path.commonprefix([self.decode(self.ids[:i]), self.text])) for i in range(len(self.ids))]
+        return np.cumsum([0, *map(len, parts[:-1])]).tolist() if parts else []
+
+    @cached_property
+    def text(self) -> str:
+        """The ids as text, control tokens included."""
+        return self.decode(self.ids)
+
+    def weights_of(self, parts: Sequence[tuple[int, int, float]]) -> Floats:
+        """[N] weights of the tokens that begin in a part of the text, (start, end, weight), and 1 elsewhere."""
+        weights = np.ones(len(self.ids), np.float32)
+        starts = np.asarray(self.starts)
+        for start, end, weight in parts:
+            weights[(starts >= start) & (starts < end)] = weight
+        return weights
+
+
+Strategy = Callable[[Sequence[SampledTurn]], Sequence[ArrayLike]]
+"""(the turns of a sample, in order) -> for each, a weight or one per token."""
+
+loss_scale: Registry[Strategy] = Registry("loss_scale")
+
+
+@loss_scale.register("default")
+def default(turns: Sequence[SampledTurn]) -> list[float]:
+    """Train all that the model wrote."""
+    return [1.0] * len(turns)
+
+
+loss_scale.register("all")(default)
+
+
+@loss_scale.register("last_round")
+def last_round(turns: Sequence[SampledTurn]) -> list[float]:
+    """Train the last message of each sample."""
+    return [float(t.is_last_round) for t in turns]
+
+
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+
+
+@loss_scale.register("ignore_empty_think")
+def ignore_empty_think(turns: Sequence[SampledTurn]) -> list[Floats]:
+    """Leave out reasoning that says nothing."""
+    return [t.weights_of([(m.start(), m.end(), 0.0) for m in _EMPTY_THOUGHT.finditer(t.text)]) for t in turns]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """The strategies of a run."""
+
+    name: str
+    strategies: tuple[Strategy, ...]
+    decode: Decode
+
+    def weights(self, trajectory: Trajectory, segment: Segment) -> Floats:
+        """[T] the weight of each token of a training sample.
+
+        Raises:
+            AlignmentError: a strategy gave weights for another number of turns or tokens.
+        """
+        turns = self._turns(trajectory, segment)
+        factors = {t.turn.index: np.ones(len(t.ids), np.float32) for t in turns}
+        for strategy in self.strategies:
+            given = list(strategy(turns))
+            if len(given) != len(turns):
+                raise AlignmentError(f"loss_scale {self.name!r} gave weights for {len(given)} turns; there are {len(turns)}")
+            for one, weights in zip(turns, given, strict=True):
+                values = np.asarray(weights, np.float32)
+                if values.ndim and len(values) != len(one.ids):
+                    raise AlignmentError(
+                        f"loss_scale {self.name!r} gave {len(values)} weights for the {len(one.ids)} tokens of turn "
+                        f"{one.turn.index} of trajectory {trajectory.id!r}"
+                    )
+                factors[one.turn.index] = factors[one.turn.index] * values
+        parts, used = [np.empty(0, np.float32)], dict.fromkeys(factors, 0)
+        for span in segment.spans:
+            own = span.loss_weights
+            if span.source is SpanSource.SAMPLED and len(span):
+                start = used[span.turn]
+                used[span.turn] += len(span)
+                own = own if span.weights is not None else factors[span.turn][start : used[span.turn]]
+            parts.append(own)
+        return np.concatenate(parts)
+
+    def _turns(self, trajectory: Trajectory, segment: Segment) -> list[SampledTurn]:
+        by_index = {t.index: t for t in trajectory.turns}
+        ids: dict[int, list[Ids]] = {}
+        for span in segment.spans:
+            if span.source is SpanSource.SAMPLED and len(span):
+                ids.setdefault(span.turn, []).append(span.ids)
+        indices = list(ids)
+        first = len(indices) - 1  # of the turns that make up the last message
+        while first > 0 and by_index[indices[first - 1]].is_continued:
+            first -= 1
+        return [
+            SampledTurn(turn=by_index[i], ids=np.concatenate(ids[i]), is_last_round=n >= first, decode=self.decode)
+            for n, i in enumerate(indices)
+        ]
+
+
+def build_loss_scale(name: str, *, decode: Decode, base: Path | None = None) -> LossScale | None:
+    """Return the strategies that `a+b` names; None where they change nothing.
+
+    Raises:
+        ConfigError: a name leads to no function.
+    """
+    found = []
+    for part in name.split("+"):
+        strategy = loss_scale.resolve(part.strip(), base=base)
+        if not callable(strategy):
+            raise ConfigError(f"algorithm.loss_scale: {part!r} is {strategy!r:.100}; it must be a function")
+        if strategy is not default:
+            found.append(strategy)
+    return LossScale(name=name, strategies=tuple(found), decode=decode) if found else None
