@@ -24,7 +24,7 @@ def small_model() -> Qwen3ForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=2048,
         initializer_range=0.2,
         tie_word_embeddings=True,
         eos_token_id=None,

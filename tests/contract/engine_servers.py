@@ -14,7 +14,7 @@ from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.serve_commands import SERVE_COMMANDS
 
 ROOT = Path(__file__).parents[2]
-MAX_CONTEXT = 256
+MAX_CONTEXT = 2048
 
 
 def why_not(engine: str) -> str | None:

@@ -21,7 +21,7 @@ SAMPLING_ENGINES = ["embedded", "embedded_deterministic", "vllm", "sglang"]
 
 async def make(name, url, model_folder):
     if name in SERVERS:
-        made = SERVERS[name](url, vocab_size=VOCAB, max_context=256, model=model_folder)
+        made = SERVERS[name](url, vocab_size=VOCAB, max_context=2048, model=model_folder)
         await made.update_weights(0, weights=small_model().state_dict())
         return made
     if name == "scripted":
@@ -100,12 +100,12 @@ async def test_many_requests_at_once_each_get_their_own_answer(engine):
 
 
 async def test_abort_ends_a_running_request_with_what_there_is(engine):
-    running = asyncio.create_task(engine.generate(ask("long", max_tokens=200, seed=1)))
+    running = asyncio.create_task(engine.generate(ask("long", max_tokens=1900, seed=1)))
     await asyncio.sleep(0)
     await engine.abort("long")
     completion = await running
     assert completion.finish_reason is FinishReason.ABORT
-    assert len(completion.token_ids) < 200
+    assert len(completion.token_ids) < 1900
     assert len(completion.logprobs) == len(completion.token_ids)
 
 
@@ -179,12 +179,12 @@ async def test_a_late_request_returns_what_there_is(sampling_engine):
         request_id="late",
         session_id="late",
         prompt_ids=[1, 2, 3],
-        sampling=SamplingParams(max_tokens=250),
+        sampling=SamplingParams(max_tokens=1900),
         deadline=asyncio.get_running_loop().time() + 0.02,
     )
     completion = await sampling_engine.generate(request)
     assert completion.finish_reason is FinishReason.ABORT
-    assert len(completion.token_ids) < 250
+    assert len(completion.token_ids) < 1900
 
 
 def gaps(model, prompt, completion, temperature) -> np.ndarray:

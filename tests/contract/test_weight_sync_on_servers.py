@@ -21,7 +21,7 @@ def address(request, server_of):
 @pytest.fixture
 async def engine(address, model_folder):
     kind, url = address
-    made = kind(url, vocab_size=VOCAB, max_context=256, model=model_folder)
+    made = kind(url, vocab_size=VOCAB, max_context=2048, model=model_folder)
     yield made
     await made.close()
 
@@ -64,7 +64,7 @@ async def test_vllms_own_reload_of_a_tied_model_is_caught(server_of, model_folde
             await self._post("/reset_prefix_cache?reset_running_requests=true")
             await self._post("/update_weight_version", {"new_version": str(version)})
 
-    trap = OwnReload(server_of("vllm"), vocab_size=VOCAB, max_context=256, model=model_folder)
+    trap = OwnReload(server_of("vllm"), vocab_size=VOCAB, max_context=2048, model=model_folder)
     with pytest.raises(EngineError, match=r"did not arrive|is still the old one"):
         await WeightSync(trap, policy(), vocab_size=VOCAB).start(0)
     await trap.close()
