@@ -117,7 +117,7 @@ def write_docs(page: Path, rows: list[dict[str, Any]], summary: dict[str, Any]) 
         f"{table(rows)}\n\nIn {summary['dialogues']:,} dialogues and {summary['texts']:,} hostile texts (over "
         f"{summary['templates']} templates): {summary['violations']} violations, "
         f"{summary['control_tokens']} control tokens. "
-        f"Against a full render of the same messages the held ids were: {words}."
+        f"Against a full render of the same messages the held ids were, over the templates in the table: {words}."
     )
     page.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}", encoding="utf-8")
 

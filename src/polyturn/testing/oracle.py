@@ -189,8 +189,9 @@ def _joined(m: Message) -> Message:
 
 
 def _to_dict(m: Message, *, thinking: bool, arguments_as_json: bool) -> dict[str, Any]:
-    is_text = isinstance(m.content, str) or all(p.get("type", "text") == "text" for p in m.content)
-    out: dict[str, Any] = {"role": m.role, "content": m.text if is_text else [dict(p) for p in m.content]}
+    parts = () if isinstance(m.content, str) else m.content
+    is_text = all(p.get("type", "text") == "text" for p in parts)
+    out: dict[str, Any] = {"role": m.role, "content": m.text if is_text else [dict(p) for p in parts]}
     if m.reasoning is not None:
         out["reasoning_content"] = m.reasoning
         if thinking:
