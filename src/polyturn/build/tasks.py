@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyturn.batching.loss_scale import build_loss_scale
 from polyturn.build.parts import Parts, sampling_params
 from polyturn.build.place import Place
 from polyturn.config.models import (
@@ -72,6 +73,8 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     Raises:
         DataError, ConfigError, TemplateError: the first problem found.
     """
+    scale = parts.place.config.algorithm.loss_scale
+    build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.place.base)
     found = {"data.train": _read_tasks(parts, tasks.train, name="data.train")}
     if tasks.eval_sets:
         found["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")

@@ -30,6 +30,7 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import run_episode
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.rollout.schedulers import ImageTools
 from polyturn.store.parquet_store import ParquetStore, open_store
 from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 from polyturn.tokens.codec import Codec
@@ -271,3 +272,15 @@ async def test_an_interaction_answers_with_images_in_several_forms(make: Callabl
     trajectory = await run(made)
     message = trajectory.turns[0].observation[0]
     assert (message.text, len(message.media)) == ("hi", 1)
+
+
+async def test_image_tools_shows_what_a_tool_returned_in_a_user_message_that_the_sample_follows() -> None:
+    class Shows(GoesOn, ImageTools):
+        pass
+
+    limits = Limits(max_turns=2, max_tokens_per_turn=8, max_context=512)
+    trajectory = await run(context(sharp_model(), scheduler=Shows(), limits=limits))
+    (segment,) = trajectory.segments
+    (shown,) = trajectory.turns[0].observation
+    assert shown.role == "user" and shown.text.startswith("<tool_response>") and len(shown.media) == 1
+    assert len(segment.media) == 2 and segment.media[1] == shown.media[0]

@@ -48,11 +48,13 @@ def build_judge(judge: str | Judge, *, base: Path | None = None) -> Judge:
     """Return what a name of `JUDGES`, `file.py:function` or a function stands for.
 
     Raises:
-        ConfigError: it leads to no function.
+        ConfigError: it leads to no function, or needs a library that is not installed.
     """
     if isinstance(judge, str):
         if judge not in JUDGES and ":" not in judge:
             raise UnknownNameError(f"judge: there is no {judge!r}.{did_you_mean(judge, JUDGES)}")
+        if judge == "math":
+            math.require()
         judge = JUDGES[judge] if judge in JUDGES else import_attr(judge, base=base)
     if not callable(judge):
         raise ConfigError(f"the judge is {judge!r:.100}; it must be a function of (text, ground_truth)")

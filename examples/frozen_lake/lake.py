@@ -1,0 +1,132 @@
+"""A walk over a frozen lake: the environment, its tasks, and a beginner's demonstrations, all from seeds.
+
+P . . H      the model sees the map before every move and answers with one of
+. H . .      <action>up</action> down left right
+. . . .      reaching G ends the walk and scores 1, a hole (H) ends it and scores 0;
+H . . G      a step off the map, or an answer that is no move, changes nothing
+G is 3 down and 3 right.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import deque
+from typing import Any
+
+import polyturn
+from polyturn.data.conversations import Conversation
+
+MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+SIZE = 4
+TASK = "Walk to G."
+INVALID = "That is no move."
+_ACTION = re.compile(r"<action>\s*(up|down|left|right)\s*</action>")
+
+
+class FrozenLake:
+    """One lake, drawn from its seed."""
+
+    def __init__(self, size: int = SIZE, holes: float = 0.15, min_distance: int = 1) -> None:
+        self.size = size
+        self.holes = holes
+        self.min_distance = min_distance
+
+    def reset(self, *, seed: int) -> str:
+        """Draw a lake whose goal can be reached, and return its map."""
+        rng = random.Random(f"lake-{seed}")
+        cells = [(row, column) for row in range(self.size) for column in range(self.size)]
+        while True:
+            self.player, self.goal = rng.sample(cells, 2)
+            self.is_hole = {c for c in cells if c not in (self.player, self.goal) and rng.random() < self.holes}
+            steps = distances(self.goal, self.is_hole, self.size).get(self.player)
+            if steps is not None and steps >= self.min_distance:
+                return self.map()
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        """Move, and return (map, reward, whether the walk is over, info)."""
+        found = _ACTION.search(action)
+        if found is None:
+            return f"{INVALID}\n{self.map()}", 0.0, False, {"is_valid": False}
+        self.player = moved(self.player, found[1], self.size)
+        if self.player in self.is_hole:
+            return "You fell.", 0.0, True, {"is_valid": True}
+        if self.player == self.goal:
+            return "You made it.", 1.0, True, {"is_valid": True}
+        return self.map(), 0.0, False, {"is_valid": True}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def map(self) -> str:
+        """Return the map, a line for each row, and where the goal is."""
+
+        def letter(cell: tuple[int, int]) -> str:
+            return "P" if cell == self.player else "G" if cell == self.goal else "H" if cell in self.is_hole else "."
+
+        rows = [" ".join(letter((r, c)) for c in range(self.size)) for r in range(self.size)]
+        down, right = self.goal[0] - self.player[0], self.goal[1] - self.player[1]
+        ways = [
+            f"{abs(n)} {less if n < 0 else more}" for n, less, more in ((down, "up", "down"), (right, "left", "right")) if n
+        ]
+        return "\n".join([*rows, f"G is {' and '.join(ways)}."])
+
+
+def moved(cell: tuple[int, int], move: str, size: int) -> tuple[int, int]:
+    """Return where a move leads; the edge of the map stops it."""
+    rows, columns = MOVES[move]
+    return min(max(cell[0] + rows, 0), size - 1), min(max(cell[1] + columns, 0), size - 1)
+
+
+def distances(goal: tuple[int, int], is_hole: set[tuple[int, int]], size: int) -> dict[tuple[int, int], int]:
+    """Return how many moves each cell is from the goal, for cells from where it can be reached."""
+    found = {goal: 0}
+    queue = deque([goal])
+    while queue:
+        cell = queue.popleft()
+        for move in MOVES:
+            there = moved(cell, move, size)
+            if there not in found and there not in is_hole:
+                found[there] = found[cell] + 1
+                queue.append(there)
+    return found
+
+
+def tasks(seed: int, num_tasks: int) -> list[polyturn.Task]:
+    """Return tasks with one lake each; other seeds have other lakes."""
+    return [
+        polyturn.Task(
+            id=f"lake-{seed}-{number}",
+            prompt=(polyturn.Message(role="user", content=TASK),),
+            extra={"env_config": {"seed": seed * 1_000_000 + number}},
+        )
+        for number in range(num_tasks)
+    ]
+
+
+def demonstrations(seed: int, num_conversations: int, max_moves: int = 3, care: float = 0.0) -> list[Conversation]:
+    """Return walks of a beginner, who knows how to write a move and means to get nearer to G by a share `care` of them."""
+    rng = random.Random(f"walks-{seed}")
+    found = []
+    for number in range(num_conversations):
+        lake = FrozenLake()
+        messages = [polyturn.Message(role="user", content=f"{TASK}\n{lake.reset(seed=-1 - number)}")]
+        for _ in range(max_moves):
+            steps = distances(lake.goal, lake.is_hole, lake.size)
+            good = [m for m in MOVES if steps.get(moved(lake.player, m, lake.size), 99) < steps[lake.player]]
+            move = rng.choice(good if rng.random() < care else list(MOVES))
+            messages.append(polyturn.Message(role="assistant", content=f"<action>{move}</action>"))
+            shown, _, is_done, _ = lake.step(messages[-1].text)
+            if is_done:
+                break
+            messages.append(polyturn.Message(role="user", content=shown))
+        if messages[-1].role == "user":
+            messages.pop()
+        found.append(Conversation(messages=tuple(messages)))
+    return found
+
+
+def corpus() -> list[str]:
+    """Return the texts that the tokenizer learns from."""
+    texts = [INVALID, TASK]
+    return texts * 50 + [m.text for c in demonstrations(0, 400) for m in c.messages]

@@ -1,0 +1,103 @@
+"""The examples of schedulers train, in short: thinking tips over one sample a turn, and the walk over the frozen lake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.cli.main import main
+from polyturn.core.registry import import_attr
+from polyturn.store.parquet_store import open_store
+from polyturn.testing.runs import call_command
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = (
+    *("num_threads=1", "model.init.hidden_size=32", "model.init.num_hidden_layers=1", "model.init.num_attention_heads=2"),
+    *(
+        "model.init.num_key_value_heads=1",
+        "model.init.head_dim=16",
+        "model.init.intermediate_size=64",
+        "engine.num_slots=32",
+    ),
+)
+
+
+def train(name: str, out: Path, *arguments: str) -> Path:
+    called = call_command(main, "train", EXAMPLES / name / "config.yaml", f"out={out}", *SMALL, *arguments)
+    assert called.code == 0, called.err
+    return out / name
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss/total" in row]
+
+
+def test_thinking_tips_trains_each_turn_on_what_it_was_shown(tmp_path: Path) -> None:
+    run = train(
+        "thinking_tips",
+        tmp_path,
+        *("warm_start.steps=60", "warm_start.batch_size=8", "warm_start.optim.lr=1e-2"),
+        *("train.steps=2", "train.groups_per_step=4", "train.group_size=4", "algorithm.drop_zero_variance=false"),
+    )
+    steps = steps_of(run)
+    assert len(steps) == 2 and all(np.isfinite(step["loss/total"]) for step in steps)
+    assert all(step["policy/rollout_difference"] < 1e-4 for step in steps)
+    split = [t for t in open_store(run).trajectories(split="train") if len(t.segments) == 2]
+    assert split, "no turn had reasoning that was left out behind it"
+    for t in split:
+        assert [m.role for m in t.messages] == ["user", "assistant", "user", "assistant"]
+        assert [sorted(set(s.turn_ids[s.loss_weights > 0].tolist())) for s in t.segments] == [[0], [1]]
+
+
+def test_the_frozen_lake_trains_on_walks(tmp_path: Path) -> None:
+    run = train(
+        "frozen_lake",
+        tmp_path,
+        *("warm_start.steps=40", "warm_start.batch_size=8", "warm_start.kwargs.num_conversations=200"),
+        *("train.steps=2", "train.groups_per_step=3", "train.group_size=4", "algorithm.drop_zero_variance=false"),
+        *("data.train.kwargs.num_tasks=16", "evaluation.data.kwargs.num_tasks=4", "rollout.limits.max_turns=4"),
+    )
+    assert len(steps_of(run)) == 2
+    walks = list(open_store(run).trajectories(split="train"))
+    assert len(walks) == 24 and all("G is" in t.task.prompt[-1].text for t in walks)
+    for t in walks:
+        assert t.reward is not None and t.reward.total == sum(turn.scores["env"] for turn in t.turns)
+    groups: dict[str, set[str]] = {}
+    for t in walks:
+        groups.setdefault(t.id.partition("/")[0], set()).add(t.task.prompt[-1].text)
+    assert all(len(maps) == 1 for maps in groups.values())  # the walks of a group are on one lake
+
+
+# The lake itself.
+
+
+@pytest.fixture
+def lake() -> Any:
+    return import_attr(f"{EXAMPLES / 'frozen_lake' / 'lake.py'}:FrozenLake")()
+
+
+def test_a_lake_follows_from_its_seed_and_its_goal_can_be_reached(lake: Any) -> None:
+    distances = import_attr(f"{EXAMPLES / 'frozen_lake' / 'lake.py'}:distances")
+    for seed in range(30):
+        assert lake.reset(seed=seed) == lake.reset(seed=seed)
+        assert lake.player in distances(lake.goal, lake.is_hole, lake.size)
+    assert len({lake.reset(seed=s) for s in range(30)}) > 25
+
+
+def test_moves_stop_at_the_edge_holes_end_the_walk_and_the_goal_is_worth_one(lake: Any) -> None:
+    lake.reset(seed=0)
+    lake.player, lake.goal, lake.is_hole = (0, 0), (0, 2), {(1, 0)}
+    shown, reward, is_done, info = lake.step("<action>up</action>")
+    assert shown.splitlines() == ["P . G .", "H . . .", ". . . .", ". . . .", "G is 2 right."]
+    assert (reward, is_done, info) == (0.0, False, {"is_valid": True})
+    said, _, is_done, info = lake.step("I walk north")
+    assert said.startswith("That is no move.\nP") and not is_done and info == {"is_valid": False}
+    assert lake.step("<action>right</action>")[1:3] == (0.0, False)
+    assert lake.step("<action>right</action>") == ("You made it.", 1.0, True, {"is_valid": True})
+    lake.player = (0, 0)
+    assert lake.step("<action>down</action>") == ("You fell.", 0.0, True, {"is_valid": True})
