@@ -21,6 +21,7 @@ from polyturn.config.models import (
 )
 from polyturn.core.errors import ConfigError
 from polyturn.core.generation import SamplingParams
+from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter
 from polyturn.interactions.registry import initialize_interactions_from_config
@@ -74,6 +75,7 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
     import torch
 
     config = place.config
+    load_plugins(config.plugins, base=place.base)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
@@ -223,7 +225,11 @@ def build_scheduler(place: Place) -> MultiTurnScheduler:
             f"rollout.scheduler is {name!r} and no limit ends an episode that it never finishes; set "
             "rollout.limits.max_turns, max_tokens or timeout_s"
         )
-    found = schedulers.resolve(name, base=place.base)
+    found = _swift_scheduler(name) or schedulers.resolve(name, base=place.base)
+    if isinstance(found, type) and any(c.__module__ == "polyturn.compat.swift.base" for c in found.__mro__):
+        from polyturn.compat.swift.adapter import SwiftScheduler
+
+        return SwiftScheduler(found, base=place.base, **kwargs)
     if isinstance(found, type) and any(c.__module__ == "polyturn.compat.verl.agent_loop" for c in found.__mro__):
         from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 
@@ -238,6 +244,15 @@ def build_scheduler(place: Place) -> MultiTurnScheduler:
     if not isinstance(scheduler, MultiTurnScheduler):
         raise ConfigError(f"rollout.scheduler names {name!r}, which makes no MultiTurnScheduler; inherit that class")
     return scheduler
+
+
+def _swift_scheduler(name: str) -> Any:
+    """Return the class that a plug-in written for ms-swift registered, or a shipped one, under one of its names."""
+    if name in schedulers or ":" in name:
+        return None
+    from polyturn.compat.swift.multi_turn import multi_turns
+
+    return multi_turns.get(name)
 
 
 def _limits(limits: LimitsConfig, max_context: int) -> Limits:

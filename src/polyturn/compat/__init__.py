@@ -46,3 +46,6 @@ def finder(name: str) -> AliasFinder:
 
 install_verl = functools.partial(install, "verl")
 """What the entry point `verl` of the group `polyturn.namespaces` calls."""
+
+install_swift = functools.partial(install, "swift")
+"""What the entry point `swift` of the same group calls."""

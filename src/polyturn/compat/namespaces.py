@@ -57,5 +57,39 @@ VERL = Namespace(
     },
 )
 
-NAMESPACES = {VERL.root: VERL}
+_SWIFT = "polyturn.compat.swift"
+
+SWIFT = Namespace(
+    root="swift",
+    modules={
+        "swift.infer_engine.protocol": f"{_SWIFT}.protocol",
+        "swift.llm.infer.protocol": f"{_SWIFT}.protocol",
+        "swift.rollout.multi_turn": f"{_SWIFT}.multi_turn",
+        "swift.rollout.gym_env": f"{_SWIFT}.gym_env",
+        "swift.plugin.multi_turn": f"{_SWIFT}.multi_turn",
+        "swift.plugin.env": f"{_SWIFT}.gym_env",
+        "swift.plugin.context_manager": f"{_SWIFT}.gym_env",
+        "swift.plugin.orm": f"{_SWIFT}.orm",
+        "swift.plugin.prm": f"{_SWIFT}.orm",
+        "swift.plugin.rm_plugin": f"{_SWIFT}.rm_plugin",
+        "swift.rewards.orm": f"{_SWIFT}.orm",
+        "swift.rewards.prm": f"{_SWIFT}.orm",
+        "swift.rewards.rm_plugin": f"{_SWIFT}.rm_plugin",
+    },
+    packages={
+        "swift.infer_engine": f"{_SWIFT}.infer_engine",
+        "swift.llm": f"{_SWIFT}.infer_engine",
+        "swift.llm.infer": f"{_SWIFT}.infer_engine",
+        "swift.llm.template": f"{_SWIFT}.template",
+        "swift.loss_scale": f"{_SWIFT}.loss_scale",
+        "swift.plugin": f"{_SWIFT}.plugin",
+        "swift.plugin.loss_scale": f"{_SWIFT}.loss_scale",
+        "swift.rewards": f"{_SWIFT}.rewards",
+        "swift.rollout": f"{_SWIFT}.multi_turn",
+        "swift.template": f"{_SWIFT}.template",
+        "swift.utils": f"{_SWIFT}.utils",
+    },
+)
+
+NAMESPACES = {VERL.root: VERL, SWIFT.root: SWIFT}
 """Root name -> its namespace."""

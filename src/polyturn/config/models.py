@@ -414,6 +414,8 @@ class RunConfig(_Model):
     seed: int = 0
     num_threads: int | None = Field(None, ge=1)
     """Threads of torch; null leaves torch's own choice."""
+    plugins: list[str] = []
+    """Python files that are imported before anything is made, and register what they define."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -115,7 +115,7 @@ def _load_module(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as problem:
-            if not _offer_namespace(problem):
+            if not offer_namespace(problem):
                 raise
             return importlib.import_module(name)
     except Exception as problem:
@@ -125,7 +125,7 @@ def _load_module(name: str) -> ModuleType:
         ) from problem
 
 
-def _offer_namespace(problem: ModuleNotFoundError) -> bool:
+def offer_namespace(problem: ModuleNotFoundError) -> bool:
     """Put a stand-in for the missing library in place, if a plug-in offers one; return whether it is worth a second try.
 
     Plug-ins that were written for another library import it. Whoever can answer for that library says so with an entry
@@ -141,7 +141,7 @@ def _installed_hint(problem: Exception) -> str:
     if not isinstance(problem, ModuleNotFoundError) or "." not in (problem.name or ""):
         return ""
     root = str(problem.name).partition(".")[0]
-    if root not in entry_points(group="polyturn.namespaces").names or _offer_namespace(problem):
+    if root not in entry_points(group="polyturn.namespaces").names or offer_namespace(problem):
         return ""
     return (
         f". The {root} that is installed has no such module, and polyturn answers to that name only where {root} is not "
@@ -164,7 +164,7 @@ def _load_file(path: str) -> ModuleType:
         try:
             spec.loader.exec_module(module)
         except ModuleNotFoundError as problem:
-            if not _offer_namespace(problem):
+            if not offer_namespace(problem):
                 raise
             spec.loader.exec_module(module)
     except Exception as problem:

@@ -1,0 +1,266 @@
+"""SwiftScheduler: runs a scheduler written for ms-swift as the scheduler of native episodes.
+
+    rollout: {scheduler: mine, …}        a name that a plug-in put into `multi_turns`
+    rollout: {scheduler: "mine.py:Mine"} its class
+
+The user's object decides; every generation goes through `EpisodeEngine`, so limits, errors, recording and token ids are the
+native ones. What its `run` returns says what is trained (`claims.py`), what reward functions read, and nothing about tokens:
+a turn that no output holds weighs 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.compat.swift import claims
+from polyturn.compat.swift.base import EngineOver, RolloutScheduler, multi_turns
+from polyturn.compat.swift.engine import EpisodeEngine
+from polyturn.compat.swift.protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
+from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, one_line
+from polyturn.core.generation import FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.signature import has_parameter, num_positional, takes_any_keyword
+from polyturn.core.task import Task
+from polyturn.rollout.scheduler import MultiTurnScheduler
+
+if TYPE_CHECKING:
+    from polyturn.rollout.episode import Episode
+
+_REASONS = {"done": StopReason.ENV_DONE, "finished": StopReason.STOP, "max_turns": StopReason.MAX_TURNS}
+_ENGINE: ContextVar[EpisodeEngine] = ContextVar("engine")
+"""The engine of the episode that runs, for schedulers that all episodes share."""
+
+
+class SharedEngine:
+    """The engine of a scheduler that all episodes share: that of the episode it is asked in."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_ENGINE.get(), name)
+
+
+@dataclass(slots=True)
+class _Live:
+    """One trajectory that runs."""
+
+    scheduler: RolloutScheduler
+    request: RolloutInferRequest
+    error: BaseException | None = None
+
+
+class SwiftScheduler(MultiTurnScheduler):
+    """Drives episodes with a user's scheduler, one copy for each trajectory unless it says `shared = True`."""
+
+    scores_turns = True
+
+    def __init__(
+        self,
+        scheduler: str | type[RolloutScheduler] | RolloutScheduler,
+        *,
+        max_turns: int | None = None,
+        gym_env: str | None = None,
+        stop_words: Sequence[str] = (),
+        base: Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Choose the scheduler.
+
+        Args:
+            scheduler: A name in `multi_turns`, a class, or an object.
+            max_turns: How many turns it may have; None leaves that to the run's limits.
+            gym_env: The environment of rows that name none.
+            stop_words: Texts that end a turn; what is sampled from one on is dropped and counted.
+            base: The folder that relative paths of media start from.
+            kwargs: Further arguments of the class.
+        """
+        self._stop_words = list(stop_words)
+        self._base = base or Path()
+        self._max_turns = max_turns
+        self._options = {**kwargs, **({} if gym_env is None else {"gym_env": gym_env, "use_gym_env": True})}
+        found = multi_turns.find(scheduler) if isinstance(scheduler, str) else scheduler
+        self._made = found if isinstance(found, RolloutScheduler) else None
+        self._class = found if isinstance(found, type) else type(found)
+        if not issubclass(self._class, RolloutScheduler):
+            raise ConfigError(f"the scheduler is {found!r:.100}; it must be a RolloutScheduler or a MultiTurnScheduler")
+        self.shared = bool(self._class.shared)
+        self._prototype: RolloutScheduler | None = None
+        self._lives: dict[str, _Live] = {}
+
+    def __copy__(self) -> SwiftScheduler:
+        """Return itself: what a trajectory holds is kept by its id."""
+        return self
+
+    async def run(self, episode: Episode) -> StopReason:
+        """Run the user's scheduler to its end, and let what it returns say what is trained."""
+        scheduler, engine, config = self._for(episode)
+        live = self._lives[episode.id] = _Live(scheduler, to_request(episode.task, uuid=episode.id))
+        outputs: list[RolloutOutput] = []
+        try:
+            returned = await self._infer(episode, scheduler, live.request, config)
+            outputs = _checked(returned, type(scheduler).__name__, episode.id)
+        except EngineOver:
+            pass
+        except PolyturnError as problem:
+            live.error = problem
+            cause = problem.__cause__
+            if isinstance(cause, EngineOver):  # raised through a method that is called for the user
+                pass
+            elif engine.over is None or isinstance(problem, DataError):
+                raise
+        except BaseException as problem:
+            live.error = problem
+            raise
+        if engine.over is StopReason.ABORTED:
+            return StopReason.ABORTED
+        if not engine.asked and engine.over is None:
+            raise SchedulerError(
+                f"{type(scheduler).__name__} ended trajectory {episode.id!r} without one call of infer_engine.infer_async"
+            )
+        claims.settle(episode, engine, outputs, is_own_loop=_runs_own_loop(scheduler))
+        return self._reason(engine)
+
+    async def on_trajectory_end(self, episode: Episode) -> None:
+        """Let the user's scheduler let go of the trajectory."""
+        live = self._lives.pop(episode.id, None)
+        if live is not None:
+            method: Any = live.scheduler.on_trajectory_end
+            takes = num_positional(method)
+            arguments = ([live.request], live.error)[: 2 if takes is None else takes]
+            await episode.call(self, method, *arguments)
+
+    # Private.
+
+    def _for(self, episode: Episode) -> tuple[RolloutScheduler, EpisodeEngine, RequestConfig]:
+        sampling, limits = episode.sampling, episode.limits
+        config = RequestConfig(
+            max_tokens=limits.max_tokens_per_turn,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            logprobs=True,
+            return_details=True,
+            stop=list(self._stop_words),
+        )
+        engine = EpisodeEngine(episode, self, config=config, base=self._base)
+        _ENGINE.set(engine)
+        if self._prototype is None:
+            self._prototype = self._made or self._make(episode)
+        if self.shared:
+            return self._prototype, engine, config
+        scheduler = copy.copy(self._prototype)
+        scheduler.infer_engine = engine
+        return scheduler, engine, config
+
+    def _make(self, episode: Episode) -> RolloutScheduler:
+        """Make the user's object, with those of its arguments that its constructor takes."""
+        turns = self._max_turns if self._max_turns is not None else episode.limits.max_turns
+        offered = {"infer_engine": SharedEngine(), "max_turns": turns, **self._options}
+        make: Any = self._class
+        if has_parameter(make, "tokenizer"):
+            offered["tokenizer"] = episode.codec.tokenizer
+        if not takes_any_keyword(make):
+            offered = {k: v for k, v in offered.items() if has_parameter(make, k) or k in self._options}
+        try:
+            made = self._class(**offered)
+        except PolyturnError:
+            raise
+        except Exception as problem:
+            raise ConfigError(
+                f"the scheduler {self._class.__name__} cannot be made with {sorted(offered)}: {one_line(problem)}"
+            ) from problem
+        if "infer_engine" not in vars(made):
+            made.infer_engine = offered.get("infer_engine")
+        if "max_turns" not in vars(made) or (made.max_turns is None and "max_turns" in offered):
+            made.max_turns = turns
+        return made
+
+    async def _infer(
+        self, episode: Episode, scheduler: RolloutScheduler, request: RolloutInferRequest, config: RequestConfig
+    ) -> Any:
+        if type(scheduler).async_infer is not RolloutScheduler.async_infer:
+            return await episode.call(self, scheduler.async_infer, [request], config, has_deadline=False)
+        if not inspect.iscoroutinefunction(scheduler.run):
+            raise SchedulerError(f"{type(scheduler).__name__}.run must be async: it awaits infer_engine.infer_async")
+        return await scheduler_run(scheduler, request, config)
+
+    def _reason(self, engine: EpisodeEngine) -> StopReason:
+        if engine.over is not None:
+            return engine.over
+        last = engine.asked[-1].turn
+        if engine.why in _REASONS:
+            return _REASONS[engine.why]
+        is_cut = last.finish_reason is FinishReason.LENGTH and not engine.asked[-1].is_open
+        return last.cut_by if is_cut else StopReason.STOP
+
+
+async def scheduler_run(scheduler: RolloutScheduler, request: RolloutInferRequest, config: RequestConfig) -> Any:
+    """Await a user's `run`; what it raises becomes an error that names it and the trajectory.
+
+    Raises:
+        SchedulerError: it raised.
+    """
+    try:
+        return await scheduler.run(request, config)
+    except (PolyturnError, EngineOver, asyncio.CancelledError):
+        raise
+    except Exception as problem:
+        raise SchedulerError(
+            f"{type(scheduler).__name__}.run raised {one_line(problem)} in trajectory {request.uuid!r}"
+        ) from problem
+
+
+def to_request(task: Task, *, uuid: str) -> RolloutInferRequest:
+    """Return a task as a request: its prompt with media in side lists, the other columns of its row in `data_dict`."""
+    media: dict[str, Any] = {name: [] for name in MEDIA}
+    lists = {kind: media[name] for name, kind in MEDIA.items()}
+    messages = []
+    for message in task.prompt:
+        written = message.to_openai()
+        if not isinstance(written["content"], str):
+            texts = []
+            for part in written["content"]:
+                kind = part.get("type", "text")
+                if kind in lists:
+                    lists[kind].append(part[kind])
+                texts.append(f"<{kind}>" if kind in lists else str(part.get("text", "")))
+            written["content"] = "".join(texts)
+        messages.append(written)
+    own = task.extra.get("data_dict")
+    if own is not None and not isinstance(own, Mapping):
+        raise DataError(f"task {task.id!r}: data_dict exists but is not a dictionary: {own!r:.100}")
+    columns = {k: v for k, v in task.extra.items() if v is not None and k != "data_dict"}
+    if task.ground_truth is not None:
+        columns.setdefault("solution", task.ground_truth)
+    if task.data_source is not None:
+        columns.setdefault("data_source", task.data_source)
+    tools = columns.pop("tools", None)
+    return RolloutInferRequest(
+        messages=messages, tools=tools, data_dict=copy.deepcopy({**columns, **(own or {})}), uuid=uuid, **media
+    )
+
+
+def _runs_own_loop(scheduler: RolloutScheduler) -> bool:
+    """Return whether the user wrote the loop, so that only its outputs say which turns count."""
+    cls = type(scheduler)
+    is_base = cls.run.__module__ == RolloutScheduler.__module__ and cls.async_infer is RolloutScheduler.async_infer
+    return not is_base
+
+
+def _checked(returned: Any, name: str, uuid: str) -> list[RolloutOutput]:
+    outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
+    for one in outputs:
+        if not isinstance(one, RolloutOutput):
+            raise SchedulerError(
+                f"{name}.run returned {one!r:.100} in trajectory {uuid!r}; return a RolloutOutput, or a list of them"
+            )
+    if not outputs:
+        raise SchedulerError(f"{name}.run returned an empty list in trajectory {uuid!r}; return at least one RolloutOutput")
+    return outputs

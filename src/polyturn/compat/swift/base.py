@@ -1,0 +1,365 @@
+"""The base classes of turn logic in ms-swift's form, and the loop they share.
+
+    class Mine(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            infer_request.messages.append({"role": "user", "content": "Once more."})
+            return {"infer_request": infer_request}
+    multi_turns["mine"] = Mine
+
+`run` only decides; every `infer_engine.infer_async` is a turn of a native episode (`adapter.py`), which keeps the ids. So
+the loop is the same in a trainer's process and behind a rollout server. `current_turn` counts from 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polyturn.compat.swift.protocol import (
+    MEDIA,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    Messages,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+    as_sources,
+)
+from polyturn.compat.swift.registry import PluginDict
+from polyturn.core.errors import SchedulerError
+
+multi_turns = PluginDict("multi_turns")
+"""Name -> scheduler class; plug-ins add theirs."""
+
+
+class EngineOver(Exception):
+    """The engine may not be asked again in this trajectory: a limit is reached. Not meant to be caught."""
+
+
+class MaskError(SchedulerError, AssertionError):
+    """A loss mask that does not describe the ids beside it."""
+
+
+class SchedulerEngine(ABC):
+    """What a scheduler of this process generates with; a plain object with `infer_async` does as well."""
+
+    @abstractmethod
+    async def infer_async(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
+    ) -> ChatCompletionResponse:
+        """Let the model speak.
+
+        Raises:
+            EngineOver: a limit of the trajectory forbids it.
+        """
+
+    @abstractmethod
+    async def call_author(self, method: Any, *args: Any) -> Any:
+        """Call a method that the user wrote, plain or async, without blocking other trajectories."""
+
+    @abstractmethod
+    def take(self, ids: Sequence[int] | None, mask: Sequence[int] | None) -> None:
+        """Take what a step says about the tokens of the turn that it answers."""
+
+    @abstractmethod
+    def score(self, value: float) -> None:
+        """Take the score of the last turn."""
+
+    @abstractmethod
+    def ended(self, why: str) -> None:
+        """Take the reason why the loop ends: done, finished, length or max_turns."""
+
+
+class RolloutScheduler(ABC):  # noqa: B024
+    """One turn a trajectory; the base of all schedulers.
+
+    Both ways of calling its constructor are understood: `(infer_engine, max_turns, …)` and, earlier, `(max_turns, …)`.
+    """
+
+    shared = False
+    """Whether one object serves all trajectories, whose plain methods then take turns; else each gets a copy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        is_early = bool(args) and isinstance(args[0], int)
+        names = ("max_turns",) if is_early else ("infer_engine", "max_turns")
+        given = dict(zip(names, args, strict=False))
+        self.infer_engine = kwargs.get("infer_engine", given.get("infer_engine"))
+        self.max_turns: int | None = kwargs.get("max_turns", given.get("max_turns"))
+        self._tokenizer = kwargs.get("tokenizer")
+
+    def __getattr__(self, key: str) -> Any:
+        """Find what the engine has; everything else raises."""
+        at = None if key.startswith("__") else self.__dict__.get("infer_engine")
+        for _ in range(2):  # the engine's own, then those of what it wraps
+            if at is None:
+                break
+            if key in dir(at):
+                return getattr(at, key)
+            at = vars(at).get("engine")
+        raise AttributeError(f"{type(self).__name__} object has no attribute {key}")
+
+    @property
+    def engine(self) -> Any:
+        """What it generates with."""
+        return self.infer_engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer it was given, else the engine's, else None."""
+        if self._tokenizer is not None or self.infer_engine is None:
+            return self._tokenizer
+        return self.infer_engine.tokenizer
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:  # noqa: B027
+        """Prepare each request before its first turn; changes are made in place. May be plain or async."""
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """Look at a completion: {"done": …, "rollout_infos": {…}, "score": …}, all optional. May be plain or async."""
+        return {}
+
+    async def on_trajectory_end(self, requests: list[RolloutInferRequest], error: BaseException | None = None) -> Any:  # noqa: B027
+        """Let go of what the trajectories held. Called exactly once on every exit. May be plain or async."""
+
+    async def async_infer(
+        self,
+        infer_requests: list[Any],
+        request_config: RequestConfig,
+        *,
+        use_tqdm: bool | None = None,
+        **kwargs: Any,
+    ) -> list[RolloutOutput]:
+        """Run each request; return the outputs of all of them in order."""
+        assert request_config.n == 1, f"request_config.n is {request_config.n}; a scheduler runs one reply a request"
+        requests = [as_request(one) for one in infer_requests]
+        if use_tqdm is None:
+            use_tqdm = len(requests) > 1
+        tasks = [self.run(request, request_config, **kwargs) for request in requests]
+        assert self.infer_engine is not None
+        outputs = await self.infer_engine._batch_infer_stream(tasks, request_config.stream, use_tqdm, None)
+        return [one for out in outputs for one in (out if isinstance(out, list) else [out])]
+
+    async def run(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
+    ) -> RolloutOutput | list[RolloutOutput]:
+        """Let the model answer once."""
+        assert self.infer_engine is not None
+        response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
+        choice = response.choices[0]
+        turns = _Turns()
+        turns.add(choice, ids=None, mask=None, logprobs=None, goes_on=False)
+        said = {"role": "assistant", "content": choice.message.content}
+        return turns.output(response, messages=[*infer_request.messages, said], infos={"num_turns": 1})
+
+    async def _ask(self, method: Any, *args: Any) -> Any:
+        """Call a method that may be the user's."""
+        if isinstance(self.infer_engine, SchedulerEngine) and method.__module__ != __name__:
+            return await self.infer_engine.call_author(method, *args)
+        answer = method(*args)
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+class MultiTurnScheduler(RolloutScheduler, ABC):
+    """Turn after turn: `step` makes the next request, `check_finished` ends the trajectory. Both may be plain or async."""
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """Return {"infer_request": …}; also response_token_ids, response_loss_mask, rollout_logprobs and rollout_infos."""
+        raise NotImplementedError(
+            "Please implement the `step` method in your MultiTurnScheduler subclass, or override the `run` method."
+        )
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """Return whether the trajectory ends with this turn: it was cut, or it is the last one allowed."""
+        if response_choice.finish_reason == "length":
+            return True
+        return bool(self.max_turns and current_turn >= self.max_turns)
+
+    @staticmethod
+    def _extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
+        return extract_logprobs_from_choice(response_choice)
+
+    async def run(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
+    ) -> RolloutOutput | list[RolloutOutput]:
+        """Drive a trajectory to its end."""
+        engine, request, turns = self.infer_engine, infer_request, _Turns()
+        assert engine is not None
+        infos: dict[str, Any] = {}
+        response: ChatCompletionResponse | None = None
+        current = 0
+        await self._ask(self.on_trajectory_start, [request])
+        while True:
+            if current == 0 and request.messages and request.messages[-1]["role"] == "assistant":
+                request.messages.pop()  # an answer that the row gives away
+            try:
+                following = await engine.infer_async(request, request_config, **kwargs)
+            except EngineOver:
+                if response is None:
+                    raise
+                break
+            response, current = following, current + 1
+            choice = response.choices[0]
+            goes_on = _append(request.messages, choice)
+            why, extra = await self._finished(request, choice, current)
+            _merge(infos, extra, request)
+            if why is not None:
+                turns.add(choice, ids=None, mask=None, logprobs=None, goes_on=goes_on)
+                if isinstance(engine, SchedulerEngine):
+                    engine.ended(why)
+                break
+            result = await self._ask(self.step, request, choice, current)
+            ids, mask = self._checked(result, request)
+            turns.add(choice, ids=ids, mask=mask, logprobs=result.get("rollout_logprobs"), goes_on=goes_on)
+            request = as_request(result["infer_request"])
+            _merge(infos, result.get("rollout_infos"), request)
+            if isinstance(engine, SchedulerEngine):
+                engine.take(ids, mask)
+        messages = list(request.messages)
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()  # what no turn answered any more
+        return turns.output(response, messages=messages, infos={**infos, "num_turns": current})
+
+    async def _finished(
+        self, request: RolloutInferRequest, choice: ChatCompletionResponseChoice, current: int
+    ) -> tuple[str | None, Any]:
+        """Return why the trajectory ends with this turn, None if it does not, and the infos of the hook."""
+        said = await self._ask(self.on_turn_end, request, choice, current)
+        said = {} if said is None else said
+        if not isinstance(said, Mapping):
+            raise SchedulerError(
+                f"{type(self).__name__}.on_turn_end returned {said!r:.100} in trajectory {request.uuid!r}; return None, or "
+                "a dict with done, rollout_infos or score"
+            )
+        if isinstance(self.infer_engine, SchedulerEngine) and (value := _turn_score(said, current)) is not None:
+            self.infer_engine.score(value)
+        is_cut = choice.finish_reason == "length"
+        stops = bool(await self._ask(self.check_finished, request, choice, current))
+        why = ("length" if is_cut else "finished") if stops else None
+        if "done" in said and said["done"] is not None:
+            # An environment ends the trajectory, or lets it go on; what a limit cut stays cut.
+            why = "done" if said["done"] else ("length" if is_cut and stops else None)
+        if why != "done" and self.max_turns and current >= self.max_turns:
+            why = why if why == "length" else "max_turns"
+        return why, said.get("rollout_infos")
+
+    def _checked(self, result: Any, request: RolloutInferRequest) -> tuple[list[int] | None, list[int] | None]:
+        where = f"in trajectory {request.uuid!r}"
+        if not isinstance(result, Mapping) or result.get("infer_request") is None:
+            raise SchedulerError(
+                f"{type(self).__name__}.step returned {result!r:.100} {where}; return a dict with 'infer_request', the "
+                "request of the next turn"
+            )
+        ids, mask = result.get("response_token_ids") or [], result.get("response_loss_mask") or []
+        if mask and not ids:
+            raise MaskError(f"You must return response_token_ids if you want to return response_loss_mask ({where})")
+        if mask and len(mask) != len(ids):
+            raise MaskError(
+                f"response_loss_mask must have the same length as response_token_ids ({len(mask)} and {len(ids)} {where})"
+            )
+        return ([int(i) for i in ids] if ids else None), ([int(m > 0) for m in mask] if mask else None)
+
+
+class _Turns:
+    """Collects ids, masks and logprobs, a list for each assistant message."""
+
+    def __init__(self) -> None:
+        self.ids: list[list[int]] = []
+        self.masks: list[list[int]] = []
+        self.logprobs: list[list[float]] = []
+
+    def add(
+        self,
+        choice: ChatCompletionResponseChoice,
+        *,
+        ids: list[int] | None,
+        mask: list[int] | None,
+        logprobs: Sequence[float] | None,
+        goes_on: bool,
+    ) -> None:
+        """Add a turn; the step's own values win over those that were sampled."""
+        own = list(ids or choice.token_ids or [])
+        trained = list(mask) if mask is not None else [1] * len(own)
+        probs = list(logprobs or extract_logprobs_from_choice(choice))
+        if goes_on and self.ids:
+            self.ids[-1] += own
+            self.masks[-1] += trained
+            self.logprobs[-1] += probs
+        else:
+            self.ids.append(own)
+            self.masks.append(trained)
+            self.logprobs.append(probs)
+
+    def output(self, response: Any, *, messages: Messages, infos: dict[str, Any]) -> RolloutOutput:
+        """Return the whole trajectory; logprobs that are not one for each trained token are left out."""
+        trained = sum(map(sum, self.masks))
+        is_whole = sum(map(len, self.logprobs)) == trained
+        has_ids = any(self.ids)
+        return RolloutOutput(
+            response=response,
+            messages=messages,
+            response_token_ids=self.ids if has_ids else [],
+            response_loss_mask=self.masks if has_ids else [],
+            rollout_logprobs=self.logprobs if has_ids and is_whole else [],
+            rollout_infos=infos,
+        )
+
+
+def as_request(value: Any) -> RolloutInferRequest:
+    """Return a request, also where it was given as a dict."""
+    if isinstance(value, Mapping):
+        return RolloutInferRequest(**value)
+    if not isinstance(value, RolloutInferRequest):
+        raise SchedulerError(f"a request is {value!r:.100}; give a RolloutInferRequest")
+    return value
+
+
+def extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
+    """Return one logprob for each sampled token; [] where there are none."""
+    return [one["logprob"] for one in (response_choice.logprobs or {}).get("content", [])]
+
+
+def _append(messages: Messages, choice: ChatCompletionResponseChoice) -> bool:
+    """Append what was said; return whether it went on with the last message."""
+    if messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
+        messages.pop()  # a placeholder, which the engine is shown and the history does not keep
+    said: Any = choice.message.content
+    if messages and messages[-1]["role"] == "assistant":
+        messages[-1]["content"] += said
+        return True
+    messages.append({"role": "assistant", "content": said})
+    return False
+
+
+def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> None:
+    """Add infos, of which media are shown in the next turn."""
+    if not extra:
+        return
+    if not isinstance(extra, Mapping):
+        raise SchedulerError(f"rollout_infos is {extra!r:.100} in trajectory {request.uuid!r}; it must be a dict")
+    extra = {k: as_sources(MEDIA[k], v) if k in MEDIA and v else v for k, v in extra.items()}
+    try:
+        json.dumps({k: v for k, v in extra.items() if k not in MEDIA})
+    except (TypeError, ValueError) as problem:
+        raise SchedulerError(
+            f"rollout_infos of trajectory {request.uuid!r} cannot be written as JSON: {problem}"
+        ) from problem
+    infos.update(extra)
+    for name in MEDIA:
+        if extra.get(name):
+            setattr(request, name, list(extra[name]))
+
+
+def _turn_score(said: Mapping[str, Any], current: int) -> float | None:
+    """Return the score of the turn: `score`, else the newest of the infos' `step_rewards`."""
+    if said.get("score") is not None:
+        return float(said["score"])
+    steps = (said.get("rollout_infos") or {}).get("step_rewards")
+    return float(steps[-1]) if isinstance(steps, list) and len(steps) == current else None

@@ -1,0 +1,304 @@
+"""EpisodeEngine: the `infer_engine` of a scheduler in ms-swift's form. Every `infer_async` is one turn of a native episode.
+
+What the request says is compared with what the episode holds, so that sampled ids are never made again:
+
+    held  [user "2+2?"]  sampled "5"   request [user "2+2?", assistant "5", user "Wrong."]      an observation is appended
+                                       request [user "2+2?", assistant "5 But wait,"]           the message goes on
+                                       request [user "2+2?", assistant "five", user "Wrong."]   the history was edited: it
+                                                                       is rendered anew, a new segment unless it fits the old
+
+A step may say which ids its turn has. Those that begin as the sampled ones keep them; sampled ids that are missing are
+dropped and counted, or weigh 0 where something else follows; ids of the step's own are observations, never trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from polyturn.compat.swift.base import EngineOver, SchedulerEngine, as_request
+from polyturn.compat.swift.protocol import (
+    MEDIA,
+    ChatCompletionMessageToolCall,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    Function,
+    RequestConfig,
+    RolloutInferRequest,
+    UsageInfo,
+)
+from polyturn.compat.swift.template import Template, TemplateMeta
+from polyturn.core.errors import DataError, SchedulerError
+from polyturn.core.generation import FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message
+from polyturn.data.media import with_media
+from polyturn.rollout.scheduler import Reply
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from polyturn.rollout.episode import Episode
+    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.scheduler import MultiTurnScheduler
+
+_ROLES = {"tool_response": "tool", "observation": "tool", "function": "tool"}
+"""Roles of ms-swift's messages that have another name here."""
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "repetition_penalty", "min_p")
+
+
+class Asked(NamedTuple):
+    """One `infer_async`: the turn that it became, and what it returned."""
+
+    turn: LiveTurn
+    response: ChatCompletionResponse
+    text: str
+    """What was said, without what a stop word cut off."""
+    is_open: bool
+    """Whether a stop word cut it, so that the message has no end."""
+
+
+class _Given(NamedTuple):
+    """What a step said about the ids of the turn that it answers."""
+
+    ids: Sequence[int] | None
+    mask: Sequence[int] | None
+
+
+class EpisodeEngine(SchedulerEngine):
+    """Lets a scheduler generate in an episode, one turn at a time."""
+
+    def __init__(self, episode: Episode, owner: MultiTurnScheduler, *, config: RequestConfig, base: Path) -> None:
+        """Begin.
+
+        Args:
+            episode: The episode.
+            owner: The native scheduler that drives it.
+            config: How the run samples; a request may not ask for something else.
+            base: The folder that relative paths of media start from.
+        """
+        self._episode = episode
+        self._owner = owner
+        self._config = config
+        self._base = base
+        self._lock = asyncio.Lock()
+        self._held: list[Message] = []
+        """The conversation with the last reply, as the scheduler wrote it."""
+        self._given: _Given | None = None
+        self.asked: list[Asked] = []
+        self.over: StopReason | None = None
+        self.why: str | None = None
+        is_thinking = "think" in (episode.codec.chat_template or "")
+        self.template = Template(self.tokenizer, TemplateMeta(is_thinking=is_thinking))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The run's tokenizer."""
+        return self._episode.codec.tokenizer
+
+    @property
+    def engine(self) -> EpisodeEngine:
+        """Itself: there is nothing underneath that a scheduler could use."""
+        return self
+
+    # What the loop of `base.py` says.
+
+    async def call_author(self, method: Any, *args: Any) -> Any:
+        """Call a method that the user wrote, plain or async, without blocking other episodes."""
+        return await self._episode.call(self._owner, method, *args)
+
+    def take(self, ids: Sequence[int] | None, mask: Sequence[int] | None) -> None:
+        """Take what a step says about the ids of the turn that it answers."""
+        self._given = _Given(ids, mask)
+
+    def score(self, value: float) -> None:
+        """Score the last turn."""
+        self.asked[-1].turn.scores["env"] = value
+
+    def ended(self, why: str) -> None:
+        """Note why the loop ends."""
+        self.why = why
+
+    # What a scheduler calls.
+
+    async def infer_async(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **kwargs: Any
+    ) -> ChatCompletionResponse:
+        """Let the model continue the request's conversation by one turn of the episode.
+
+        Raises:
+            EngineOver: a limit forbids it.
+            SchedulerError: the request asks for another way of sampling, or shows what cannot be shown.
+        """
+        request = as_request(infer_request)
+        config = request_config or self._config
+        self._check(config)
+        async with self._lock:
+            messages, goes_on = self._messages(request)
+            if not self.asked:
+                self._begin(messages, goes_on=goes_on)
+            else:
+                self._episode.record(self.asked[-1].turn, self._next(messages, goes_on=goes_on))
+            self._given = None
+            if (reason := await self._episode.prepare()) is not None:
+                self.over = reason
+                raise EngineOver(reason.value)
+            turn = await self._episode.generate()
+            if turn.finish_reason is FinishReason.ABORT:
+                self.over = StopReason.ABORTED
+                raise EngineOver(StopReason.ABORTED.value)
+            return self._answer(turn, request, config, messages, goes_on=goes_on)
+
+    async def _batch_infer_stream(self, tasks: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
+        """Await the tasks one after the other: they share one trajectory."""
+        return [await task for task in tasks]
+
+    # Private.
+
+    def _check(self, config: RequestConfig) -> None:
+        if config.n != 1:
+            raise SchedulerError(f"request_config.n is {config.n}; a request draws one reply, so ask again for another one")
+        for name in _SAMPLING:
+            value, own = getattr(config, name), getattr(self._config, name)
+            if value is not None and value != own:
+                raise SchedulerError(
+                    f"request_config.{name} is {value} and the run samples with {own}; the trainer's logprobs depend on it, "
+                    "so set it for the run (rollout.sampling, rollout.limits)"
+                )
+
+    def _messages(self, request: RolloutInferRequest) -> tuple[list[Message], bool]:
+        """Return a request's conversation with its media, and whether its last message goes on."""
+        written = [{**m, "role": _ROLES.get(m["role"], m["role"])} for m in request.messages]
+        while written and written[-1]["role"] == "assistant" and not written[-1].get("content"):
+            written.pop()
+        if not written:
+            raise SchedulerError(f"the request of trajectory {request.uuid!r} has no messages; keep the row's prompt")
+        try:
+            # What the model wrote points at nothing, whatever it spells.
+            places = [i for i, m in enumerate(written) if m["role"] != "assistant"]
+            media = {name: getattr(request, name) for name in MEDIA}
+            for i, shown in zip(places, with_media([written[i] for i in places], media, base=self._base), strict=True):
+                written[i] = shown
+            messages = [Message.from_openai(m) for m in written]
+        except DataError as problem:
+            raise SchedulerError(f"the request of trajectory {request.uuid!r}: {problem}") from problem
+        return messages, messages[-1].role == "assistant"
+
+    def _begin(self, messages: list[Message], *, goes_on: bool) -> None:
+        if goes_on or tuple(messages) != self._episode.messages:
+            self._episode.rewrite(messages, goes_on=goes_on)
+
+    def _next(self, messages: list[Message], *, goes_on: bool) -> Reply:
+        """Make the episode's next prompt say what a request says."""
+        asked, held = self.asked[-1], self._held
+        turn, given = asked.turn, self._given
+        kept = _common(given.ids, turn) if given is not None and given.ids is not None else None
+        cuts = kept is not None and kept < turn.num_tokens
+        is_extended = messages[: len(held)] == held
+        reply: Reply | None = None
+        if goes_on and len(messages) == len(held) and messages[:-1] == held[:-1]:
+            reply = self._continued(asked, messages[-1].text, kept)
+        elif is_extended and not goes_on and not cuts and not asked.is_open:
+            reply = Reply(messages=tuple(messages[len(held) :]))
+        self._mask(turn, given)
+        return self._rewritten(messages, goes_on=goes_on) if reply is None else reply
+
+    def _continued(self, asked: Asked, text: str, kept: int | None) -> Reply | None:
+        """Let the last message go on behind what the step made of it; None where only a new render can."""
+        given = None if self._given is None else self._given.ids
+        if kept is not None and given is not None:
+            return self._episode.go_on(np.asarray(given[kept:], np.int32), keep=kept)
+        before = self._held[-1].text
+        if text.startswith(before):
+            return self._episode.go_on(text[len(before) :], keep=asked.text if asked.is_open else None)
+        return None
+
+    def _rewritten(self, messages: list[Message], *, goes_on: bool) -> Reply:
+        """Render the history anew; what stands behind its last reply is recorded as what answered the turn."""
+        read = [self._as_read(m) for m in messages]
+        if goes_on:
+            return self._episode.rewrite(messages, goes_on=True)
+        replies = [i for i, m in enumerate(read) if m.role == "assistant"]
+        first = max(1, replies[-1] + 1 if replies else len(read) - 1)
+        self._episode.rewrite(read[:first])
+        return Reply(messages=tuple(read[first:]), goes_on=True)
+
+    def _mask(self, turn: LiveTurn, given: _Given | None) -> None:
+        """Weigh the turn's sampled tokens as the step said; what it left out weighs 0."""
+        if given is None or given.ids is None:
+            return
+        kept = min(_common(given.ids, turn), turn.num_tokens)
+        if given.mask is None and kept == turn.num_tokens:
+            return
+        weights = np.zeros(turn.num_tokens, np.float32)
+        weights[:kept] = 1.0 if given.mask is None else given.mask[:kept]
+        self._episode.weigh(turn, weights)
+
+    def _as_read(self, message: Message) -> Message:
+        """Return an assistant message as the episode read it where it is word for word what was sampled."""
+        if message.role != "assistant":
+            return message
+        for asked in reversed(self.asked):
+            if message.text == asked.turn.said_before + asked.text:
+                return asked.turn.message
+        return message
+
+    def _answer(
+        self,
+        turn: LiveTurn,
+        request: RolloutInferRequest,
+        config: RequestConfig,
+        messages: list[Message],
+        *,
+        goes_on: bool,
+    ) -> ChatCompletionResponse:
+        text, is_stopped = turn.text, False
+        if hits := [at for stop in config.stop or [] if (at := text.find(stop)) >= 0]:
+            # The engine knows no stop words: what it said behind one is dropped and counted.
+            text, is_stopped = text[: min(hits)], True
+            self._episode.go_on(keep=text)
+            turn.observation, turn.is_continued = (), False
+        said = messages[-1].text + text if goes_on else text
+        before = messages[:-1] if goes_on else messages
+        self._held = [*before, Message(role="assistant", content=said)]
+        ids = turn.completion.token_ids[: turn.num_tokens].tolist()
+        probs = turn.completion.logprobs
+        calls = [
+            ChatCompletionMessageToolCall(function=Function(c.name, c.raw or str(dict(c.arguments))), id=c.id)
+            for c in (turn.message.tool_calls if request.tools else ())
+        ]
+        is_cut = turn.finish_reason is FinishReason.LENGTH and not is_stopped
+        tokens = self.tokenizer.convert_ids_to_tokens(ids)
+        entries = (
+            []
+            if probs is None
+            else [{"token": t, "logprob": float(p), "bytes": None} for t, p in zip(tokens, probs[: len(ids)], strict=True)]
+        )
+        choice = ChatCompletionResponseChoice(
+            index=0,
+            message=ChatMessage(role="assistant", content=text, tool_calls=calls or None),
+            finish_reason="length" if is_cut else "stop",
+            logprobs=None if probs is None else {"content": entries},
+            token_ids=ids,
+        )
+        prompt = len(self._episode.context_ids) - len(ids)
+        response = ChatCompletionResponse(
+            model="polyturn",
+            choices=[choice],
+            usage=UsageInfo(prompt, len(ids), prompt + len(ids)),
+            id=request.uuid or self._episode.id,
+        )
+        self.asked.append(Asked(turn, response, text, is_stopped))
+        return response
+
+
+def _common(given: Sequence[int], turn: LiveTurn) -> int:
+    """Return how many of the turn's sampled ids `given` begins with."""
+    ids = turn.completion.token_ids[: turn.num_tokens]
+    n = min(len(ids), len(given))
+    different = np.flatnonzero(ids[:n] != np.asarray(given[:n], np.int64))
+    return int(different[0]) if len(different) else n

@@ -1,0 +1,87 @@
+"""swift.rollout.gym_env: environments and context managers, as plug-ins register them.
+
+class Grid(Env):
+    async def reset(self, config): return "You are at S.", {}, "Walk to G."
+    async def step(self, action): return "You are at F.", 0.0, False, {}
+    async def close(self): ...
+envs["grid"] = Grid                       a row chooses it: {"env_config": {"name": "grid", "seed": 3}}
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from polyturn.compat.swift.orm import MathAccuracy
+from polyturn.compat.swift.protocol import Messages, RolloutInferRequest
+from polyturn.compat.swift.registry import PluginDict
+
+
+class Env(ABC):
+    """One environment of one trajectory. Its methods may be plain or async."""
+
+    def __init__(self, env_config: Any) -> None:
+        self.env_config = env_config
+
+    @abstractmethod
+    async def reset(self, config: RolloutInferRequest) -> tuple[str, dict[str, Any], str]:
+        """Begin; return the first observation, an info, and the system message ("" for none)."""
+
+    @abstractmethod
+    async def step(self, action: Messages) -> tuple[str, float, bool, dict[str, Any]]:
+        """Act on the conversation, whose last message is the model's; return observation, reward, whether done, info."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free what it holds. Called exactly once."""
+
+
+class SimpleMathEnv(Env):
+    """Says that an answer is wrong until it is right."""
+
+    tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
+    system_prompt = (
+        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. Think first, in "
+        "<think> </think>, then give the answer in <answer> </answer>."
+    )
+
+    def __init__(self, env_config: Any) -> None:
+        super().__init__(env_config)
+        self.acc_func = MathAccuracy()
+        self.solution = ""
+
+    async def reset(self, config: RolloutInferRequest) -> tuple[str, dict[str, Any], str]:
+        """Ask the row's problem."""
+        self.solution = config.data_dict["solution"]
+        return config.data_dict["problem"], {}, self.system_prompt
+
+    async def step(self, action: Messages) -> tuple[str, float, bool, dict[str, Any]]:
+        """Compare the answer with the solution."""
+        reward = float(self.acc_func([action[-1]["content"]], [self.solution])[0] == 1)
+        return self.tips_prompt, reward, reward == 1, {"math_reward": reward}
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class ContextManager(ABC):
+    """Chooses what of a history the model is shown next."""
+
+    def __init__(self, ctx_config: Any) -> None:
+        self.ctx_config = ctx_config
+
+    @abstractmethod
+    def manage_context(self, history: Messages, trajectory_id: str) -> Messages:
+        """Return the history to go on with."""
+
+
+class DummyContextManager(ContextManager):
+    """Shows everything."""
+
+    def manage_context(self, history: Messages, trajectory_id: str) -> Messages:
+        """Return the history as it is."""
+        return history
+
+
+envs = PluginDict("envs", {"math_env": SimpleMathEnv})
+context_managers = PluginDict("context_managers", {"dummyContextManager": DummyContextManager})

@@ -1,0 +1,74 @@
+"""swift.infer_engine, and what swift.llm of earlier releases offered: requests, responses, and names of engines.
+
+The engines are names only, for annotations and imports: a scheduler is given the engine of its episode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyturn.compat.swift.protocol import (
+    ChatCompletionMessageToolCall,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    Function,
+    InferRequest,
+    Messages,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+    Tool,
+    UsageInfo,
+)
+from polyturn.compat.swift.template import Template
+from polyturn.compat.swift.utils import to_device
+from polyturn.core.errors import ConfigError
+
+__all__ = [
+    "ChatCompletionMessageToolCall",
+    "ChatCompletionResponse",
+    "ChatCompletionResponseChoice",
+    "ChatMessage",
+    "Function",
+    "GRPOVllmEngine",
+    "InferEngine",
+    "InferRequest",
+    "Messages",
+    "PtEngine",
+    "RequestConfig",
+    "RolloutInferRequest",
+    "RolloutOutput",
+    "Template",
+    "Tool",
+    "TransformersEngine",
+    "UsageInfo",
+    "VllmEngine",
+    "to_device",
+]
+
+
+class InferEngine:
+    """An engine of ms-swift. Not here: a scheduler uses `self.infer_engine`, which is given to it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            f"{type(self).__name__} cannot be made here; a scheduler generates with self.infer_engine, and a reward that "
+            "needs a model of its own asks a server"
+        )
+
+
+class TransformersEngine(InferEngine):
+    """A name for annotations."""
+
+
+class PtEngine(InferEngine):
+    """A name for annotations."""
+
+
+class VllmEngine(InferEngine):
+    """A name for annotations."""
+
+
+class GRPOVllmEngine(InferEngine):
+    """A name for annotations."""

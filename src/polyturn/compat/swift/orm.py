@@ -1,0 +1,225 @@
+"""swift.rewards.orm: the base classes of reward functions, the shipped ones under their names, and the registries.
+
+    class Countdown(ORM):
+        def __call__(self, completions, target, nums, **kwargs) -> list[float | None]: ...
+    orms["external_countdown"] = Countdown              reward_funcs: [external_countdown]
+
+`completions` holds the last assistant message of each sample; every other argument is a list as long, of the row's columns
+and of what happened in the rollout (`reward_adapter.py`). None means that a reward has nothing to say about a sample.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from polyturn.compat.swift.registry import PluginDict
+from polyturn.rewards import math as math_reward
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_FORMAT = re.compile(r"\A<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])", re.DOTALL)
+_REACT = re.compile(r"\A<think>.*?</think>\s*Action:.*?Action Input:.*?\Z", re.DOTALL)
+_ACTION = re.compile(r"Action:\s*(.*?)\s*\n\s*Action Input:\s*(.*?)\s*(?=\nObservation:|\nThought:|\nAction:|\Z)", re.DOTALL)
+
+
+class ORM:
+    """A reward function. `__init__` may take the run's arguments, `__call__` scores a list of completions."""
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        self.args = args
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """Return one score, or None, for each completion."""
+        raise NotImplementedError
+
+
+class AsyncORM(ORM):
+    """A reward function that waits for something; several of them wait at the same time."""
+
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        """Return one score, or None, for each completion."""
+        raise NotImplementedError
+
+
+class PRM:
+    """A scorer of steps, for sampling; kept so that files which define one can be loaded."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return the scores."""
+        raise NotImplementedError
+
+
+class MathAccuracy(ORM):
+    """Whether the answer equals the row's `solution`, as mathematics."""
+
+    def __call__(self, completions: list[str], solution: Sequence[Any], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        """Return 1.0 or 0.0."""
+        return [
+            1.0
+            if (answer := _answer(said)) is not None and math_reward.is_equal(answer, _answer(str(gold)) or str(gold))
+            else 0.0
+            for said, gold in zip(completions, solution, strict=True)
+        ]
+
+
+class Format(ORM):
+    """Whether the whole text is `<think>…</think><answer>…</answer>`."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """Return 1.0 or 0.0."""
+        return [float(_FORMAT.match(said) is not None) for said in completions]
+
+
+class ReActFormat(ORM):
+    """Whether the whole text is `<think>…</think> Action:… Action Input:…`."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """Return 1.0 or 0.0."""
+        return [float(_REACT.match(said) is not None) for said in completions]
+
+
+class CosineReward(ORM):
+    """Accuracy, scaled by length: right answers gain from being short, wrong ones lose less for being long."""
+
+    def __init__(self, args: Any = None, accuracy_orm: ORM | None = None, **kwargs: Any) -> None:
+        super().__init__(args)
+        self.min_len_value_wrong = float(_option(args, "cosine_min_len_value_wrong", -0.5))
+        self.max_len_value_wrong = float(_option(args, "cosine_max_len_value_wrong", 0.0))
+        self.min_len_value_correct = float(_option(args, "cosine_min_len_value_correct", 1.0))
+        self.max_len_value_correct = float(_option(args, "cosine_max_len_value_correct", 0.5))
+        self.max_len = float(_option(args, "cosine_max_len", None) or _option(args, "max_completion_length", 512))
+        self.accuracy_orm = accuracy_orm or MathAccuracy()
+
+    def __call__(self, completions: list[str], solution: Sequence[Any], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        """Return a score for each completion."""
+        right = self.accuracy_orm(completions, solution=solution, **kwargs)
+        scores: list[float | None] = []
+        for is_right, ids in zip(right, kwargs["response_token_ids"], strict=True):
+            low, high = (
+                (self.max_len_value_correct, self.min_len_value_correct)
+                if is_right is not None and is_right >= 1
+                else (self.max_len_value_wrong, self.min_len_value_wrong)
+            )
+            share = min(num_tokens(ids) / self.max_len, 1.0)
+            scores.append(low + 0.5 * (high - low) * (1 + math.cos(share * math.pi)))
+        return scores
+
+
+class RepetitionPenalty(ORM):
+    """A penalty for word n-grams that come again."""
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(args)
+        self.ngram_size = int(_option(args, "repetition_n_grams", 3))
+        self.max_penalty = float(_option(args, "repetition_max_penalty", -1.0))
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """Return 0 or less for each completion."""
+        scores: list[float | None] = []
+        for said in completions:
+            words = said.lower().split()
+            grams = [tuple(words[i : i + self.ngram_size]) for i in range(len(words) - self.ngram_size + 1)]
+            scores.append((1 - len(set(grams)) / len(grams)) * self.max_penalty if grams else 0.0)
+        return scores
+
+
+class SoftOverlong(ORM):
+    """A penalty that grows over the last `soft_cache_length` tokens before `soft_max_length`."""
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(args)
+        self.soft_max_length = int(_option(args, "soft_max_length", None) or _option(args, "max_completion_length", 512))
+        self.soft_cache_length = int(_option(args, "soft_cache_length", None) or 0)
+        assert 0 < self.soft_cache_length < self.soft_max_length, (
+            f"soft_cache_length is {self.soft_cache_length}; it must be between 0 and, {self.soft_max_length}"
+        )
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """Return 0 or less for each completion."""
+        free = self.soft_max_length - self.soft_cache_length
+        return [min(-(num_tokens(ids) - free) / self.soft_cache_length, 0.0) for ids in kwargs["response_token_ids"]]
+
+
+class ReactORM(ORM):
+    """Whether the last action equals that of the `solution`: its name, and its input as JSON, else word for word."""
+
+    def __call__(self, completions: list[str], solution: Sequence[str], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        """Return 1.0 or 0.0."""
+        return [float(_same_action(said, gold)) for said, gold in zip(completions, solution, strict=True)]
+
+
+class MathORM(ORM):
+    """The scorer of ms-swift's sampling tool, which is no reward of a run."""
+
+    def __call__(self, infer_requests: Any, ground_truths: Any, **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        """Score the last message of each request."""
+        said = [
+            one["messages"][-1]["content"] if isinstance(one, dict) else one.messages[-1]["content"]
+            for one in infer_requests
+        ]
+        return MathAccuracy()(said, solution=ground_truths)
+
+
+class ThinkingTips(ORM):
+    """The accuracy of a trajectory's last turn, given to every sample that the trajectory was cut into."""
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(args)
+        self.acc_func = MathAccuracy()
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """Return 1.0 or 0.0."""
+        rows = [kwargs["trajectory_inputs"][request_id][-1] for request_id in kwargs["request_id"]]
+        return self.acc_func([row["messages"][-1]["content"] for row in rows], solution=[row["solution"] for row in rows])
+
+
+def num_tokens(ids: Sequence[Any]) -> int:
+    """Return the number of tokens, also where they come as a list for each turn."""
+    return sum(len(one) if isinstance(one, Sequence) else 1 for one in ids)
+
+
+def _option(args: Any, name: str, default: Any) -> Any:
+    value = vars(args).get(name) if args is not None else None
+    return default if value is None else value
+
+
+def _answer(text: str) -> str | None:
+    tagged = _TAGGED.findall(text)
+    if tagged:
+        return math_reward.last_boxed(tagged[-1]) or tagged[-1].strip()
+    if (boxed := math_reward.last_boxed(text)) is not None:
+        return boxed
+    numbers = _NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def _same_action(said: str, gold: str) -> bool:
+    ours, wanted = _ACTION.findall(said), _ACTION.findall(gold)
+    if not ours or not wanted or ours[-1][0] != wanted[-1][0]:
+        return False
+    mine, right = ours[-1][1], wanted[-1][1]
+    try:
+        return bool(json.loads(mine) == json.loads(right))
+    except ValueError:
+        return mine.split() == right.split()
+
+
+orms = PluginDict(
+    "orms",
+    {
+        "accuracy": MathAccuracy,
+        "format": Format,
+        "react_format": ReActFormat,
+        "cosine": CosineReward,
+        "repetition": RepetitionPenalty,
+        "soft_overlong": SoftOverlong,
+        "toolbench": ReactORM,
+        "math": MathORM,
+        "thinking_tips": ThinkingTips,
+    },
+)
+prms = PluginDict("prms")

@@ -1,0 +1,55 @@
+"""The registries that plug-in files write to: dictionaries in which two plug-ins cannot take one name.
+
+    multi_turns["mine"] = Mine        a class of `multi_turn.RolloutScheduler`
+    orms["mine"] = Mine               a class of `rewards.ORM`, or a function
+
+A plug-in may replace what is shipped; what another plug-in registered stays, and the second one is told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+
+
+class PluginDict(dict[str, Any]):
+    """Name -> class, for one kind of plug-in."""
+
+    def __init__(self, kind: str, shipped: dict[str, Any] | None = None) -> None:
+        super().__init__(shipped or {})
+        self.kind = kind
+
+    def __setitem__(self, name: str, entry: Any) -> None:
+        held = self.get(name)
+        if held is not None and held is not entry and not _is_shipped(held) and _home(held) != _home(entry):
+            raise ConfigError(
+                f"{self.kind}: two plug-ins register the name {name!r}: {_home(held)} ({_name(held)}) and {_home(entry)} "
+                f"({_name(entry)}); rename one of them"
+            )
+        super().__setitem__(name, entry)
+
+    def find(self, name: str) -> Any:
+        """Return what a name stands for.
+
+        Raises:
+            UnknownNameError: nothing is registered under it.
+        """
+        if name not in self:
+            raise UnknownNameError(
+                f"{self.kind}: there is no {name!r}.{did_you_mean(name, self)} A plug-in file registers its own with "
+                f"{self.kind}[{name!r}] = …; name the file under `plugins`"
+            )
+        return self[name]
+
+
+def _home(entry: Any) -> str:
+    return str(entry.__module__ if isinstance(entry, type) or callable(entry) else type(entry).__module__)
+
+
+def _name(entry: Any) -> str:
+    return entry.__name__ if isinstance(entry, type) else type(entry).__name__
+
+
+def _is_shipped(entry: Any) -> bool:
+    return _home(entry).partition(".")[0] == "polyturn"

@@ -1,0 +1,344 @@
+"""The schedulers that ms-swift ships, under their names: math tips, thinking tips, gym, OpenEnv.
+
+User code subclasses them, so they are written on its interface and keep the attributes that subclasses read and replace
+(`_envs`, `_total_rewards`, `_step_rewards`, `_pending_obs`, `_create_env`, `_close_and_remove`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import urllib.error
+import urllib.request
+from copy import deepcopy
+from typing import Any
+
+from polyturn.compat.swift.base import MultiTurnScheduler, multi_turns
+from polyturn.compat.swift.gym_env import context_managers, envs
+from polyturn.compat.swift.orm import MathAccuracy
+from polyturn.compat.swift.protocol import (
+    ChatCompletionResponseChoice,
+    Messages,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+)
+from polyturn.compat.swift.template import without_reasoning
+from polyturn.core.errors import SchedulerError, did_you_mean
+
+_FENCE = re.compile(r"\A\s*```[a-zA-Z]*\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
+
+
+class MathTipsScheduler(MultiTurnScheduler):
+    """A wrong answer is cut away, once, and the same message goes on behind a hint."""
+
+    tips_prompt = "But wait... It seems I made a mistake,"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.acc_func = kwargs.get("acc_function") or MathAccuracy()
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """End where the hint was given, or the answer is right."""
+        said = infer_request.messages[-1]["content"]
+        if self.tips_prompt in said or self.acc_func([said], [infer_request.data_dict["solution"]])[0] == 1:
+            return True
+        return super().check_finished(infer_request, response_choice, current_turn)
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """Cut at the answer and add the hint, whose tokens are masked."""
+        said = str(response_choice.message.content)
+        cut = min((at for mark in ("<answer>", "</think>") if (at := said.find(mark)) >= 0), default=len(said))
+        infer_request.messages[-1]["content"] = said[:cut] + self.tips_prompt
+        if not response_choice.token_ids or self.tokenizer is None:
+            return {"infer_request": infer_request}
+        kept = _first_ids(self.tokenizer, response_choice.token_ids, len_text=cut)
+        probs = self._extract_logprobs_from_choice(response_choice)
+        tip = list(self.tokenizer.encode(self.tips_prompt, add_special_tokens=False))
+        return {
+            "infer_request": infer_request,
+            "response_token_ids": response_choice.token_ids[:kept] + tip,
+            "response_loss_mask": [1] * kept + [0] * len(tip),
+            "rollout_logprobs": probs[:kept],
+        }
+
+
+class ThinkingModelTipsScheduler(MultiTurnScheduler):
+    """A wrong answer draws a hint from the user, once; each turn is an output of its own, whose history has no reasoning."""
+
+    tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.acc_func = kwargs.get("acc_function") or MathAccuracy()
+
+    async def run(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
+    ) -> list[RolloutOutput]:
+        """Return one output for each turn."""
+        request = infer_request
+        outputs: list[RolloutOutput] = []
+        assert self.infer_engine is not None
+        while True:
+            history = _without_reasoning(request.messages)
+            shown = RolloutInferRequest(**{**vars(request), "messages": history})
+            response = await self.infer_engine.infer_async(shown, request_config, **kwargs)
+            choice = response.choices[0]
+            said = {"role": "assistant", "content": choice.message.content}
+            request.messages.append(said)
+            turn = len(outputs) + 1
+            outputs.append(
+                RolloutOutput(
+                    response=response,
+                    messages=[*history, said],
+                    response_token_ids=choice.token_ids or [],
+                    rollout_infos={"num_turns": turn},
+                )
+            )
+            if await self._ask(self.check_finished, request, choice, turn):
+                return outputs
+            request = (await self._ask(self.step, request, choice, turn))["infer_request"]
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """End where the hint was given, or the answer is right."""
+        if self.tips_prompt in infer_request.messages[-2]["content"]:
+            return True
+        if self.acc_func([str(response_choice.message.content)], [infer_request.data_dict["solution"]])[0] == 1:
+            return True
+        return super().check_finished(infer_request, response_choice, current_turn)
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """Give the hint."""
+        infer_request.messages.append({"role": "user", "content": self.tips_prompt})
+        return {"infer_request": infer_request}
+
+
+class GYMScheduler(MultiTurnScheduler):
+    """Every turn is an action in the environment that the row's `env_config` names."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gym_env_name: str | None = kwargs.get("gym_env")
+        self.context_manager_name: str | None = kwargs.get("context_manager")
+        self._envs: dict[str | None, Any] = {}
+        self._total_rewards: dict[str | None, float] = {}
+        self._step_rewards: dict[str | None, list[float]] = {}
+        self._pending_obs: dict[str | None, str | None] = {}
+
+    def _create_env(self, env_config: dict[str, Any]) -> Any:
+        name = env_config.get("name", self.gym_env_name)
+        if name is None or name not in envs:
+            raise ValueError(
+                f"Environment '{name}' not found. Available: {list(envs)}.{did_you_mean(str(name), envs) if name else ''}"
+            )
+        return envs[name](env_config)
+
+    async def _close_and_remove(self, uuid: str | None) -> None:
+        """Close an environment, if it is open, and forget everything about it."""
+        env = self._envs.pop(uuid, None)
+        for state in (self._total_rewards, self._step_rewards, self._pending_obs):
+            state.pop(uuid, None)
+        if env is not None:
+            await self._plain_or_async(env.close)
+
+    async def _plain_or_async(self, method: Any, *args: Any) -> Any:
+        """Call a method of an environment, a plain one without blocking other trajectories."""
+        answer = method(*args) if inspect.iscoroutinefunction(method) else await self._ask(method, *args)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:
+        """Reset an environment for each request; its observation becomes the prompt."""
+
+        async def start(request: RolloutInferRequest) -> None:
+            if request.uuid in self._envs:
+                await self._close_and_remove(request.uuid)
+            env = self._envs[request.uuid] = self._create_env(dict(request.data_dict.get("env_config") or {}))
+            observation, _, system = await self._plain_or_async(env.reset, request)
+            self._begin(request, observation, system)
+
+        await asyncio.gather(*map(start, requests))
+
+    def _begin(self, request: RolloutInferRequest, observation: str, system: str | None) -> None:
+        request.messages = [
+            *([{"role": "system", "content": system}] if system else []),
+            {"role": "user", "content": observation},
+        ]
+        self._total_rewards[request.uuid] = 0.0
+        self._step_rewards[request.uuid] = []
+        self._pending_obs[request.uuid] = None
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """Act."""
+        env = self._envs.get(infer_request.uuid)
+        if env is None:
+            return {"done": True, "rollout_infos": {}}
+        answer = await self._plain_or_async(env.step, deepcopy(infer_request.messages))
+        if not isinstance(answer, tuple | list) or len(answer) != 4:
+            raise SchedulerError(
+                f"{type(env).__name__}.step returned {answer!r:.100} in trajectory {infer_request.uuid!r}; return "
+                "(next_observation, reward, done, info)"
+            )
+        observation, reward, done, _ = answer
+        return await self._scored(infer_request.uuid, observation, float(reward), bool(done))
+
+    async def _scored(self, uuid: str | None, observation: str | None, reward: float, done: bool) -> dict[str, Any]:
+        self._total_rewards[uuid] = self._total_rewards.get(uuid, 0.0) + reward
+        self._step_rewards.setdefault(uuid, []).append(reward)
+        self._pending_obs[uuid] = None if done else observation
+        infos = {
+            "total_reward": self._total_rewards[uuid],
+            "step_rewards": list(self._step_rewards[uuid]),
+            "gym_done": done,
+        }
+        if done:
+            await self._close_and_remove(uuid)
+        return {"done": done, "rollout_infos": infos}
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """Show what the environment answered."""
+        observation = self._pending_obs.get(infer_request.uuid)
+        if observation is not None:
+            infer_request.messages.append({"role": "user", "content": observation})
+        named = infer_request.data_dict.get("ctx_config") or {}
+        name = named.get("name", self.context_manager_name)
+        if name is not None:
+            manager = context_managers.find(name)(named)
+            infer_request.messages = manager.manage_context(infer_request.messages, str(infer_request.uuid))
+        return {"infer_request": infer_request}
+
+    async def on_trajectory_end(self, requests: list[RolloutInferRequest], error: BaseException | None = None) -> Any:
+        """Close what is still open."""
+        for request in requests:
+            await self._close_and_remove(request.uuid)
+
+
+class OpenEnvWrapper:
+    """A session with an OpenEnv server: `POST /reset` and `POST /step`. Blocking; the scheduler calls it in a thread."""
+
+    def __init__(self, env_config: dict[str, Any]) -> None:
+        self.base_url = str(env_config.get("base_url", "http://localhost:8000")).rstrip("/")
+        self.reset_kwargs = dict(env_config.get("reset_kwargs") or {})
+        self.timeout_s = float(env_config.get("timeout_s", 30.0))
+
+    def reset(self) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode; tried three times, because nothing was done yet."""
+        problem: Exception | None = None
+        for _ in range(3):
+            try:
+                reply = self._post("reset", self.reset_kwargs)
+                return reply.get("observation"), dict(reply.get("metadata") or {})
+            except (OSError, urllib.error.URLError) as error:
+                problem = error
+        raise SchedulerError(
+            f"the OpenEnv server at {self.base_url} does not answer ({problem}); start it, or set env_config.base_url"
+        )
+
+    def step(self, action: dict[str, Any]) -> tuple[Any, float, bool, dict[str, Any]]:
+        """Act; never repeated, because a server that lost the connection may have acted."""
+        reply = self._post("step", {"action": action})
+        reward = float(reply.get("reward") or 0.0)
+        return reply.get("observation"), reward, bool(reply.get("done")), dict(reply.get("metadata") or {})
+
+    def close(self) -> None:
+        """End the session."""
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"{self.base_url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+
+
+class OpenEnvScheduler(GYMScheduler):
+    """Every turn is an action in an environment behind an OpenEnv server."""
+
+    max_concurrent_envs = 4
+    """Environments that one call of `on_trajectory_start` opens at once."""
+    env_config_defaults: dict[str, Any] = {}  # noqa: RUF012  (subclasses replace it)
+    """What a row's `env_config` may leave out."""
+
+    def _create_env(self, env_config: dict[str, Any]) -> Any:
+        return OpenEnvWrapper(env_config)
+
+    def parse_action(self, text: str) -> Any:
+        """Return the action that a reply spells: a JSON object, else {"message": the reply}."""
+        fenced = _FENCE.match(text)
+        body = fenced[1] if fenced else text
+        try:
+            found = json.loads(body)
+        except ValueError:
+            found = None
+        return found if isinstance(found, dict) else {"message": body}
+
+    def format_observation(self, observation: Any) -> str:
+        """Return an observation as the text that the model reads."""
+        return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False, default=str)
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:
+        """Open and reset an environment for each request."""
+        slots = asyncio.Semaphore(self.max_concurrent_envs)
+
+        async def start(request: RolloutInferRequest) -> None:
+            async with slots:
+                if request.uuid in self._envs:
+                    await self._close_and_remove(request.uuid)
+                config = {**self.env_config_defaults, **(request.data_dict.get("env_config") or {})}
+                env = self._envs[request.uuid] = self._create_env(config)
+                observation, _ = await self._plain_or_async(env.reset)
+                self._begin(request, self.format_observation(observation), config.get("system_message"))
+
+        await asyncio.gather(*map(start, requests))
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """Act."""
+        env = self._envs.get(infer_request.uuid)
+        if env is None:
+            return {"done": True, "rollout_infos": {}}
+        action = self.parse_action(str(response_choice.message.content))
+        observation, reward, done, _ = await self._plain_or_async(env.step, action)
+        shown = None if done else self.format_observation(observation)
+        return await self._scored(infer_request.uuid, shown, float(reward or 0.0), bool(done))
+
+
+def _first_ids(tokenizer: Any, ids: list[int], *, len_text: int) -> int:
+    """Return how many ids stand for the first `len_text` characters."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        if len(tokenizer.decode(ids[:middle], skip_special_tokens=False)) >= len_text:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _without_reasoning(messages: Messages) -> Messages:
+    """Return a history whose earlier replies have lost their reasoning."""
+    return [{**m, "content": without_reasoning(m["content"])} if m["role"] == "assistant" else dict(m) for m in messages]
+
+
+multi_turns.update(
+    math_tip_trick=MathTipsScheduler,
+    math_tip_trick_multi_turn=MathTipsScheduler,
+    thinking_tips_scheduler=ThinkingModelTipsScheduler,
+    gym_scheduler=GYMScheduler,
+    openenv_scheduler=OpenEnvScheduler,
+)

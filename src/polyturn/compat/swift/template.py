@@ -1,0 +1,44 @@
+"""swift.template: the names that plug-ins annotate with, and the template that a scheduler's engine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from polyturn.compat.swift.protocol import Messages, Tool
+
+__all__ = ["Messages", "Prompt", "Template", "TemplateMeta", "Tool", "Word"]
+
+Word = str | list[int]
+Prompt = list[Word]
+
+
+@dataclass
+class TemplateMeta:
+    """What is known about a template."""
+
+    is_thinking: bool = False
+    """Whether it writes reasoning of its own accord."""
+
+
+@dataclass
+class Template:
+    """The chat template of a run, for schedulers that ask for its tokenizer."""
+
+    tokenizer: Any
+    template_meta: TemplateMeta
+    mode: str = "train"
+
+    def _swift_prepare_inputs(self, inputs: Any) -> None:
+        """Take the reasoning out of the earlier replies of `inputs.messages`, in place."""
+        last = len(inputs.messages) - 1
+        for i, message in enumerate(inputs.messages):
+            if message["role"] == "assistant" and i != last:
+                message["content"] = without_reasoning(message["content"])
+
+
+def without_reasoning(content: Any) -> Any:
+    """Return a reply without its reasoning."""
+    if not isinstance(content, str) or "</think>" not in content:
+        return content
+    return content.rpartition("</think>")[2].strip()

@@ -1,0 +1,288 @@
+"""Plug-in files written for ms-swift run as they are: loaded by name, driven by the native loop, byte for byte the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn import compat
+from polyturn.compat.swift.adapter import SwiftScheduler
+from polyturn.compat.swift.base import multi_turns
+from polyturn.compat.swift.gym_env import envs
+from polyturn.compat.swift.orm import orms
+from polyturn.core.errors import ConfigError, MissingModuleError
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.media import to_source
+from polyturn.core.messages import Message
+from polyturn.core.plugins import load_plugins
+from polyturn.core.task import Task
+from polyturn.core.trajectory import SpanSource, Trajectory
+from polyturn.engines.scripted import ScriptedEngine
+from polyturn.rollout.episode import run_episode
+from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.multimodal import MediaProcessor
+
+FILES = Path(__file__).parents[2] / "data" / "swift_plugins"
+MAPS = {
+    0: "GFFF/FFSF/FFHF/FFFF",
+    1: "FHFF/SFFF/GFHF/FFFF",
+    2: "HHFF/HFFF/GFFS/FFFH",
+    3: "GFFF/FFFS/FFHF/HFFF",
+    4: "FFFF/FGHH/FFSF/FFFH",
+    5: "FSFH/FHFF/HFHF/FFGF",
+    6: "FHFG/FFSF/FFFH/FFFF",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _files() -> Iterator[None]:
+    before = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FILES.glob("*.py")}
+    compat.install("swift")
+    load_plugins(sorted(FILES.glob("*.py")))
+    yield
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FILES.glob("*.py")} == before
+
+
+async def play(
+    scheduler: str, says: list[str], row: Task, *, max_turns: int | None = 3, **options: Any
+) -> tuple[Trajectory, SwiftScheduler]:
+    driver = SwiftScheduler(scheduler, max_turns=max_turns, **options)
+    context = scripted_context(says, scheduler=driver, rewards={"openai/gsm8k": lambda trajectory: 1.0})
+    return await run_episode(context, row, id="e0"), driver
+
+
+def infos(trajectory: Trajectory) -> Mapping[str, Any]:
+    return {k: v for turn in trajectory.turns for k, v in turn.info.items()}
+
+
+def said(trajectory: Trajectory) -> list[str]:
+    return [m.text for m in trajectory.messages if m.role == "assistant"]
+
+
+# --- FrozenLake ---------------------------------------------------------------------------------------------------------
+
+
+def frozen(seed: int) -> Task:
+    return task("<placeholder>", extra={"env_config": {"name": "frozen_lake", "seed": seed}})
+
+
+@pytest.mark.parametrize(("seed", "board"), MAPS.items())
+async def test_frozen_lake_shows_the_maps_that_its_seeds_have_in_ms_swift(seed: int, board: str) -> None:
+    trajectory, _ = await play("gym_scheduler", ["<action>nowhere</action>"], frozen(seed), max_turns=1)
+    shown = next(m.text for m in trajectory.messages if m.role == "user")
+    assert shown.replace(" ", "").replace("\n", "/") == board.replace("S", "P")
+
+
+async def test_a_frozen_lake_that_is_won_ends_with_its_infos_and_a_score_for_each_turn() -> None:
+    trajectory, driver = await play(
+        "gym_scheduler", ["<action>UP</action>", "I go left", "<action>left</action>"], frozen(0), max_turns=None
+    )
+    assert trajectory.stop_reason is StopReason.ENV_DONE
+    assert infos(trajectory) == {"total_reward": 1.0, "step_rewards": [0, 0, 1.0], "gym_done": True}
+    assert trajectory.turn_scores == (0.0, 0.0, 1.0)
+    assert [m.role for m in trajectory.messages] == ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
+    (segment,) = trajectory.segments
+    sampled = [s for s in segment.spans if s.source is SpanSource.SAMPLED]
+    assert len(sampled) == 3 and all(s.loss_weights.all() for s in sampled), "the tokens of every turn are trained"
+    assert not driver._lives
+
+
+async def test_an_environment_is_closed_once_where_a_limit_ends_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[object] = []
+    real = envs["frozen_lake"].close
+
+    async def close(env: Any) -> None:
+        closed.append(env)
+        await real(env)
+
+    monkeypatch.setattr(envs["frozen_lake"], "close", close)
+    trajectory, _ = await play("gym_scheduler", ["hm"], frozen(0), max_turns=2)
+    assert trajectory.stop_reason is StopReason.MAX_TURNS
+    assert len(closed) == 1
+
+
+# --- ReAct --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "result"),
+    [
+        ("1+1", "Result: 2"),
+        ("3 4", "Result: 34"),
+        ("10/4", "Result: 2.5"),
+        ("-5", "Result: -5"),
+        ("2*(3", "Error: unmatched parentheses."),
+        ("abc", "Error: expression contains disallowed characters."),
+        ("2**3", "Calculation error: Unsupported operation: Pow"),
+        ("1/0", "Calculation error: Division by zero"),
+    ],
+)
+async def test_react_results_go_on_in_the_same_message_and_are_masked(written: str, result: str) -> None:
+    call = f"Action: calculator\nAction Input: {written}\n"
+    trajectory, _ = await play("tool_call_scheduler", [call, "The answer is 20"], task())
+    assert said(trajectory) == [f"{call}{result}The answer is 20"]
+    assert infos(trajectory) == {"tool_results": result}
+    (segment,) = trajectory.segments
+    codec = tiny_codec()
+    parts = [(s.source, codec.decode(s.ids), bool(s.loss_weights.any())) for s in segment.spans[1:]]
+    ended = codec.decode(np.array(codec.stop_token_ids[:1], np.int32))
+    assert parts == [
+        (SpanSource.SAMPLED, call, True),
+        (SpanSource.OBSERVATION, result, False),
+        (SpanSource.SAMPLED, f"The answer is 20{ended}", True),
+    ]
+
+
+async def test_a_reply_without_a_call_ends_and_an_unknown_tool_is_told() -> None:
+    ended, _ = await play("tool_call_scheduler", ["no tool"], task())
+    assert len(ended.turns) == 1 and infos(ended) == {}
+    unknown, _ = await play("tool_call_scheduler", ["Action: foo\nAction Input: 1\n", "ok"], task())
+    assert infos(unknown) == {"tool_results": "unknown tool foo"}
+
+
+async def test_a_stop_word_cuts_what_the_model_makes_up_and_counts_it() -> None:
+    call = "Action: calculator\nAction Input: 1+1\n"
+    trajectory, _ = await play(
+        "tool_call_scheduler", [f"{call}Observation: 7 surely", "It is 2"], task(), stop_words=["Observation:"]
+    )
+    assert said(trajectory) == [f"{call}Result: 2It is 2"]
+    assert trajectory.metrics["dropped_cut"] > 0
+
+
+# --- Sudoku -------------------------------------------------------------------------------------------------------------
+
+
+class FakeSudoku:
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.closed = 0
+        self.moves: list[str] = []
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"messages": [{"content": "an empty grid"}]}, {}
+
+    def step(self, action: Mapping[str, Any]) -> tuple[str, float, bool, dict[str, Any]]:
+        self.moves.append(action["message"])
+        return ("invalid" if action["message"] == "[9 9 9]" else "placed"), 0.0, len(self.moves) == 3, {}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+async def test_sudoku_scores_its_parts_and_ends_with_a_move_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeSudoku] = []
+
+    def create(self: Any, config: Mapping[str, Any]) -> FakeSudoku:
+        made.append(FakeSudoku(config))
+        return made[-1]
+
+    monkeypatch.setattr(multi_turns["sudoku_scheduler"], "_create_env", create)
+    trajectory, _ = await play("sudoku_scheduler", ["[1 1 1]", "[1 1 1]", "hm"], task(extra={"env_config": {}}), max_turns=5)
+    assert [e.closed for e in made] == [1]
+    assert made[0].moves == ["[1 1 1]", "[1 1 1]"]
+    assert trajectory.stop_reason is StopReason.ENV_DONE
+    assert trajectory.turn_scores[:2] == pytest.approx((1 + 1 + 0 + 1 / 51, 1 + 0 - 2 + 1 / 51))
+    assert trajectory.turn_scores[2] == -1.0
+    assert infos(trajectory)["gym_done"] is True and "empty_cell_reward" in infos(trajectory)
+
+
+def test_an_openenv_reply_is_read_as_json_else_as_a_message() -> None:
+    scheduler = multi_turns["openenv_scheduler"]()
+    assert scheduler.parse_action('```json\n{"a":1}\n```') == {"a": 1}
+    assert scheduler.parse_action("hey") == {"message": "hey"}
+    assert scheduler.parse_action("[1]") == {"message": "[1]"}
+    assert scheduler.format_observation({"é": 1}) == '{"é": 1}'
+    assert scheduler.max_concurrent_envs == 4
+
+
+# --- DeepEyes -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_crop_is_given_to_the_next_turn_and_to_the_record() -> None:
+    vision = pytest.importorskip("polyturn.testing.vision")
+    codec = Codec(vision.vision_tokenizer())
+    media = MediaProcessor(vision.tiny_processor(codec.tokenizer), codec)
+    image = to_source("image", np.zeros((64, 64, 3), np.uint8))
+    row = Task(
+        id="t",
+        data_source="openai/gsm8k",
+        prompt=(Message(role="user", content=({"type": "image", "image": image}, {"type": "text", "text": "Color?"})),),
+    )
+    call = '<tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [0, 0, 40, 40]}}</tool_call>'
+    ends = codec.stop_token_ids[:1]
+    script = ScriptedEngine([[*codec.encode(text), *ends] for text in (call, "<answer>black</answer>")])
+    context = dataclasses.replace(
+        scripted_context(
+            [], scheduler=SwiftScheduler("deepeyes_scheduler", max_turns=3), rewards={"*": lambda trajectory: 1.0}
+        ),
+        engine=script,
+        codec=codec,
+        media=media,
+    )
+    trajectory = await run_episode(context, row, id="e0")
+    assert trajectory.error is None
+    assert [len(m.media) for m in trajectory.messages] == [1, 0, 1, 0]
+    assert len(trajectory.segments[0].media) == 2
+    assert len(infos(trajectory)["images"]) == 2
+
+
+async def test_a_call_that_cannot_be_read_is_told_to_the_model() -> None:
+    trajectory, _ = await play("deepeyes_scheduler", ["<tool_call>zoom</tool_call>", "<answer>4</answer>"], task())
+    told = [m.text for m in trajectory.messages if m.role == "user"][1]
+    assert told.startswith("Error: Invalid tool call format: ")
+
+
+# --- rewards ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_registered_rewards_score_as_described() -> None:
+    countdown = orms["external_countdown"]()
+    assert countdown(["<answer>1+2*3</answer>", "<answer>1+2</answer>", "7"], target=[7] * 3, nums=[[1, 2, 3]] * 3) == [
+        1,
+        0,
+        0,
+    ]
+    assert orms["gsm8k_accuracy"]()(["so \\boxed{1,024}", "#### 3"], solution=["#### 1024", "#### 4"]) == [1.0, 0.0]
+    assert orms["gsm8k_format"]()(["\\boxed{1}", "1"]) == [1.0, 0.0]
+
+
+# --- loading ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "gsm8k_plugin.py"
+    other.write_text("x = 1\n")
+    with pytest.raises(ConfigError, match="would both be the module 'gsm8k_plugin'; rename one"):
+        load_plugins([other])
+
+
+def test_two_plug_ins_that_register_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "another_frozen_lake.py").write_text(
+        "from swift.rollout.gym_env import Env, envs\nclass Lake(Env):\n    pass\nenvs['frozen_lake'] = Lake\n"
+    )
+    wanted = re.escape("envs: two plug-ins register the name 'frozen_lake': frozen_lake_plugin (FrozenLakeEnv) and another")
+    with pytest.raises(ConfigError, match=wanted):
+        load_plugins([tmp_path / "another_frozen_lake.py"])
+
+
+def test_a_file_that_fails_is_named_with_what_it_raised(tmp_path: Path) -> None:
+    (tmp_path / "broken_plugin.py").write_text("import no_such_library_at_all\n")
+    with pytest.raises(MissingModuleError, match=r"broken_plugin\.py' fails when imported: ModuleNotFoundError: No module"):
+        load_plugins(["broken_plugin.py"], base=tmp_path)
+    with pytest.raises(MissingModuleError, match="there is no Python file"):
+        load_plugins(["not_there.py"], base=tmp_path)
+
+
+def test_a_file_finds_the_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "helper_of_a_plugin.py").write_text("VALUE = 3\n")
+    (tmp_path / "plugin_with_helper.py").write_text("from helper_of_a_plugin import VALUE\n")
+    (module,) = load_plugins([tmp_path / "plugin_with_helper.py"])
+    assert module.VALUE == 3
+    assert load_plugins([tmp_path / "plugin_with_helper.py"]) == [module]
