@@ -6,6 +6,8 @@
      "extra_info": {"index": 0, "tools_kwargs": {"calc": {"create_kwargs": {...}}},
                     "interaction_kwargs": {"name": "gsm8k", "ground_truth": "4"}}}                     a row of verl's shape
       ->  Task(id="train-0", prompt=(Message(...),), ground_truth="4", tools=("calc",), interaction=InteractionRef("gsm8k"))
+    {"messages": [{"role": "user", ...}, {"role": "assistant", ...}], "solution": "4", ...}               a row of ms-swift's
+      ->  Task(prompt=(the user's message,), ground_truth="4", extra={"solution": "4", ...})
 
 Separate so that everything after it reads typed values. A row that cannot be used is a `DataError` which names the file,
 the row, the key and the value. Parquet fills the keys that a row lacks with None: such keys count as absent, so a tool
@@ -14,6 +16,7 @@ that is None, or whose kwargs are all there and all None, belongs to other rows,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +31,9 @@ from polyturn.data.media import COLUMNS, with_media
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message of a prompt may have."""
+
+CONVERSATION_ROLES: Mapping[Any, str] = {"tool_response": "tool", "observation": "tool"}
+"""Roles of a row's `messages` that have another name in a prompt."""
 
 DEFAULT_INTERACTION = "gsm8k"
 """The interaction of a row whose `interaction_kwargs` name none."""
@@ -78,6 +84,8 @@ class _Reader:
     def task(self, row: Any, index: int, split: str) -> Task:
         if not isinstance(row, Mapping):
             self.fail(f"a row must be an object with keys, not {_show(row)}")
+        if "messages" in row and "prompt" not in row:
+            return self.conversation(row, index, split)
         extra = self.mapping(row, "extra_info") or {}
         truth = (self.mapping(row, "reward_model") or {}).get("ground_truth", row.get("ground_truth"))
         is_single = _first(extra, row, "agent_name") == SINGLE_TURN_AGENT
@@ -107,6 +115,43 @@ class _Reader:
             extra=rest,
         )
 
+    def conversation(self, row: Mapping[str, Any], index: int, split: str) -> Task:
+        """Read a row whose conversation is in `messages`: an answer at its end is left out, all other columns are kept."""
+        messages = row["messages"]
+        if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
+            self.fail(f"'messages' must be a list of messages, not {_show(messages)}")
+        shown = [{**m, "role": CONVERSATION_ROLES.get(m.get("role"), m.get("role"))} for m in messages]
+        while shown and shown[-1]["role"] == "assistant":
+            shown.pop()
+        if not shown:
+            self.fail("'messages' holds no message that the model could answer")
+        rest = {k: v for k, v in row.items() if k not in ("messages", "tools", *COLUMNS)}
+        truth = rest.get("solution", rest.get("ground_truth"))
+        if truth is None and isinstance(rest.get("reward_model"), Mapping):
+            truth = rest["reward_model"].get("ground_truth")
+        identity = row.get("id", f"{split}-{index}")
+        if not isinstance(identity, str | int):
+            self.fail(f"'id' must be a string or an integer, not {_show(identity)}")
+        return Task(
+            id=str(identity),
+            prompt=self.prompt({**{k: row[k] for k in COLUMNS if k in row}, "prompt": shown}),
+            data_source=self.text(row, "data_source"),
+            ground_truth=truth,
+            tools=self.schema_names(row.get("tools")),
+            interaction=self.native_interaction(row["interaction"], truth) if "interaction" in row else None,
+            extra=rest,
+        )
+
+    def schema_names(self, value: Any) -> tuple[str, ...] | None:
+        """Return the names of tools that a row gives as schemas, as JSON, or as names; they must be configured."""
+        try:
+            found = json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            self.fail(f"'tools' must be a list of tools, or that as JSON, not {_show(value)}")
+        if isinstance(found, list) and all(isinstance(t, Mapping) for t in found):
+            found = [t.get("function", t).get("name") for t in found]
+        return self.names(found, "tools")
+
     def mapping(self, row: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
         value = row.get(key)
         if value is not None and not isinstance(value, Mapping):
@@ -122,8 +167,7 @@ class _Reader:
     def prompt(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
         value = row.get("prompt")
         if value is None:
-            hint = " Rename 'messages' to 'prompt'." if "messages" in row else ""
-            self.fail(f"there is no 'prompt'; give a string or a list of messages. The row has {sorted(row)}.{hint}")
+            self.fail(f"there is no 'prompt'; give a string or a list of messages. The row has {sorted(row)}.")
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]
         if not isinstance(value, list) or not value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -187,7 +188,7 @@ P: dict[str, Any] = {"prompt": "p"}
     ("row", "says"),
     [
         ({"question": "p"}, "there is no 'prompt'.*The row has ['question']"),
-        ({"messages": []}, "Rename 'messages' to 'prompt'"),
+        ({"messages": []}, "'messages' holds no message that the model could answer"),
         ({"prompt": 3}, "'prompt' must be a string or a list.*not 3 (int)"),
         ({"prompt": []}, "at least one message"),
         ({"prompt": ["hello"]}, "prompt[0] must be a message"),
@@ -218,3 +219,33 @@ def test_a_row_that_cannot_be_used_is_named_with_its_file_number_and_value(row: 
     pattern = ".*".join(re.escape(part) for part in says.split(".*"))
     with pytest.raises(DataError, match=f"^tasks.jsonl, row 41: .*{pattern}"):
         read(row, index=1041, row_number=41)
+
+
+def test_a_row_of_messages_keeps_its_columns_and_loses_the_answer_at_its_end() -> None:
+    row = {
+        "messages": [
+            {"role": "system", "content": "Solve it."},
+            {"role": "user", "content": "<image>What is 2+2?"},
+            {"role": "assistant", "content": "4"},
+        ],
+        "images": ["a.png"],
+        "solution": "4",
+        "env_config": {"name": "frozen_lake", "seed": 3},
+        "reward_model": {"ground_truth": "four"},
+        "extra_info": {"index": 7},
+        "data_source": "grids",
+    }
+    task = task_from_row(row, index=2, split="train", source="rows.jsonl")
+    assert [m.role for m in task.prompt] == ["system", "user"]
+    assert len(task.prompt[1].media) == 1
+    assert (task.id, task.data_source, task.ground_truth) == ("train-2", "grids", "4")
+    assert task.extra == {k: row[k] for k in ("solution", "env_config", "reward_model", "extra_info", "data_source")}
+
+
+def test_tools_of_a_row_of_messages_are_configured_ones_by_name() -> None:
+    schema = {"type": "function", "function": {"name": "calc", "parameters": {}}}
+    for tools in ([schema], json.dumps([schema]), ["calc"]):
+        row = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools}
+        assert task_from_row(row, index=0, split="train", source="f").tools == ("calc",)
+    with pytest.raises(DataError, match="'tools' must be a list of tools, or that as JSON"):
+        task_from_row({"messages": [{"role": "user", "content": "Hi"}], "tools": "calc"}, index=0, split="train", source="f")
