@@ -143,11 +143,11 @@ def extra_info(trajectory: Trajectory, tool_rewards: Mapping[str, float | None])
     num_turns counts the prompt, every completion and every observation; turn_scores are the interaction's, tool_rewards
     the step rewards, rollout_reward_scores the tools' rewards for the episode with the turn scores; messages is the whole
     conversation in OpenAI's form. rollout_infos is what steps and interactions reported about their turns, later turns
-    replacing earlier ones; the media in it (images, videos, audios) stand for the row's.
+    replacing earlier ones, without what begins with "_"; the media in it (images, videos, audios) stand for the row's.
     """
     infos: dict[str, Any] = {}
     for turn in trajectory.turns:
-        infos.update(turn.info)
+        infos.update({k: v for k, v in turn.info.items() if not k.startswith("_")})
     turn_scores = [t.scores["interaction"] for t in trajectory.turns if "interaction" in t.scores]
     steps = [r.reward for t in trajectory.turns for r in t.tool_results if r.reward is not None]
     return {
