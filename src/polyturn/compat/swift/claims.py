@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
 
 OUTPUT = "_output"
-"""Key in the info of the last turn of an output that a loop of the user's own returned: {"messages", "rollout_infos"}."""
+"""Key in the info of the last turn of an output: {"messages": …, "rollout_infos": …, "turns": [0, 1]}."""
 
 
 def settle(episode: Episode, engine: EpisodeEngine, outputs: Sequence[RolloutOutput], *, is_own_loop: bool) -> None:
@@ -47,8 +47,11 @@ def settle(episode: Episode, engine: EpisodeEngine, outputs: Sequence[RolloutOut
         output.response.choices[0].messages = messages
         info = turns[-1].turn.info
         info.update({k: v for k, v in output.rollout_infos.items() if k != "num_turns"})
-        if is_own_loop:
-            info[OUTPUT] = {"messages": [dict(m) for m in messages], "rollout_infos": dict(output.rollout_infos)}
+        info[OUTPUT] = {
+            "messages": [dict(m) for m in messages],
+            "rollout_infos": dict(output.rollout_infos),
+            "turns": [a.turn.index for a in turns],
+        }
     for asked in engine.asked:
         if asked.turn.index not in claimed:
             episode.weigh(asked.turn, 0.0)

@@ -1,0 +1,158 @@
+"""Reward functions in ms-swift's form, as the reward function of a native run.
+
+    reward:
+      function:
+        name: polyturn.compat.swift.reward_adapter:score
+        kwargs: {names: [accuracy, format], weights: [1.0, 0.2]}
+
+Each function is called once for a trajectory, with lists as long as the trajectory has outputs: one, unless its scheduler
+returned several. All outputs must come to one reward, because a trajectory has one, which all its tokens get.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from polyturn.compat.swift.orm import orms
+from polyturn.compat.swift.outputs import reward_rows
+from polyturn.core.errors import ConfigError, RewardError, one_line
+from polyturn.core.signature import has_parameter, takes_any_keyword
+from polyturn.core.trajectory import Trajectory
+from polyturn.tools.bounded import Bounded
+
+GYM = "gym_reward"
+"""The component that an environment's `total_reward` makes."""
+
+_threads = functools.cache(lambda: Bounded(name="swift-rewards", timeout_s=math.inf))
+
+
+async def score(
+    trajectory: Trajectory,
+    names: Sequence[str] = (),
+    weights: Sequence[float] | None = None,
+    use_gym_env: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the weighted sum of the named functions' scores, and each of them.
+
+    Args:
+        trajectory: A finished trajectory.
+        names: Names in `orms`.
+        weights: One for each name, then one for the environment's reward; None is 1 each.
+        use_gym_env: Add the `total_reward` that the scheduler's infos hold.
+        options: What the functions' constructors read off their `args`, such as cosine_max_len.
+
+    Raises:
+        ConfigError: a name is unknown, or there are more or fewer weights.
+        RewardError: a function returned too few scores, none has anything to say, or the outputs come to different rewards.
+    """
+    functions = make(tuple(names), json.dumps(dict(options or {}), sort_keys=True, default=str))
+    of = check_weights(names, weights, use_gym_env=use_gym_env)
+    rows = reward_rows(trajectory)
+    if not rows:
+        return {"score": 0.0}
+    told = _told(trajectory, rows)
+    columns: dict[str, list[float | None]] = {}
+    for name, function in zip(names, functions, strict=True):
+        columns[name] = _checked(await _call(function, told), name=name, num=len(rows))
+    if use_gym_env:
+        columns[GYM] = [_total(row) for row in rows]
+    totals = [_sum([column[i] for column in columns.values()], of) for i in range(len(rows))]
+    if any(total is None for total in totals):
+        raise RewardError(f"no reward function has a score for request_id={trajectory.id}; each returned None")
+    if not all(math.isclose(t or 0.0, totals[0] or 0.0, abs_tol=1e-6) for t in totals):
+        raise RewardError(
+            f"Inconsistent rewards detected for request_id={trajectory.id}: its {len(rows)} outputs come to {totals}; a "
+            "trajectory has one reward, so score its last output (kwargs['trajectory_inputs'][request_id][-1])"
+        )
+    return {"score": totals[-1], **{name: column[-1] for name, column in columns.items() if column[-1] is not None}}
+
+
+@functools.cache
+def make(names: tuple[str, ...], options: str) -> tuple[Any, ...]:
+    """Make the named reward functions.
+
+    Raises:
+        ConfigError: one is unknown or cannot be made.
+    """
+    args = SimpleNamespace(**json.loads(options))
+    return tuple(_made(orms.find(name), name=name, args=args) for name in names)
+
+
+def check_weights(names: Sequence[str], weights: Sequence[float] | None, *, use_gym_env: bool) -> list[float]:
+    """Return one weight for each function, and for the environment.
+
+    Raises:
+        ConfigError: there are more or fewer.
+    """
+    num = len(names) + use_gym_env
+    if num == 0:
+        raise ConfigError("there is no reward: name a function in reward_funcs, or use an environment (use_gym_env)")
+    if weights is None:
+        return [1.0] * num
+    if len(weights) != num:
+        raise ConfigError(
+            f"reward_weights has {len(weights)} entries for {len(names)} reward functions"
+            f"{' and the environment' if use_gym_env else ''}; give {num}"
+        )
+    return [float(w) for w in weights]
+
+
+def _made(entry: Any, *, name: str, args: Any) -> Any:
+    if not isinstance(entry, type):
+        return entry
+    offered = {"args": args}
+    given = offered if has_parameter(entry, "args") or takes_any_keyword(entry) else {}
+    try:
+        return entry(**given)
+    except Exception as problem:
+        raise ConfigError(f"the reward function {name!r} cannot be made: {one_line(problem)}") from problem
+
+
+def _told(trajectory: Trajectory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a function is called with: `completions`, and each column as a list."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    versions = [int(s.versions.max(initial=-1)) for s in trajectory.segments]
+    return {
+        "completions": [row["messages"][-1]["content"] if row["messages"] else "" for row in rows],
+        **{name: [row.get(name) for row in rows] for name in names},
+        "trajectory_inputs": {trajectory.id: [dict(row) for row in rows]},
+        "trainer_state": SimpleNamespace(global_step=max(versions, default=0)),
+    }
+
+
+async def _call(function: Any, told: Mapping[str, Any]) -> Any:
+    method = function.__call__
+    takes = dict(told) if takes_any_keyword(method) else {k: v for k, v in told.items() if has_parameter(method, k)}
+    takes.pop("completions", None)
+    return await _threads().call(method, told["completions"], **takes)
+
+
+def _checked(returned: Any, *, name: str, num: int) -> list[float | None]:
+    values = list(returned) if isinstance(returned, Sequence) else None
+    if values is None or len(values) != num:
+        raise RewardError(
+            f"the reward function {name!r} returned {returned!r:.100} for {num} completions; return a list of {num} scores"
+        )
+    return [None if v is None or math.isnan(float(v)) else float(v) for v in values]
+
+
+def _total(row: Mapping[str, Any]) -> float:
+    infos = row["rollout_infos"]
+    if "total_reward" not in infos:
+        raise RewardError(
+            f"rollout_infos of request_id={row['request_id']} has no total_reward, it has {sorted(infos)}; a scheduler with "
+            "an environment sets it, or drop use_gym_env"
+        )
+    return float(infos["total_reward"])
+
+
+def _sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Return the weighted sum of the scores there are; None if there is none."""
+    known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+    return math.fsum(known) if known else None
