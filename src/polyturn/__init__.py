@@ -31,6 +31,7 @@ _WHERE = {
     "BaseTool": "polyturn.tools.base",
     "tool": "polyturn.tools.function",
     "MultiTurnScheduler": "polyturn.rollout.scheduler",
+    "Reply": "polyturn.rollout.scheduler",
     "Episode": "polyturn.rollout.episode",
 }
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from polyturn.core.trajectory import Segment, Span, Trajectory, TrajectoryGroup, Turn
     from polyturn.interactions.base import BaseInteraction
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.scheduler import MultiTurnScheduler
+    from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
     from polyturn.tools.base import BaseTool
     from polyturn.tools.function import tool
 

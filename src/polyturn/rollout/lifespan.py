@@ -65,6 +65,7 @@ async def run_and_score(context: RolloutContext, episode: Episode) -> Trajectory
         raise
     except PolyturnError as problem:
         stop, error = StopReason.ERROR, one_line(problem)
+        logger.warning("trajectory %s failed: %s", episode.id, error)
     finally:
         problems = await _close(episode, scheduler)
     if problems:

@@ -1,0 +1,101 @@
+"""docs/guides/scheduler.md runs as it stands."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.algorithms.advantages import assign_advantages
+from polyturn.batching.loss_scale import loss_scale
+from polyturn.batching.samples import to_samples
+from polyturn.build import Place, build_scheduler
+from polyturn.config.models import RolloutConfig, RunConfig
+from polyturn.core.errors import ConfigError
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.episode import run_episode
+from polyturn.rollout.limits import Limits
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.rollout.schedulers import schedulers
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.testing.suites.scheduler import check_scheduler
+
+PAGE = (Path(__file__).parents[3] / "docs/guides/scheduler.md").read_text()
+CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+MODEL = {"init": {"model_type": "qwen3"}, "tokenizer": "x"}
+
+
+def defined(index: int) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(CODE[index], names)
+    return names
+
+
+def place(folder: Path, **rollout: Any) -> Place:
+    return Place(config=RunConfig(model=MODEL, rollout=RolloutConfig(**rollout)), base=folder)  # type: ignore[arg-type]
+
+
+async def test_the_first_scheduler_has_fifteen_lines_and_keeps_the_contract(tmp_path: Path) -> None:
+    assert len([line for line in CODE[0].splitlines() if line.strip()]) <= 15
+    (tmp_path / "doubt.py").write_text(CODE[0])
+    made = build_scheduler(place(tmp_path, scheduler="doubt.py:Doubt", scheduler_kwargs={"max_doubts": 3}))
+    t = await run_episode(scripted_context(["4", "5", "5", "no"], scheduler=made), task(), id="e")
+    assert [turn.message.text for turn in t.turns] == ["4", "5", "5"] and t.turn_scores == (0.0, 0.0, 0.1)
+    await check_scheduler(made, says=["4", "5", "5"])
+
+
+async def test_the_environment_runs(tmp_path: Path) -> None:
+    (tmp_path / "counter.py").write_text(CODE[1])
+    made = build_scheduler(place(tmp_path, scheduler="gym", scheduler_kwargs={"env": "counter.py:Counter"}))
+    row = task("Play.", data_source=None, extra={"env_config": {"goal": 2}})
+    made.check_task(row)
+    context = scripted_context(["one"], scheduler=made, limits=Limits(max_turns=2))
+    context.rewarder = RewardRouter({}, scores_turns=made.scores_turns)
+    t = await run_episode(context, row, id="e")
+    assert [m.text for m in t.messages] == ["Play.\nCount.", "one", "Go on.", "one", "Go on."] and t.reward is not None
+
+
+async def test_the_estimator_of_turns_works_on_any_trajectory() -> None:
+    estimator = defined(2)["turn_scores"]
+    context = scripted_context(["4", "5", "5"], scheduler=defined(0)["Doubt"]())
+    context.rewarder = RewardRouter({}, scores_turns=True)
+    t = await run_episode(context, task(data_source=None), id="e")
+    group = TrajectoryGroup(id="g", task=t.task, trajectories=(t,))
+    (sample,) = assign_advantages([group], to_samples(group, temperature=1.0), estimator=estimator)
+    assert sample.advantages is not None
+    assert sorted(set(np.round(sample.advantages[sample.loss_weights != 0], 3).tolist())) == pytest.approx([-0.1, 0.0])
+
+
+def test_the_tables_name_what_is_shipped() -> None:
+    table = PAGE.partition("## Shipped schedulers")[2].partition("## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {n for n in schedulers if not n.startswith("test_")}
+    assert all(f"`{name}`" in PAGE for name in loss_scale if not name.startswith("test_"))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "says"),
+    [
+        ({"scheduler": "math_tip"}, r"there is no 'math_tip'\. Did you mean 'math_tips'"),
+        ({"scheduler": "compaction"}, "do not fit the scheduler 'compaction': missing a required argument: 'budget'"),
+        ({"scheduler": "tree", "scheduler_kwargs": {"widht": 3}}, "do not fit the scheduler 'tree': .*'widht'"),
+        ({"scheduler": "gym", "limits": {"max_turns": None}}, "no limit ends an episode that it never finishes"),
+    ],
+)
+def test_what_cannot_work_is_named_at_the_start(tmp_path: Path, rollout: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build_scheduler(place(tmp_path, **rollout))
+
+
+async def test_a_trajectory_that_fails_is_in_the_log_by_its_id(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(MultiTurnScheduler):
+        def step(self, episode: Any, turn: Any) -> Any:
+            return 3
+
+    with caplog.at_level(logging.WARNING):
+        t = await run_episode(scripted_context(["x"], scheduler=Odd(), limits=Limits()), task(), id="g4/1")
+    assert t.is_failed and "trajectory g4/1 failed: SchedulerError: step returned 3; return None, a text" in caplog.text
