@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.algorithms.advantages import advantages
+from polyturn.algorithms.losses import policy_losses
 from polyturn.core.errors import did_you_mean, one_line
 from polyturn.tokens.parsers import parsers
 
@@ -25,6 +26,7 @@ MULTI_TURN = f"{ROLLOUT}.multi_turn"
 ACTOR = "actor_rollout_ref.actor"
 NO_LIMIT_CHARS = 1_000_000
 KEEP_ALL = 1_000_000
+_OWN = "one of your own is named as file.py:function, or by its name where it was registered before the run begins"
 NATIVE_LOOPS = ("single_turn_agent", "tool_agent")
 
 
@@ -326,15 +328,31 @@ def advantage(s: Source) -> None:
     name = str(s.get(key, "grpo"))
     found = names.get(name, name)
     if found in advantages or ":" in found:
-        s.put("algorithm.advantage", found, by=key)
+        _put_function(s, "algorithm.advantage", found, by=key)
     elif found in PER_GROUP:
         s.put("algorithm.advantage", f"polyturn.compat.verl.estimators:{PER_GROUP[found]}", by=key)
     elif found == "gae":
         s.refuse(key, "it needs a critic, which polyturn does not train; use grpo")
     else:
-        s.refuse(key, f"there is no such estimator.{did_you_mean(name, advantages)}")
+        s.refuse(key, f"there is no such estimator; {_OWN}.{did_you_mean(name, advantages)}")
     if not s.get("algorithm.filter_groups.enable"):
         s.put("algorithm.drop_zero_variance", False, by="algorithm.filter_groups.enable")
+
+
+def policy_loss(s: Source) -> None:
+    """Choose the policy loss by its name; the section's other keys are its options."""
+    key = f"{ACTOR}.policy_loss.loss_mode"
+    name = str(s.get(key, "vanilla"))
+    if name == "vanilla":
+        return
+    if name not in policy_losses and ":" not in name:
+        s.refuse(key, f"of verl's own losses vanilla is here; {_OWN}.{did_you_mean(name, ['vanilla', *policy_losses])}")
+        return
+    _put_function(s, "algorithm.loss", name, by=key)
+    section = key.removesuffix("loss_mode")
+    of_section = {k.removeprefix(section): v for k, v in s.found.items() if k.startswith(section)}
+    if own := {k: v for k, v in of_section.items() if k not in ("loss_mode", "_target_")}:
+        s.put("algorithm.loss_kwargs", own, by=key)
 
 
 def reward_function(s: Source) -> None:
@@ -405,6 +423,14 @@ def keep(s: Source) -> None:
     s.put("train.keep_checkpoints", s.get(key, KEEP_ALL), by=key)
 
 
+def _put_function(s: Source, native_key: str, name: str, *, by: str) -> None:
+    """Set a native key to a registered name, or to a function in a file."""
+    if name.partition(":")[0].endswith(".py"):
+        s.put_path(native_key, name, by=by)
+    else:
+        s.put(native_key, name, by=by)
+
+
 def _prompt(s: Source) -> int:
     return int(s.number(f"{ROLLOUT}.prompt_length", 512))
 
@@ -423,6 +449,6 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     for f in (
         model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, grad_clip, warmup,
         temperature, agent_loop, engine, top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage,
-        reward_function, reward_manager, steps, run_folder, every, keep,
+        policy_loss, reward_function, reward_manager, steps, run_folder, every, keep,
     )
 }  # fmt: skip

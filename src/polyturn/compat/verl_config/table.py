@@ -103,8 +103,13 @@ class Table:
 
 @functools.cache
 def table() -> Table:
-    """Read the table."""
-    rows = tuple(Row(**_row(one)) for item in yaml.safe_load(KEYS.read_text(encoding="utf-8")) for one in _spread(item))
+    """Return the table of verl's keys."""
+    return read_table(KEYS)
+
+
+def read_table(path: Path) -> Table:
+    """Read a table."""
+    rows = tuple(Row(**_row(one)) for item in yaml.safe_load(path.read_text(encoding="utf-8")) for one in _spread(item))
     exact = {r.key: r for r in rows if "*" not in r.key}
     patterns = [(_pattern(r.key), r) for r in rows if "*" in r.key]
     return Table(rows, exact, tuple(patterns))

@@ -8,13 +8,13 @@ override wrote is mapped, ignored with a reason, or an error; there is no fourth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from polyturn.compat.verl_config.compose import Composed, Unresolved, leaves
 from polyturn.compat.verl_config.convert import CONVERTERS, Source
-from polyturn.compat.verl_config.table import Row, table
+from polyturn.compat.verl_config.table import Row, Table, table
 from polyturn.core.errors import ConfigError, did_you_mean
 
 
@@ -59,30 +59,38 @@ class Translation:
         return [f"{', '.join(keys)}: {reason}" for reason, keys in said.items()]
 
 
-def translate(tree: Composed) -> Translation:
+def translate(
+    tree: Composed, *, keys: Table | None = None, converters: Mapping[str, Callable[[Source], None]] = CONVERTERS
+) -> Translation:
     """Translate a composed tree.
+
+    Args:
+        tree: The tree.
+        keys: What becomes of each key; None is the table of verl's.
+        converters: The functions that the table names.
 
     Raises:
         ConfigError: a key is unknown, asks for something that does not exist here, or contradicts another; one line each.
     """
+    known = table() if keys is None else keys
     source = Source()
-    problems = list(_collect(tree, source))
+    problems = list(_collect(tree, source, known))
     refused: list[tuple[str, str]] = []
-    converters: dict[str, None] = {}
+    wanted: dict[str, None] = {}
     for key, value in source.found.items():
-        row = table().find(key)
+        row = known.find(key)
         if row is None or row.native or row.means is not None:
             continue
         why = _refusal(key, value, row)
         if why is not None:
             refused.append((key, why))
         elif row.convert is not None:
-            converters[row.convert] = None
+            wanted[row.convert] = None
         elif row.to and value is not None:
             source.put(row.to[0], value if row.values is None else row.values[value], by=key)
     if not problems and not refused:
-        for name in converters:
-            CONVERTERS[name](source)
+        for name in wanted:
+            converters[name](source)
         refused = source.problems
     problems += _sentences(refused, source.found, tree)
     if problems:
@@ -95,18 +103,18 @@ def translate(tree: Composed) -> Translation:
         origin={path: f"from {key}{tree.where(key)}" for path, key in source.origin.items()},
         paths=tuple(path for path in source.paths if path not in dict(own)),
         native_paths=tuple(path for path, _ in own),
-        fates=tuple(_fates(tree, source)),
+        fates=tuple(_fates(tree, source, known)),
         resumes=source.found.get("trainer.resume_mode") == "auto",
     )
 
 
-def _collect(tree: Composed, source: Source) -> Iterator[str]:
+def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
     """Fill `source.found`, and yield what is unknown, unresolved or said twice."""
     aliases: list[tuple[str, Any, Row]] = []
-    for key, value in _keys(tree.values):
-        row = table().find(key)
+    for key, value in _keys(tree.values, known):
+        row = known.find(key)
         if row is None:
-            yield f"unknown key {key!r}, set to {_show(value)}{tree.where(key)}.{table().nearest(key)}"
+            yield f"unknown key {key!r}, set to {_show(value)}{tree.where(key)}.{known.nearest(key)}"
         elif isinstance(value, Unresolved):
             if row.ignored is None:
                 what = "has no value yet" if value == "???" else "cannot be resolved: it refers to a key that has no value"
@@ -136,16 +144,16 @@ def _is_override(where: str) -> bool:
     return where.startswith(" (from the override")
 
 
-def _keys(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+def _keys(values: Mapping[str, Any], known: Table, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield every key with its value, at the depth at which the table knows it."""
     for name, value in values.items():
         key = ".".join((*path, str(name)))
-        row = table().find(key)
+        row = known.find(key)
         is_section = isinstance(value, Mapping) and bool(value)
-        if is_section and (row is None or row.means is not None or table().goes_deeper(key)):
-            yield from _keys(value, (*path, str(name)))
+        if is_section and (row is None or row.means is not None or known.goes_deeper(key)):
+            yield from _keys(value, known, (*path, str(name)))
         elif row is not None or not isinstance(value, Mapping):
-            if row is None and not value and table().knows(key):
+            if row is None and not value and known.knows(key):
                 continue  # `section:` with nothing in it
             yield key, value
 
@@ -171,15 +179,15 @@ def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _fates(tree: Composed, source: Source) -> Iterator[Fate]:
+def _fates(tree: Composed, source: Source, known: Table) -> Iterator[Fate]:
     for key, value in source.found.items():
-        row = table().find(key)
+        row = known.find(key)
         if row is None:
             continue
         where = tree.where(key) if tree.is_written(key) else ""
         notice = source.notes.get(key) or row.ignored or (row.notice if value is not None else None) or ""
         nothing = "it asks for nothing" if row.rejected is not None else ""
-        target = table().find(row.means) if row.means is not None else None
+        target = known.find(row.means) if row.means is not None else None
         kind = "native" if row.native else "mapped" if row.to or target is not None else "ignored"
         yield Fate(
             key=key,
