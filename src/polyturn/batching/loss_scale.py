@@ -4,6 +4,7 @@
     all                  the same: what nobody sampled is never trained
     last_round           of each training sample, the turns of its last message only
     ignore_empty_think   not the tokens of an empty <think></think>
+    ignore_think_prefix  not the <think> that a turn begins with
     last_round+mine      several at once: their weights are multiplied
 
 A strategy is called once per training sample with the turns that were sampled into it, and gives each a weight, or one per
@@ -13,7 +14,6 @@ tokens of prompts and observations stay at 0.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class SampledTurn:
         """[N] where in `text` each token begins."""
         parts = [self.decode(self.ids[i : i + 1]) for i in range(len(self.ids))]
         if "".join(parts) != self.text:  # characters of several tokens decode only together
-            return [len(os.path.commonprefix([self.decode(self.ids[:i]), self.text])) for i in range(len(self.ids))]
+            return [_num_shared(self.decode(self.ids[:i]), self.text) for i in range(len(self.ids))]
         return np.cumsum([0, *map(len, parts[:-1])]).tolist() if parts else []
 
     @cached_property
@@ -62,6 +62,11 @@ class SampledTurn:
         for start, end, weight in parts:
             weights[(starts >= start) & (starts < end)] = weight
         return weights
+
+
+def _num_shared(beginning: str, text: str) -> int:
+    """Return how many characters of `beginning` are those of `text`; the last may be half of one."""
+    return next((i for i, (a, b) in enumerate(zip(beginning, text, strict=False)) if a != b), min(len(beginning), len(text)))
 
 
 Strategy = Callable[[Sequence[SampledTurn]], Sequence[ArrayLike]]
@@ -86,12 +91,19 @@ def last_round(turns: Sequence[SampledTurn]) -> list[float]:
 
 
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+_THINK_PREFIX = re.compile(r"\A<think>\n*")
 
 
 @loss_scale.register("ignore_empty_think")
 def ignore_empty_think(turns: Sequence[SampledTurn]) -> list[Floats]:
     """Leave out reasoning that says nothing."""
     return [t.weights_of([(m.start(), m.end(), 0.0) for m in _EMPTY_THOUGHT.finditer(t.text)]) for t in turns]
+
+
+@loss_scale.register("ignore_think_prefix")
+def ignore_think_prefix(turns: Sequence[SampledTurn]) -> list[Floats]:
+    """Leave out the mark that opens a turn's reasoning."""
+    return [t.weights_of([(m.start(), m.end(), 0.0) for m in _THINK_PREFIX.finditer(t.text)]) for t in turns]
 
 
 @dataclass(frozen=True, kw_only=True)

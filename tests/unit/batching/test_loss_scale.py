@@ -83,6 +83,12 @@ async def test_reasoning_that_says_nothing_is_left_out(name: str) -> None:
     assert trained(sample) == "abc|<think>x</think>é|d|"
 
 
+async def test_the_mark_that_opens_reasoning_is_left_out_at_the_beginning_of_a_turn_only() -> None:
+    t = await play(["<think>\nabc</think>d", "x<think>y</think>"], Chats())
+    (sample,) = samples_of(t, "ignore_think_prefix")
+    assert trained(sample).startswith("abc</think>d|x<think>y</think>|")
+
+
 async def test_strategies_of_ones_own_are_functions_of_the_turns_and_multiply(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import re\n"
