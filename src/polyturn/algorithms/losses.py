@@ -6,13 +6,16 @@ the trainer's loss is the sum of both multiplied. So no loss needs to know a bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.registry import Registry
+from polyturn.core.signature import has_parameter, takes_any_keyword
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to this before `exp`: beyond it nothing is trained anyway, and exp(89) is infinite in float32."""
@@ -27,7 +30,8 @@ class TokenLoss(NamedTuple):
 
 
 PolicyLoss = Callable[..., TokenLoss]
-"""(logprobs_T, old_logprobs_T, advantages_T, **options) -> TokenLoss."""
+"""(logprobs_T, old_logprobs_T, advantages_T, **options) -> TokenLoss. One that has a parameter `sequence_T` is also told
+which tokens belong together: equal numbers for the tokens of one sample."""
 
 policy_losses: Registry[PolicyLoss] = Registry("policy_losses")
 
@@ -74,3 +78,28 @@ def ppo_clip(
             "approx_kl": (ratio_T - 1.0 - log_ratio_T).detach(),
         }
     return TokenLoss(loss_T, stats)
+
+
+def bind(loss: PolicyLoss, *, offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> PolicyLoss:
+    """Return `loss` with its options, to be called as (logprobs_T, old_logprobs_T, advantages_T, sequence_T).
+
+    Args:
+        loss: The policy loss.
+        offered: What every loss may use; it gets those that it has a parameter for.
+        kwargs: Options of its own, which win.
+
+    Raises:
+        ConfigError: it has no parameter for one of `kwargs`.
+    """
+    takes_any = takes_any_keyword(loss)
+    if not takes_any and (unknown := [name for name in kwargs if not has_parameter(loss, name)]):
+        known = [name for name in inspect.signature(loss).parameters if not name.endswith("_T")]
+        raise ConfigError(f"the policy loss takes no option {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
+    options = {**{k: v for k, v in offered.items() if has_parameter(loss, k)}, **kwargs}
+    needs_sequences = has_parameter(loss, "sequence_T")
+
+    def call(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, sequence_T: Tensor) -> TokenLoss:
+        told = {"sequence_T": sequence_T} if needs_sequences else {}
+        return loss(logprobs_T, old_logprobs_T, advantages_T, **told, **options)
+
+    return call

@@ -23,6 +23,7 @@ from polyturn.store.parquet_store import open_store
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
+    from polyturn.algorithms.losses import PolicyLoss
     from polyturn.training.local import LocalPolicy
     from polyturn.training.loop import Trainer, TrainObserver, WeightChannel
 
@@ -49,6 +50,8 @@ def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per
             min_lr_ratio=optim.min_lr_ratio,
         ),
         loss=LossSettings(
+            policy_loss=build_policy_loss(parts.place),
+            policy_loss_kwargs=algorithm.loss_kwargs,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.clip_dual,
@@ -129,6 +132,18 @@ def exporter(parts: Parts) -> Callable[[Path], Path]:
     media = parts.context.media
     processor = None if media is None else media.processor
     return functools.partial(hf.save_model, parts.model, tokenizer=parts.tokenizer, processor=processor)
+
+
+def build_policy_loss(place: Place) -> PolicyLoss:
+    """Return the policy loss that the configuration names."""
+    from polyturn.algorithms.losses import policy_losses
+
+    loss = policy_losses.resolve(place.config.algorithm.loss, base=place.base)
+    if has_parameter(loss, "old_log_prob"):  # a loss that was written for verl
+        from polyturn.compat.verl.core_algos import as_policy_loss
+
+        return as_policy_loss(loss)
+    return loss
 
 
 def build_estimator(place: Place) -> Any:

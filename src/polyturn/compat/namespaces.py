@@ -42,6 +42,7 @@ _HERE = {
     "verl.workers.rollout.schemas": "polyturn.compat.verl.rollout_schemas",
     "verl.utils.rollout_trace": "polyturn.compat.verl.rollout_trace",
     "verl.utils.profiler": "polyturn.compat.verl.profiler",
+    "verl.utils.torch_functional": "polyturn.compat.verl.torch_functional",
     "verl.trainer.ppo.core_algos": "polyturn.compat.verl.core_algos",
     "verl.experimental.agent_loop.agent_loop": "polyturn.compat.verl.agent_loop",
     "verl.experimental.agent_loop.tool_parser": "polyturn.compat.verl.tool_parser",

@@ -281,6 +281,10 @@ class AlgorithmConfig(_Model):
     advantage: str = "grpo"
     norm_by_std: bool = True
     """Divide the group's advantages by their standard deviation; false is Dr. GRPO."""
+    loss: str = "ppo_clip"
+    """What a token contributes: a registered policy loss, or `file.py:function`."""
+    loss_kwargs: dict[str, Any] = {}
+    """Arguments of the loss; it is told clip_low, clip_high and dual_clip where it has such parameters."""
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.28, ge=0)
     clip_dual: float | None = Field(None, gt=1)

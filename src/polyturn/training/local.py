@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from polyturn.algorithms.aggregate import MODES, SEGMENT_WEIGHTS, loss_coefs
 from polyturn.algorithms.kl import kl_estimators
-from polyturn.algorithms.losses import ppo_clip
+from polyturn.algorithms.losses import PolicyLoss, bind, ppo_clip
 from polyturn.batching.layout import LayoutSettings, MicroBatch, layout, scatter_back
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError, UnknownNameError, did_you_mean
@@ -44,8 +44,12 @@ MAX_LOGITS_CPU = 2**22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The policy loss: sum over tokens of coef * (ppo_clip + kl_coef * kl - entropy_coef * entropy)."""
+    """The loss: sum over tokens of coef * (policy_loss + kl_coef * kl - entropy_coef * entropy)."""
 
+    policy_loss: PolicyLoss = ppo_clip
+    """What a token contributes; it is offered the clips below, by their names."""
+    policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Options of its own."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -143,6 +147,9 @@ class LocalPolicy:
             raise ConfigError(
                 f"kl_coef is {self.loss_settings.kl_coef} and there is no reference policy; pass reference=True"
             )
+        settings = self.loss_settings
+        clips = {"clip_low": settings.clip_low, "clip_high": settings.clip_high, "dual_clip": settings.dual_clip}
+        self._policy_loss = bind(settings.policy_loss, offered=clips, kwargs=settings.policy_loss_kwargs)
         self.model = model.train()
         self.optimizer = Optimizer(model, optim)
         self._forward = TargetForward(model)
@@ -320,14 +327,8 @@ class LocalPolicy:
         logprobs_S = scores.logprobs_S
         if batch.advantages_S is None:
             raise TrainingError("the samples have no advantages; run an advantage estimator before forward_backward")
-        policy = ppo_clip(
-            logprobs_S,
-            self._old_logprobs(batch, logprobs_S),
-            batch.advantages_S,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-        )
+        old_S = self._old_logprobs(batch, logprobs_S)
+        policy = self._policy_loss(logprobs_S, old_S, batch.advantages_S, torch.from_numpy(batch.sample_S).to(old_S.device))
         loss_S = policy.loss_T
         parts_S = {"loss/policy": loss_S.detach()}
         stats_S = {f"policy/{name}": value for name, value in policy.stats.items()}

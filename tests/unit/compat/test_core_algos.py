@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from polyturn.algorithms import losses
 from polyturn.algorithms.advantages import advantages
 from polyturn.compat.verl import core_algos as algos
+from polyturn.compat.verl import torch_functional as functional
 from polyturn.core.errors import ConfigError
 from polyturn.core.sample import SampleId, TrainSample
 
@@ -144,8 +146,30 @@ def test_a_registered_policy_loss_gives_a_native_loss_per_token() -> None:
     found.loss_T.sum().backward()
     assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, -3.0]
     sums_itself = algos.as_policy_loss(lambda *rows: (rows[1].sum(), {}))
-    with pytest.raises(ConfigError, match="must aggregate with agg_loss"):
+    with pytest.raises(ConfigError, match="must return what agg_loss"):
         sums_itself(logprobs, torch.zeros(2), torch.zeros(2))
+
+
+def test_a_policy_loss_of_whole_sequences_sees_a_row_per_sample() -> None:
+    def per_sequence(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, mode: str, config: Any) -> Any:
+        ratios = ((log_prob - old_log_prob) * response_mask).sum(-1, keepdim=True).exp().expand_as(log_prob)
+        logged = algos.agg_loss(log_prob, response_mask, mode)
+        loss = algos.agg_loss(-advantages * ratios * config.policy_loss.scale, response_mask, "seq-mean-token-mean")
+        return loss, {"actor/logprob": logged.item()}
+
+    native = algos.as_policy_loss(per_sequence)
+    logprobs = torch.tensor([0.5, 0.25, 0.0])
+    found = native(logprobs, torch.zeros(3), torch.ones(3), sequence_T=torch.tensor([7, 3, 7]), scale=2.0)
+    expected = [-2 * math.exp(0.5), -2 * math.exp(0.25), -2 * math.exp(0.5)]
+    assert found.loss_T.tolist() == pytest.approx(expected), "what is only logged is no part of the loss"
+
+
+def test_a_policy_loss_reads_the_clips_of_the_run() -> None:
+    native = losses.bind(
+        algos.as_policy_loss(algos.compute_policy_loss_vanilla), offered={"clip_low": 0.1, "clip_high": 0.3}, kwargs={}
+    )
+    new, old, gain = torch.tensor([0.5, -0.5]), torch.zeros(2), torch.tensor([1.0, -1.0])
+    assert native(new, old, gain, torch.zeros(2)).loss_T.tolist() == pytest.approx([-1.3, 0.9])
 
 
 def test_the_vanilla_loss_is_the_native_one() -> None:
@@ -166,3 +190,18 @@ def test_kl_estimates_and_straight_through_gradients() -> None:
     assert new.grad is not None and new.grad.item() == 1.0
     with pytest.raises(NotImplementedError):
         algos.kl_penalty(new, ref, "full")
+
+
+def test_the_masked_statistics_that_estimators_are_written_with() -> None:
+    values, mask = torch.tensor([[1.0, 3.0, math.inf], [5.0, 0.0, 0.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert functional.masked_mean(values, mask).item() == pytest.approx(3.0)
+    assert functional.masked_sum(values, mask, axis=-1).tolist() == [4.0, 5.0]
+    finite = values.clamp(max=9)
+    assert functional.masked_var(finite, mask).item() == pytest.approx(4.0)
+    assert functional.masked_whiten(finite, mask)[0, 0].item() == pytest.approx(-1.0)
+    with pytest.raises(ValueError, match="not defined"):
+        functional.masked_var(finite, torch.zeros_like(mask))
+    logits = torch.log(torch.tensor([0.25, 0.75]))
+    assert functional.logprobs_from_logits(logits, torch.tensor(1)).exp().item() == pytest.approx(0.75)
+    assert functional.entropy_from_logits(torch.zeros(4)).item() == pytest.approx(math.log(4))
+    assert functional.clip_by_value(values[0, :2], 2.0, torch.tensor([2.5, 2.5])).tolist() == [2.0, 2.5]

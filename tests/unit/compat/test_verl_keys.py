@@ -37,6 +37,8 @@ def native(values: dict[str, Any], key: str) -> Any:
 
 
 MAPPED: list[tuple[str, str, Any]] = [
+    # the loss
+    (f"{ACTOR}.policy_loss.loss_mode=mine.py:loss", "algorithm.loss", "mine.py:loss"),
     # many turns
     (f"{TURNS}.max_assistant_turns=5", "rollout.limits.max_turns", 5),
     (f"{TURNS}.max_turns=6", "rollout.limits.max_turns", 6),
@@ -268,7 +270,7 @@ REJECTED = [
     ("actor_rollout_ref.ref.megatron.param_offload=True", "Megatron"),
     (f"{ACTOR}.ppo_epochs=2", "ppo_mini_batch_size"),
     (f"{ACTOR}.ppo_mini_batch_size=2000", "from 1 to data.train_batch_size, which is 1024"),
-    (f"{ACTOR}.policy_loss.loss_mode=gspo", "vanilla"),
+    (f"{ACTOR}.policy_loss.loss_mode=gspo", "register"),
     ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
     ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
     ("algorithm.adv_estimator=gae", "critic"),

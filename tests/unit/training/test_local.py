@@ -1,5 +1,6 @@
 """LocalPolicy: scores, losses, the reference, resuming, and the sentence for a loss that is not finite."""
 
+import itertools
 import math
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from polyturn.algorithms.losses import TokenLoss
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError, UnknownNameError
 from polyturn.core.metrics import merge, reduce
 from polyturn.core.protocols import Policy
@@ -101,6 +103,22 @@ def test_training_raises_what_was_rewarded_and_lowers_what_was_not():
     after = [s.sum() for s in made.score(batch)]
     assert [b > a for a, b in zip(before, after, strict=True)] == [False, True, False, True]
     assert made.step_count == 5
+
+
+def test_a_policy_loss_of_ones_own_is_told_its_options_and_which_tokens_belong_together():
+    told = []
+
+    def mine(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, scale, sequence_T):
+        told.append((clip_low, sequence_T.tolist()))
+        return TokenLoss(-scale * advantages_T * logprobs_T, {})
+
+    once, twice = (policy(policy_loss=mine, policy_loss_kwargs={"scale": scale}, clip_low=0.1) for scale in (1.0, 2.0))
+    losses = [p.forward_backward(samples())["loss/total"].value for p in (once, twice)]
+    assert losses[1] == pytest.approx(2 * losses[0]) and losses[0] != 0
+    assert {clip for clip, _ in told} == {0.1}
+    assert all(len(list(itertools.groupby(rows))) == len(set(rows)) for _, rows in told), "a sample's tokens stand together"
+    with pytest.raises(ConfigError, match=r"takes no option 'scales'. Did you mean 'scale'"):
+        policy(policy_loss=mine, policy_loss_kwargs={"scales": 1.0})
 
 
 def test_supervised_training_fits_the_weighted_tokens():

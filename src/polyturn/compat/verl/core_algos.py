@@ -30,9 +30,8 @@ from polyturn.compat.verl.estimators import (
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
-    masked_mean,
-    masked_whiten,
 )
+from polyturn.compat.verl.torch_functional import masked_mean, masked_whiten
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.sample import TrainSample
@@ -186,34 +185,73 @@ def as_estimator(fn: AdvFn) -> Estimator:
     return estimate
 
 
-_captured: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar("captured", default=None)
+_captured: contextvars.ContextVar[list[tuple[Tensor, Tensor]] | None] = contextvars.ContextVar("captured", default=None)
+"""What `agg_loss` was given and what it returned, while a policy loss runs in training."""
 
 
 def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
-    """Return a native policy loss that calls `fn`; its per-token loss is what it hands to `agg_loss`.
+    """Return a native policy loss that calls `fn` with a padded batch: a row per sample.
+
+    Its loss of each token is what it hands to `agg_loss`. How tokens are averaged is the trainer's matter, because a
+    micro-batch is a part of a step: with a `loss_agg_mode` of its own the result is the same, weighted by
+    `algorithm.aggregate`.
 
     Raises (when called):
-        ConfigError: `fn` does not aggregate with `agg_loss`.
+        ConfigError: what `fn` returns is not what `agg_loss` made of its tokens.
     """
 
-    def loss(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, **options: Any) -> losses.TokenLoss:
-        seen: list[Tensor] = []
+    def loss(
+        logprobs_T: Tensor,
+        old_logprobs_T: Tensor,
+        advantages_T: Tensor,
+        *,
+        sequence_T: Tensor | None = None,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        dual_clip: float | None = None,
+        **options: Any,
+    ) -> losses.TokenLoss:
+        clips = {"clip_ratio": clip_low, "clip_ratio_low": clip_low, "clip_ratio_high": clip_high, "clip_ratio_c": dual_clip}
+        known = {k: v for k, v in clips.items() if v is not None}
+        config = _Config({**known, "policy_loss": _Config(options), **options})
+        row_T, column_T = _places(torch.zeros_like(logprobs_T, dtype=torch.long) if sequence_T is None else sequence_T)
+        shape = (int(row_T.max()) + 1, int(column_T.max()) + 1) if len(row_T) else (0, 0)
+        given = (old_logprobs_T, logprobs_T, advantages_T, torch.ones_like(logprobs_T))
+        rows = [t.new_zeros(shape).index_put((row_T, column_T), t) for t in given]
+        seen: list[tuple[Tensor, Tensor]] = []
         token = _captured.set(seen)
         try:
-            rows = [t.unsqueeze(0) for t in (old_logprobs_T, logprobs_T, advantages_T)]
-            _, *rest = fn(*rows, torch.ones_like(rows[0]), "token-mean", _Config(options))
+            returned, *rest = fn(*rows, "token-mean", config)
         finally:
             _captured.reset(token)
-        if not seen:
+        sums = {"all": seen, "last": seen[-1:], "first": seen[:1]}
+        meant = next((s for s in sums.values() if s and _is_sum(s, returned)), None)
+        if meant is None:
             raise ConfigError(
-                f"the policy loss {fn.__name__!r} must aggregate with agg_loss of verl.trainer.ppo.core_algos, so that the "
-                "loss of each token can be weighted over the whole batch"
+                f"the policy loss {fn.__name__!r} must return what agg_loss of verl.trainer.ppo.core_algos "
+                "makes of its tokens, so that the loss of each token can be weighted over the whole batch"
             )
         metrics = rest[0] if rest and isinstance(rest[0], dict) else {}
         stats = {str(k): torch.as_tensor(v).detach().expand(logprobs_T.shape) for k, v in metrics.items()}
-        return losses.TokenLoss(torch.stack(seen).sum(0).squeeze(0), stats)
+        return losses.TokenLoss(torch.stack([loss_mat for loss_mat, _ in meant]).sum(0)[row_T, column_T], stats)
 
     return loss
+
+
+def _is_sum(seen: Sequence[tuple[Tensor, Tensor]], returned: Any) -> bool:
+    """Return whether a loss is the sum of what `agg_loss` returned."""
+    total = torch.stack([value.detach() for _, value in seen]).sum()
+    return torch.allclose(total, torch.as_tensor(returned).detach().to(total), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _places(sequence_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [T] the row of each token, one per sequence, and its column, in order."""
+    row_T, count_B = torch.unique(sequence_T, return_inverse=True, return_counts=True)[1:]
+    start_B = count_B.cumsum(0) - count_B
+    order_T = row_T.argsort(stable=True)
+    column_T = torch.empty_like(row_T)
+    column_T[order_T] = torch.arange(len(row_T), device=row_T.device) - start_B[row_T[order_T]]
+    return row_T, column_T
 
 
 def agg_loss(
@@ -233,8 +271,21 @@ def agg_loss(
     Raises:
         UnknownNameError: there is no such mode.
     """
+    value = _aggregate(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
     if (seen := _captured.get()) is not None:
-        seen.append(loss_mat)
+        seen.append((loss_mat, value))
+    return value
+
+
+def _aggregate(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int,
+    batch_num_tokens: int | None,
+    global_batch_size: int | None,
+    loss_scale_factor: float | None,
+) -> Tensor:
     mask = loss_mask.to(loss_mat.dtype)
     masked = torch.where(loss_mask.bool(), loss_mat, torch.zeros_like(loss_mat))
     sums_B, counts_B = masked.sum(-1), mask.sum(-1)

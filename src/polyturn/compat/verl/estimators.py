@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polyturn.compat.verl.torch_functional import masked_whiten
+
 
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -153,19 +155,6 @@ def compute_gae_advantage_return(
         found[:, t] = running = mask[:, t] * here + (1 - mask[:, t]) * running
         following = mask[:, t] * values[:, t] + (1 - mask[:, t]) * following
     return masked_whiten(found, response_mask), found + values
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the unmasked values."""
-    return torch.where(mask.bool(), values, torch.zeros_like(values)).sum() / (mask.sum() + 1e-8)
-
-
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Return the values with mean 0 and variance 1 (unbiased) over the unmasked ones."""
-    mean, count = masked_mean(values, mask), mask.sum()
-    variance = masked_mean((values - mean) ** 2, mask) * count / (count - 1).clamp(min=1)
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
-    return whitened if shift_mean else whitened + mean
 
 
 def _groups(index: Any) -> list[list[int]]:

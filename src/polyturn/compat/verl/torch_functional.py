@@ -1,0 +1,67 @@
+"""verl.utils.torch_functional: the masked statistics that estimators and policy losses of one's own are written with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = [
+    "clip_by_value",
+    "entropy_from_logits",
+    "logprobs_from_logits",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+]
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Return the sum of the unmasked values, over all axes or over `axis`; what is masked may be infinite."""
+    kept = torch.where(mask.bool(), values * mask, torch.zeros_like(values))
+    return kept.sum() if axis is None else kept.sum(dim=axis)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Return the mean of the unmasked values, over all axes or over `axis`."""
+    count = mask.sum() if axis is None else mask.sum(dim=axis)
+    return masked_sum(values, mask, axis) / (count + 1e-8)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Return the variance of the unmasked values.
+
+    Raises:
+        ValueError: fewer values are unmasked than it needs.
+    """
+    count = mask.sum()
+    if count < 1 + unbiased:
+        raise ValueError(f"the variance of {int(count)} unmasked values is not defined; check the mask")
+    variance = masked_mean((values - masked_mean(values, mask)) ** 2, mask)
+    return variance * count / (count - 1) if unbiased else variance
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Return the values with mean 0 and variance 1 (unbiased) over the unmasked ones."""
+    mean, count = masked_mean(values, mask), mask.sum()
+    variance = masked_mean((values - mean) ** 2, mask) * count / (count - 1).clamp(min=1)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return whitened if shift_mean else whitened + mean
+
+
+def clip_by_value(x: Tensor, tensor_min: Tensor | float, tensor_max: Tensor | float) -> Tensor:
+    """Return `x` within bounds that may be tensors."""
+    low, high = torch.as_tensor(tensor_min).to(x), torch.as_tensor(tensor_max).to(x)
+    return torch.max(torch.min(x, high), low)
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return [...] the log-probability of each label under [..., V] logits."""
+    return functional.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Return [...] the entropy of [..., V] logits."""
+    logprobs = functional.log_softmax(logits, dim=-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
