@@ -60,9 +60,15 @@ def test_the_frozen_lake_trains_on_walks(tmp_path: Path) -> None:
         tmp_path,
         *("warm_start.steps=40", "warm_start.batch_size=8", "warm_start.kwargs.num_conversations=200"),
         *("train.steps=2", "train.groups_per_step=3", "train.group_size=4", "algorithm.drop_zero_variance=false"),
-        *("data.train.kwargs.num_tasks=16", "evaluation.data.kwargs.num_tasks=4", "rollout.limits.max_turns=4"),
+        *(
+            "algorithm.loss_scale=last_round",
+            "data.train.kwargs.num_tasks=16",
+            "evaluation.data.kwargs.num_tasks=4",
+            "rollout.limits.max_turns=4",
+        ),
     )
-    assert len(steps_of(run)) == 2
+    steps = steps_of(run)
+    assert len(steps) == 2 and all(step["tokens/dropped_loss_scale"] > 0 for step in steps)
     walks = list(open_store(run).trajectories(split="train"))
     assert len(walks) == 24 and all("G is" in t.task.prompt[-1].text for t in walks)
     for t in walks:

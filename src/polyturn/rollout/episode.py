@@ -105,6 +105,11 @@ class Episode:
         return self._transcript.messages
 
     @property
+    def prompt(self) -> tuple[Message, ...]:
+        """What the model is shown first: the task's prompt, unless a plug-in changed it."""
+        return self._shared.prompt or self.task.prompt
+
+    @property
     def agent(self) -> str:
         """Whose history this is."""
         return self._transcript.builder.agent
@@ -238,6 +243,7 @@ class Episode:
         """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again."""
         turn.observation += reply.messages
         turn.info.update(reply.info)
+        turn.scores.update(reply.scores)
         if reply.is_done:
             return
         self._transcript.answer(reply.messages)
@@ -379,6 +385,20 @@ class Episode:
     def enter(self) -> None:
         """Bind the episode to the running event loop."""
         self._shared.loop = asyncio.get_running_loop()
+
+    def check_scores(self) -> None:
+        """Check what plug-ins scored the turns with.
+
+        Raises:
+            SchedulerError: a score is no finite number.
+        """
+        for turn in self._shared.turns:
+            for name, score in turn.scores.items():
+                if not isinstance(score, bool | int | float | np.number) or not np.isfinite(score):
+                    raise SchedulerError(
+                        f"turn {turn.index} has the score {name}={score!r:.100}; it must be a finite number"
+                    )
+                turn.scores[name] = float(score)
 
     async def score_last_turn(self) -> None:
         """Ask the interaction for the score of a final turn that no reply scored."""

@@ -57,6 +57,7 @@ async def run_and_score(context: RolloutContext, episode: Episode) -> Trajectory
                 raise
             stop = StopReason.TIMEOUT
         if not stop.is_failure:
+            episode.check_scores()
             extra.update(episode.check_tokens())
             episode.lifecycle.move(RequestState.SCORING)
             await episode.score_last_turn()

@@ -43,6 +43,8 @@ class Reply:
     goes_on: bool = False
     """The model speaks again although nothing answers it: the history was edited, or its message continues."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Named scores of the turn, added to `turn.scores`."""
 
     @classmethod
     def of(cls, value: Any) -> Reply:

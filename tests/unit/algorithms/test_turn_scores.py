@@ -42,8 +42,7 @@ class Scores(MultiTurnScheduler):
 
     async def step(self, episode: Any, turn: Any) -> Reply:
         if turn.index == 2:
-            turn.scores["goal"] = 1.0
-            return Reply(is_done=True)
+            return Reply(is_done=True, scores={"goal": 1.0})
         if turn.index == 1:
             episode.rewrite([*episode.task.prompt, {"role": "user", "content": "Anew."}])  # another segment
         return Reply.of("go on")
@@ -78,6 +77,16 @@ async def test_scores_of_hooks_and_steps_reach_an_estimator_across_segments() ->
     samples = to_samples(TrajectoryGroup(id="g", task=t.task, trajectories=(t,)), temperature=1.0)
     assert all(np.array_equal(s.turn_scores, [0.25, np.nan, 1.0], equal_nan=True) for s in samples)  # type: ignore[arg-type]
     assert by_turn(t, advantages.resolve("test_return_to_go")) == pytest.approx({0: 0.0, 1: -0.25, 2: -0.25})
+
+
+@pytest.mark.parametrize("score", ["much", float("nan"), None])
+async def test_a_score_that_is_no_number_fails_its_trajectory_by_name(score: Any) -> None:
+    class Odd(MultiTurnScheduler):
+        async def on_turn_end(self, episode: Any, turn: Any) -> None:
+            turn.scores["care"] = score
+
+    t = await run_episode(scripted_context(["x"], scheduler=Odd()), task(), id="e")
+    assert t.error is not None and f"turn 0 has the score care={score!r}; it must be a finite number" in t.error
 
 
 async def test_a_trajectory_without_scores_has_none() -> None:

@@ -152,6 +152,27 @@ async def test_a_cancelled_episode_closes_its_environment() -> None:
     assert len(CLOSED) == 1
 
 
+async def test_an_environment_that_is_made_too_late_is_closed_as_well() -> None:
+    class Slow(Counter):
+        def __init__(self) -> None:
+            time.sleep(0.2)
+            super().__init__()
+
+        async def close(self) -> None:
+            super().close()
+
+    if "test_slow" not in envs:
+        envs.register("test_slow")(Slow)
+    running = asyncio.create_task(run_episode(context(env="test_slow"), row(), id="e"))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert CLOSED == []
+    await asyncio.sleep(0.3)
+    assert len(CLOSED) == 1
+
+
 async def test_environments_do_not_wait_for_one_another() -> None:
     shared = context()
     began = time.perf_counter()

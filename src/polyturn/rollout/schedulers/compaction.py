@@ -55,7 +55,7 @@ class Compaction(MultiTurnScheduler):
         return reply
 
     async def _shorter(self, policy: str, episode: Episode, said: Sequence[Message]) -> list[Message]:
-        history, start = list(episode.messages), len(episode.task.prompt)
+        history, start = list(episode.messages), len(episode.prompt)
         turns = [i for i, m in enumerate(history) if m.role == "assistant" and i >= start]
         if policy == "drop_reasoning":
             return [without_reasoning(m) if i != turns[-1] else m for i, m in enumerate(history)]

@@ -9,9 +9,10 @@ well, and ends the episode all the same: an environment does not overrule a limi
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,9 @@ class Gym(MultiTurnScheduler):
     ) -> None:
         self._default = {**({} if env is None else {"name": env}), **(env_config or {})}
         self._base = base
-        self._env: Env | None = None
+        self._open: list[Env] = []
+        """The environment, as long as it is to be closed."""
+        self._is_over = False
         self._name = ""
         self._answer: EnvStep | None = None
         if "name" in self._default:
@@ -63,8 +66,9 @@ class Gym(MultiTurnScheduler):
         config = self._config(episode.task)
         self._name = config.pop("name")
         seed = config.pop("seed", derive_seed(episode.task.id))
-        self._env = await episode.call(self, self._class(self._name), of=f"the environment {self._name!r}:", **config)
-        shown = await self._ask(episode, self._env.reset, seed=seed)
+        self._open = []  # the copy of this trajectory has its own
+        env = await self._ask(episode, self._made, self._class(self._name), config)
+        shown = await self._ask(episode, env.reset, seed=seed)
         if isinstance(shown, str):
             episode.rewrite(_with_text(episode.messages, shown))
         elif messages := observed(shown, name=self._name):
@@ -72,8 +76,7 @@ class Gym(MultiTurnScheduler):
 
     async def on_turn_end(self, episode: Episode, turn: LiveTurn) -> Any:
         """Act; end the episode where the environment is done."""
-        assert self._env is not None
-        answer = EnvStep.of(await self._ask(episode, self._env.step, turn.text), name=self._name)
+        answer = EnvStep.of(await self._ask(episode, self._open[0].step, turn.text), name=self._name)
         turn.scores["env"] = answer.reward
         turn.info.update(answer.info)
         self._answer = answer
@@ -89,9 +92,24 @@ class Gym(MultiTurnScheduler):
 
     async def on_trajectory_end(self, episode: Episode) -> None:
         """Close the environment."""
-        env, self._env = self._env, None
-        if env is not None:
+        self._is_over = True
+        if (env := self._taken()) is not None:
             await self._ask(episode, env.close)
+
+    def _made(self, make: Callable[..., Env], config: Mapping[str, Any]) -> Env:
+        """Make the environment, in a thread; one that comes when its trajectory is over already is closed here."""
+        env = make(**config)
+        self._open.append(env)
+        if self._is_over and self._taken() is not None and inspect.isawaitable(closing := env.close()):
+            asyncio.run(_finish(closing))
+        return env
+
+    def _taken(self) -> Env | None:
+        """Return the environment to whoever is to close it, once."""
+        try:
+            return self._open.pop()
+        except IndexError:
+            return None
 
     async def _ask(self, episode: Episode, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return await episode.call(self, method, *args, of=f"the environment {self._name!r}:", **kwargs)
@@ -114,6 +132,10 @@ class Gym(MultiTurnScheduler):
         if not callable(found):
             raise ConfigError(f"the environment {name!r} is {found!r:.100}; it must be a class with reset, step and close")
         return found
+
+
+async def _finish(awaitable: Awaitable[Any]) -> None:
+    await awaitable
 
 
 def _with_text(prompt: tuple[Message, ...], text: str) -> tuple[Message, ...]:
