@@ -9,10 +9,10 @@ well, and ends the episode all the same: an environment does not overrule a limi
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.env import Env, EnvStep, envs, observed
+from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers.registry import schedulers
 
@@ -41,10 +42,7 @@ class Gym(MultiTurnScheduler):
     ) -> None:
         self._default = {**({} if env is None else {"name": env}), **(env_config or {})}
         self._base = base
-        self._open: list[Env] = []
-        """The environment, as long as it is to be closed."""
-        self._is_over = False
-        self._name = ""
+        self._session: EnvSession | None = None
         self._answer: EnvStep | None = None
         if "name" in self._default:
             self._class(self._default["name"])
@@ -64,24 +62,22 @@ class Gym(MultiTurnScheduler):
     async def on_trajectory_start(self, episode: Episode) -> None:
         """Make the environment and show what it shows."""
         config = self._config(episode.task)
-        self._name = config.pop("name")
-        seed = config.pop("seed", derive_seed(episode.task.id))
-        self._open = []  # the copy of this trajectory has its own
-        env = await self._ask(episode, self._made, self._class(self._name), config)
-        shown = await self._ask(episode, env.reset, seed=seed)
+        name, seed = config.pop("name"), config.pop("seed", derive_seed(episode.task.id))
+        self._session = EnvSession(name, self._class(name), config, call=functools.partial(episode.call, self))
+        shown = await self._session.reset(seed=seed)
         if isinstance(shown, str):
             episode.rewrite(_with_text(episode.messages, shown))
-        elif messages := observed(shown, name=self._name):
+        elif messages := observed(shown, name=name):
             episode.rewrite(messages)
 
     async def on_turn_end(self, episode: Episode, turn: LiveTurn) -> Any:
         """Act; end the episode where the environment is done."""
-        answer = EnvStep.of(await self._ask(episode, self._open[0].step, turn.text), name=self._name)
-        turn.scores["env"] = answer.reward
-        turn.info.update(answer.info)
-        self._answer = answer
-        if answer.is_done:
-            turn.observation += answer.observation
+        assert self._session is not None
+        self._answer = await self._session.step(turn.text)
+        turn.scores["env"] = self._answer.reward
+        turn.info.update(self._answer.info)
+        if self._answer.is_done:
+            turn.observation += self._answer.observation
             return StopReason.ENV_DONE
         return None
 
@@ -92,27 +88,8 @@ class Gym(MultiTurnScheduler):
 
     async def on_trajectory_end(self, episode: Episode) -> None:
         """Close the environment."""
-        self._is_over = True
-        if (env := self._taken()) is not None:
-            await self._ask(episode, env.close)
-
-    def _made(self, make: Callable[..., Env], config: Mapping[str, Any]) -> Env:
-        """Make the environment, in a thread; one that comes when its trajectory is over already is closed here."""
-        env = make(**config)
-        self._open.append(env)
-        if self._is_over and self._taken() is not None and inspect.isawaitable(closing := env.close()):
-            asyncio.run(_finish(closing))
-        return env
-
-    def _taken(self) -> Env | None:
-        """Return the environment to whoever is to close it, once."""
-        try:
-            return self._open.pop()
-        except IndexError:
-            return None
-
-    async def _ask(self, episode: Episode, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return await episode.call(self, method, *args, of=f"the environment {self._name!r}:", **kwargs)
+        if self._session is not None:
+            await self._session.close()
 
     def _config(self, task: Task) -> dict[str, Any]:
         own = task.extra.get("env_config") or {}
@@ -132,10 +109,6 @@ class Gym(MultiTurnScheduler):
         if not callable(found):
             raise ConfigError(f"the environment {name!r} is {found!r:.100}; it must be a class with reset, step and close")
         return found
-
-
-async def _finish(awaitable: Awaitable[Any]) -> None:
-    await awaitable
 
 
 def _with_text(prompt: tuple[Message, ...], text: str) -> tuple[Message, ...]:
