@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from polyturn.core.errors import PolyturnError
+from polyturn.core.errors import ConfigError, PolyturnError
 
 app = typer.Typer(
     name="polyturn",
@@ -63,13 +63,19 @@ def train(
         bool, typer.Option("--dry-run", help="Check everything, show the first task and estimates; stop.")
     ] = False,
     verl: Annotated[bool, typer.Option("--verl", help="CONFIG and the overrides are written in verl's keys.")] = False,
+    swift: Annotated[
+        bool, typer.Option("--swift", help="CONFIG and the overrides are written in ms-swift's arguments.")
+    ] = False,
 ) -> None:
     """Train: warm start if configured, evaluate, reinforce, evaluate again."""
+    from polyturn.cli import swift as swift_arguments
     from polyturn.cli import train as native
-    from polyturn.cli import verl as translated
+    from polyturn.cli import verl as verl_keys
 
-    command = translated if verl else native
-    command.run(config, overrides or [], resume=resume, dry_run=dry_run)
+    if verl and swift:
+        raise ConfigError("--verl and --swift are two languages; a config is written in one of them")
+    run = verl_keys.run if verl else swift_arguments.run if swift else native.run
+    run(config, overrides or [], resume=resume, dry_run=dry_run)
 
 
 @app.command()
@@ -129,7 +135,7 @@ def check(
 
 @app.command("run-as", context_settings={"ignore_unknown_options": True})
 def run_as(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The library that polyturn stands in for: verl.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The library that polyturn stands in for: verl or swift.")],
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The command as that library's users write it.")
     ] = None,

@@ -7,8 +7,10 @@ checkout of that very library, which `python -m` would put before it, the workin
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import polyturn.compat
 from polyturn.core.errors import ConfigError, did_you_mean
 
 SHIMS = Path(polyturn.compat.__file__).parent / "shims"
+PROGRAMS = {"swift": "polyturn.compat.swift"}
+"""Library -> the module that does what the program of its name does."""
 
 
 def run(name: str, command: Sequence[str]) -> None:
@@ -26,7 +30,8 @@ def run(name: str, command: Sequence[str]) -> None:
     """
     environment = {**os.environ, **variables(name, os.environ)}
     # `python` is the one that runs polyturn, also where its virtual environment is not activated
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    folders = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
+    environment["PATH"] = os.pathsep.join([*_programs(name), *folders])
     if not command:
         raise ConfigError(f"there is no command; write polyturn run-as {name} -- python -m …")
     program = shutil.which(command[0], path=environment["PATH"])
@@ -49,6 +54,17 @@ def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
     if not (Path.cwd() / name / "__init__.py").is_file():
         return {"PYTHONPATH": os.pathsep.join(paths)}
     return {"PYTHONPATH": os.pathsep.join([*paths, str(Path.cwd())]), "PYTHONSAFEPATH": "1"}
+
+
+def _programs(name: str) -> list[str]:
+    """Return a folder with the program of the library's own name, where it has one; scripts call it like any other."""
+    if name not in PROGRAMS:
+        return []
+    folder = Path(tempfile.mkdtemp(prefix="polyturn-"))
+    program = folder / name
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {PROGRAMS[name]} "$@"\n', encoding="utf-8")
+    program.chmod(0o700)
+    return [str(folder)]
 
 
 def find_like(name: str) -> None:

@@ -1,17 +1,26 @@
-"""swift.loss_scale: strategies that plug-ins define, which say what of a reply is trained.
+"""swift.loss_scale: strategies that plug-ins define, which say what of a reply is trained. They become native masks.
 
     class Last(LossScale):
         def get_loss_scale(self, context, **kwargs): return [context], [1.0 if "####" in context else 0.0]
-    loss_scale_map["mine"] = Last
+    loss_scale_map["mine"] = Last                                            --loss_scale mine
 
-In reinforcement learning a strategy only masks: everything above 0 is trained.
+In reinforcement learning a strategy only masks: everything above 0 is trained. A scheduler's own mask wins.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from polyturn.batching.loss_scale import SampledTurn
+from polyturn.batching.loss_scale import loss_scale as native
 from polyturn.compat.swift.registry import PluginDict
+from polyturn.core.errors import ConfigError
+
+_OBSERVED = re.compile(r"(Observation:)(.*?)(?=\nThought:|\nAction:|\nFinal Answer:|\Z)", re.DOTALL)
 
 
 class LossScale:
@@ -27,8 +36,54 @@ class LossScale:
         return [context], [1.0]
 
 
-class LastRoundLossScale(LossScale):
-    """Trains the last reply; which one that is, the run says."""
+class REACTLossScale(LossScale):
+    """Leaves out what a model writes as an observation."""
+
+    def get_loss_scale(self, context: str, **kwargs: Any) -> tuple[list[str], list[float]]:
+        """Return the text between observations with weight 1, and theirs with 0."""
+        pieces, weights, at = [], [], 0
+        for found in _OBSERVED.finditer(context):
+            pieces += [context[at : found.start(2)], found[2]]
+            weights += [1.0, 0.0]
+            at = found.end()
+        return [*pieces, context[at:]], [*weights, 1.0]
 
 
-loss_scale_map = PluginDict("loss_scale_map", {"default": LossScale, "last_round": LastRoundLossScale})
+class LossScaleDict(PluginDict):
+    """Strategies by name; each one becomes a native mask of that name, unless there is one."""
+
+    def __setitem__(self, name: str, entry: Any) -> None:
+        super().__setitem__(name, entry)
+        if name not in native:
+            native.register(name)(_as_mask(name))
+
+
+def _as_mask(name: str) -> Any:
+    def mask(turns: Sequence[SampledTurn]) -> list[Any]:
+        entry = loss_scale_map[name]
+        strategy = entry() if isinstance(entry, type) else entry
+        return [_weights(strategy, turn, name=name) for turn in turns]
+
+    return mask
+
+
+def _weights(strategy: Any, turn: SampledTurn, *, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    pieces, weights = strategy.get_loss_scale(turn.text)
+    if "".join(pieces) != turn.text or len(pieces) != len(weights):
+        raise ConfigError(
+            f"the loss_scale {name!r} cut a reply into {pieces!r:.100} with {len(weights)} weights; the pieces must join to "
+            "the reply, with a weight for each"
+        )
+    parts, at = [], 0
+    for piece, weight in zip(pieces, weights, strict=True):
+        parts.append((at, at + len(piece), float(weight > 0)))
+        at += len(piece)
+    return turn.weights_of(parts)
+
+
+loss_scale_map = LossScaleDict("loss_scale_map")
+for _name in ("default", "last_round", "all", "ignore_empty_think", "ignore_think_prefix"):
+    dict.__setitem__(loss_scale_map, _name, LossScale)
+for _name in ("hermes", "qwen", "agentflan", "alpha_umi"):  # weights above 1, which are no masks
+    loss_scale_map[_name] = LossScale
+loss_scale_map["react"] = REACTLossScale

@@ -1,0 +1,155 @@
+"""ms-swift's command line and its YAML form, read as a flat tree of arguments, over its defaults.
+
+parse(["--model", "Qwen/Qwen3-1.7B", "--reward_funcs", "accuracy", "format", "--use_vllm", "true"])
+read(Path("grpo.yaml"), ["max_turns=3"])
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from polyturn.compat.swift.args.convert import CONVERTERS
+from polyturn.compat.verl_config.compose import Composed
+from polyturn.compat.verl_config.table import Table, read_table
+from polyturn.compat.verl_config.translate import Translation, translate
+from polyturn.core.errors import ConfigError, did_you_mean
+
+KEYS = Path(__file__).parent / "keys.yaml"
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+DEFAULTS: Mapping[str, Any] = {
+    "rlhf_type": "grpo",
+    "seed": 42,
+    "output_dir": "output/grpo",
+    "num_generations": 8,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_completion_length": 512,
+    "temperature": 0.9,
+    "top_p": 1.0,
+    "top_k": -1,
+    "learning_rate": 1e-6,
+    "weight_decay": 0.1,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.05,
+    "max_grad_norm": 1.0,
+    "num_train_epochs": 1,
+    "max_steps": -1,
+    "save_steps": 500,
+    "beta": 0.04,
+    "epsilon": 0.2,
+    "loss_type": "grpo",
+    "scale_rewards": "group",
+    "dynamic_sample": False,
+    "reward_funcs": [],
+    "multi_turn_scheduler": None,
+    "bf16": None,
+}
+"""What ms-swift takes where an argument is not written, as far as it differs from native defaults."""
+
+
+@functools.cache
+def table() -> Table:
+    """Return the table of arguments."""
+    return read_table(KEYS)
+
+
+def parse(arguments: Sequence[str]) -> Composed:
+    """Read flags; one without a value is true, one with several is a list.
+
+    Raises:
+        ConfigError: something stands before the first flag, or a flag comes twice.
+    """
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        head = rest.pop(0)
+        if not head.startswith("--") or len(head) < 3:
+            raise ConfigError(f"the argument {head!r} belongs to no flag; write --name value")
+        name, equals, value = head[2:].partition("=")
+        raw = [value] if equals else []
+        while rest and not equals and not rest[0].startswith("--"):
+            raw.append(rest.pop(0))
+        if name in values:
+            raise ConfigError(f"the argument --{name} is given twice; keep one of them")
+        found = [read_value(one) for one in raw]
+        values[name] = True if not found else found[0] if len(found) == 1 else found
+        origin[name] = f"from the argument '--{name}'"
+    return over_defaults(values, origin)
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Composed:
+    """Read a YAML file of arguments, and `name=value` over it.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no arguments.
+    """
+    if not path.is_file():
+        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ConfigError(f"the file {str(path)!r} does not exist.{did_you_mean(path.name, near) if near else ''}")
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as problem:
+        raise ConfigError(f"{path} is not YAML: {problem}") from problem
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold arguments, such as `model: …`, and it holds a {type(found).__name__}")
+    values = {str(k): read_value(v) if isinstance(v, str) else v for k, v in found.items()}
+    origin = dict.fromkeys(values, f"in {path}")
+    for text in overrides:
+        name, equals, raw = text.partition("=")
+        if not equals or not name or name.startswith("-"):
+            raise ConfigError(f"the override {text!r} cannot be read; write name=value")
+        key, _, below = name.lstrip("+").partition(".")
+        value = read_value(raw)
+        if below:
+            at = values[key] = dict(values.get(key) or {})
+            *above, last = below.split(".")
+            for part in above:
+                at = at.setdefault(part, {})
+            at[last] = value
+        else:
+            values[key] = value
+        origin[name.lstrip("+")] = f"from the override {text!r}"
+    return over_defaults(values, origin)
+
+
+def read_value(text: str) -> Any:
+    """Return what an argument's text means: a number, true or false, null, a JSON list or mapping, else the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text in ("None", "null"):
+        return None
+    if _NUMBER.fullmatch(text):
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    return text
+
+
+def over_defaults(values: Mapping[str, Any], origin: Mapping[str, str]) -> Composed:
+    """Return arguments with ms-swift's defaults below them."""
+    return Composed(values={**DEFAULTS, **values}, origin=dict(origin))
+
+
+def to_native(tree: Composed) -> Translation:
+    """Translate arguments.
+
+    Raises:
+        ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each.
+    """
+    if not tree.values.get("model"):
+        raise ConfigError("the argument model is missing; name a folder or hub id of a model")
+    return translate(tree, keys=table(), converters=CONVERTERS)

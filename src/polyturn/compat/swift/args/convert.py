@@ -1,0 +1,222 @@
+"""Converters: the arguments of ms-swift whose native form depends on more than their own value.
+
+Each function reads arguments from a `Source` and writes native keys to it; `keys.yaml` says which argument needs which.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from polyturn.compat.verl_config.convert import Source
+
+NO_LIMIT_TURNS = 100
+"""What `max_turns: null` becomes: an episode must end."""
+REWARD_OPTIONS = (
+    "cosine_min_len_value_wrong", "cosine_max_len_value_wrong", "cosine_min_len_value_correct",
+    "cosine_max_len_value_correct", "cosine_max_len", "repetition_n_grams", "repetition_max_penalty", "soft_max_length",
+    "soft_cache_length",
+    "max_completion_length",
+)  # fmt: skip
+
+
+def model(s: Source) -> None:
+    """Set the model: a folder or a name of the hub."""
+    path = str(s.get("model", ""))
+    if Path(path).expanduser().is_dir():
+        s.put_path("model.path", str(Path(path).expanduser()), by="model")
+    else:
+        s.put("model.path", path, by="model")
+
+
+def plugins(s: Source) -> None:
+    """Set the plug-in files."""
+    s.put_path("plugins", [str(f) for f in as_list(s.get("external_plugins"))], by="external_plugins")
+
+
+def dataset(s: Source) -> None:
+    """Set the files to train on; `file#500` takes the first 500 rows."""
+    files, limit = _files(s, "dataset")
+    if files:
+        s.put_path("data.train.files", files, by="dataset")
+    if limit is not None:
+        s.put("data.train.limit", limit, by="dataset")
+
+
+def val_dataset(s: Source) -> None:
+    """Set what the run is judged by."""
+    files, limit = _files(s, "val_dataset")
+    if not files:
+        return
+    s.put_path("evaluation.data.files", files, by="val_dataset")
+    if limit is not None:
+        s.put("evaluation.data.limit", limit, by="val_dataset")
+    sampling = {"temperature": s.get("temperature", 0.9)}
+    s.put(
+        "evaluation.sets",
+        {"val": {"samples": int(s.number("num_generations_eval", 1)), "sampling": sampling}},
+        by="val_dataset",
+    )
+
+
+def rewards(s: Source) -> None:
+    """Set the reward functions, with their weights and options."""
+    names = [str(n) for n in as_list(s.get("reward_funcs"))]
+    weights = s.get("reward_weights")
+    use_gym = _uses_gym(s)
+    if not names and not use_gym:
+        s.refuse("reward_funcs", "there is no reward: name functions, or set use_gym_env with an environment")
+        return
+    num = len(names) + use_gym
+    if weights is not None and len(as_list(weights)) != num:
+        s.refuse(
+            "reward_weights", f"there are {num} rewards ({', '.join([*names, *['gym'] * use_gym])}); give as many weights"
+        )
+        return
+    kwargs: dict[str, Any] = {"names": names, "use_gym_env": use_gym}
+    if weights is not None:
+        kwargs["weights"] = [float(w) for w in as_list(weights)]
+    if options := {name: s.found[name] for name in REWARD_OPTIONS if s.get(name) is not None}:
+        kwargs["options"] = options
+    s.put("reward.function", {"name": "polyturn.compat.swift.reward_adapter:score", "kwargs": kwargs}, by="reward_funcs")
+
+
+def scheduler(s: Source) -> None:
+    """Set the scheduler and how many turns it may have."""
+    name, environment = s.get("multi_turn_scheduler"), s.get("gym_env")
+    if name is None and (environment is not None or _uses_gym(s)):
+        name = "gym_scheduler"
+    stops = [str(w) for w in as_list(s.get("stop_words"))]
+    if name is None:
+        if stops:
+            s.refuse("stop_words", "they need a multi_turn_scheduler; the model's own end of turn always stops it")
+        s.put("rollout.scheduler", "single_turn", by="multi_turn_scheduler")
+        s.put("rollout.limits.max_turns", 1, by="max_turns")
+        return
+    s.put("rollout.scheduler", str(name), by="multi_turn_scheduler")
+    kwargs = {"gym_env": environment, "stop_words": stops, "context_manager": s.get("context_manager")}
+    if kwargs := {k: v for k, v in kwargs.items() if v}:
+        s.put("rollout.scheduler_kwargs", kwargs, by="gym_env" if environment else "stop_words")
+    turns = int(s.number("max_turns", NO_LIMIT_TURNS))
+    s.put("rollout.limits.max_turns", turns if turns > 0 else NO_LIMIT_TURNS, by="max_turns")
+
+
+def lengths(s: Source) -> None:
+    """Set how long a turn, or all of them, may be."""
+    length = int(s.number("max_completion_length", 512))
+    s.put("rollout.limits.max_tokens_per_turn", length, by="max_completion_length")
+    if s.get("completion_length_limit_scope") == "total":
+        s.put("rollout.limits.max_tokens", length, by="completion_length_limit_scope")
+
+
+def batches(s: Source) -> None:
+    """Set how many tasks a rollout has, and how many updates are taken on it."""
+    group = int(s.number("num_generations", 8))
+    device = int(s.number("per_device_train_batch_size", 1))
+    accumulation = int(s.number("gradient_accumulation_steps", 1))
+    given, steps = s.get("generation_batch_size"), s.get("steps_per_generation")
+    if given is not None and steps is not None:
+        s.refuse("generation_batch_size", "steps_per_generation says the same; keep one of them")
+        return
+    steps = int(s.number("steps_per_generation", accumulation))
+    total = int(s.number("generation_batch_size", device * steps))
+    if total % group or total < group:
+        near = sorted({n for n in range(1, total + 1) if total % n == 0 and n > 1})
+        s.refuse(
+            "num_generations",
+            f"a rollout has {total} completions (generation_batch_size, or per_device_train_batch_size x "
+            f"steps_per_generation, for one process), which must be a multiple of it; possible are {near}",
+        )
+        return
+    s.put("train.groups_per_step", total // group, by="generation_batch_size" if given else "per_device_train_batch_size")
+    updates = max(1, total // (device * accumulation))
+    if total % (device * accumulation):
+        s.refuse(
+            "gradient_accumulation_steps",
+            f"{total} completions cannot be cut into updates of {device * accumulation} "
+            "(per_device_train_batch_size x gradient_accumulation_steps)",
+        )
+    s.put("train.minibatches", updates, by="gradient_accumulation_steps")
+
+
+def steps(s: Source) -> None:
+    """Set how long the run is."""
+    updates = int(s.number("max_steps", -1))
+    per_rollout = int(s.native.get("train", {}).get("minibatches", 1))
+    if updates > 0:
+        s.put("train.steps", max(1, updates // per_rollout), by="max_steps")
+        return
+    epochs = s.number("num_train_epochs", 1)
+    if int(epochs) != epochs or epochs < 1:
+        s.refuse("num_train_epochs", "it must be a whole number of passes; use max_steps for a part of one")
+        return
+    s.put("train.epochs", int(epochs), by="num_train_epochs")
+
+
+def every(s: Source) -> None:
+    """Set how often a run saves and is judged."""
+    per_rollout = int(s.native.get("train", {}).get("minibatches", 1))
+    for key, native in (("save_steps", "train.checkpoint_every"), ("eval_steps", "evaluation.every")):
+        if (value := s.get(key)) is not None:
+            s.put(native, max(1, int(value) // per_rollout), by=key)
+
+
+def folder(s: Source) -> None:
+    """Set the folder of the run."""
+    path = Path(str(s.get("output_dir", "output/run"))).expanduser()
+    s.put("out", str(path.parent), by="output_dir")
+    s.put("name", path.name, by="output_dir")
+
+
+def betas(s: Source) -> None:
+    """Set AdamW's averages."""
+    s.put("train.optim.betas", [s.number("adam_beta1", 0.9), s.number("adam_beta2", 0.95)], by="adam_beta2")
+
+
+def clip(s: Source) -> None:
+    """Set the range of the ratio."""
+    low = s.number("epsilon", 0.2)
+    s.put("algorithm.clip_low", low, by="epsilon")
+    s.put("algorithm.clip_high", s.number("epsilon_high", low), by="epsilon_high" if s.get("epsilon_high") else "epsilon")
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a value as a list: None is none, a JSON list is read."""
+    if value is None:
+        return []
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = json.loads(value)
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _uses_gym(s: Source) -> bool:
+    value = s.get("use_gym_env")
+    return s.get("gym_env") is not None if value is None else bool(value)
+
+
+def _files(s: Source, key: str) -> tuple[list[str], int | None]:
+    """Return the files that an argument names, and how many rows of them are used."""
+    files: list[str] = []
+    limit: int | None = None
+    for entry in map(str, as_list(s.get(key))):
+        path, mark, number = entry.partition("#")
+        if mark and number.isdigit():
+            if limit is not None or len(as_list(s.get(key))) > 1:
+                s.refuse(key, f"{entry!r} takes a part of one file among several; cut the file itself")
+            limit = int(number)
+        if Path(path).suffix not in (".jsonl", ".parquet", ".ndjson", ".json") or path.count(":") > 0:
+            s.refuse(key, f"{entry!r} is no file of rows; write its rows to a .jsonl or .parquet file")
+        elif Path(path).suffix == ".json":
+            s.refuse(key, f"{entry!r} holds one JSON list; write a row to each line of a .jsonl file")
+        files.append(path)
+    return files, limit
+
+
+CONVERTERS: Mapping[str, Callable[[Source], None]] = {
+    f.__name__: f
+    for f in (
+        model, plugins, dataset, val_dataset, rewards, scheduler, lengths, batches, steps, every, folder, betas, clip,
+    )
+}  # fmt: skip

@@ -1,0 +1,252 @@
+"""Every argument of ms-swift's reinforcement learning is mapped, ignored with a reason, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyturn.compat.swift.args.arguments import parse, read, read_value, table, to_native
+from polyturn.compat.verl_config.translate import Translation
+from polyturn.config.load import load_values
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError
+
+ROW = {"model": "m/x", "dataset": "rows.jsonl", "reward_funcs": ["accuracy"]}
+
+DOCUMENTED = """
+use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+vllm_server_group_port enable_flattened_weight_sync async_generate sleep_level move_model_batches
+offload_optimizer offload_model structured_outputs_regex generation_batch_size steps_per_generation top_k
+top_p min_p repetition_penalty stop_words vllm_enable_lora lora_rank vllm_enable_prefix_caching
+vllm_max_num_seqs wandb_log_unique_prompts multi_turn_scheduler max_turns completion_length_limit_scope
+vllm_server_pass_dataset use_gym_env gym_env num_generations num_generations_eval max_completion_length
+temperature beta num_iterations epsilon epsilon_high delta scale_rewards advantage_estimator kl_in_reward
+loss_type importance_sampling_level rollout_importance_sampling_mode rollout_importance_sampling_threshold
+log_rollout_offpolicy_metrics off_policy_sequence_mask_delta dynamic_sample max_resample_times overlong_filter
+soft_max_length soft_cache_length cosine_min_len_value_wrong cosine_max_len_value_wrong
+cosine_min_len_value_correct cosine_max_len_value_correct cosine_max_len repetition_n_grams
+repetition_max_penalty reward_funcs reward_weights reward_model reward_model_plugin log_completions
+log_entropy top_entropy_quantile sync_ref_model ref_model_sync_steps ref_model_mixup_alpha tau_pos tau_neg
+real_tau truncation_strategy loss_scale dataset_shuffle teacher_kl_coef advantage_reweight sdar_loss_coef
+model model_type template enable_thinking max_length vllm_use_async_engine external_plugins vllm_max_lora_rank
+vllm_pipeline_parallel_size vllm_reasoning_parser context_manager vllm_gpu_memory_utilization
+vllm_tensor_parallel_size vllm_data_parallel_size vllm_enable_expert_parallel vllm_max_model_len
+vllm_disable_custom_all_reduce vllm_enforce_eager vllm_limit_mm_per_prompt vllm_quantization
+vllm_disable_cascade_attn vllm_mm_processor_cache_gb vllm_speculative_config vllm_engine_kwargs
+""".split()  # noqa: SIM905
+
+
+def translate(**arguments: Any) -> Translation:
+    from polyturn.compat.swift.args.arguments import over_defaults
+
+    values = {**ROW, **arguments}
+    return to_native(over_defaults(values, dict.fromkeys(values, "in the test")))
+
+
+def at(native: Any, path: str) -> Any:
+    for part in path.split("."):
+        native = native[part]
+    return native
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_documented_argument_has_a_row_that_says_something(name: str) -> None:
+    row = table().find(name)
+    assert row is not None
+    assert row.to or row.says or row.means or row.native
+
+
+@pytest.mark.parametrize(
+    ("arguments", "native"),
+    [
+        ({"model": "m/y"}, {"model.path": "m/y"}),
+        ({"enable_thinking": False}, {"model.template_kwargs.enable_thinking": False}),
+        ({"torch_dtype": "bfloat16"}, {"model.dtype": "bfloat16"}),
+        ({"external_plugins": ["a.py", "b.py"]}, {"plugins": ["a.py", "b.py"]}),
+        ({"custom_register_path": "a.py"}, {"plugins": ["a.py"]}),
+        ({"dataset": "a.jsonl#500"}, {"data.train.files": ["a.jsonl"], "data.train.limit": 500}),
+        (
+            {"val_dataset": ["v.jsonl"], "num_generations_eval": 4},
+            {"evaluation.data.files": ["v.jsonl"], "evaluation.sets.val.samples": 4},
+        ),
+        ({"dataset_shuffle": False}, {"data.shuffle": False}),
+        ({"max_length": 2048}, {"rollout.limits.max_prompt_tokens": 2048}),
+        ({"truncation_strategy": "delete"}, {"data.drop_long_prompts": True}),
+        ({"multi_turn_scheduler": "mine", "max_turns": 3}, {"rollout.scheduler": "mine", "rollout.limits.max_turns": 3}),
+        ({"multi_turn_scheduler": "mine"}, {"rollout.limits.max_turns": 100}),
+        ({}, {"rollout.scheduler": "single_turn", "rollout.limits.max_turns": 1}),
+        (
+            {"gym_env": "lake"},
+            {
+                "rollout.scheduler": "gym_scheduler",
+                "rollout.scheduler_kwargs": {"gym_env": "lake"},
+                "reward.function.kwargs.use_gym_env": True,
+            },
+        ),
+        (
+            {"multi_turn_scheduler": "s", "stop_words": ["Observation:"]},
+            {"rollout.scheduler_kwargs": {"stop_words": ["Observation:"]}},
+        ),
+        ({"max_completion_length": 64}, {"rollout.limits.max_tokens_per_turn": 64}),
+        ({"completion_length_limit_scope": "total"}, {"rollout.limits.max_tokens": 512}),
+        ({"vllm_max_model_len": 4096}, {"rollout.limits.max_context": 4096}),
+        (
+            {"temperature": 1.0, "top_p": 0.9, "top_k": 50},
+            {"rollout.sampling": {"temperature": 1.0, "top_p": 0.9, "top_k": 50}},
+        ),
+        ({}, {"rollout.sampling.temperature": 0.9, "seed": 42, "algorithm.kl_coef": 0.04}),
+        ({"async_generate": True}, {"train.max_staleness": 1}),
+        ({"loss_scale": "last_round"}, {"algorithm.loss_scale": "last_round"}),
+        (
+            {"num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
+            {"train.group_size": 4, "train.groups_per_step": 4, "train.minibatches": 1},
+        ),
+        (
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 4, "max_steps": 40},
+            {"train.groups_per_step": 4, "train.minibatches": 4, "train.steps": 10},
+        ),
+        (
+            {"generation_batch_size": 64, "per_device_train_batch_size": 16},
+            {"train.groups_per_step": 8, "train.minibatches": 4},
+        ),
+        ({"num_train_epochs": 2}, {"train.epochs": 2}),
+        ({"save_steps": 50, "eval_steps": 20}, {"train.checkpoint_every": 50, "evaluation.every": 20}),
+        ({"save_total_limit": 2}, {"train.keep_checkpoints": 2}),
+        ({"output_dir": "out/mine"}, {"out": "out", "name": "mine"}),
+        ({"learning_rate": 5e-7}, {"train.optim.lr": 5e-7}),
+        ({"adam_beta2": 0.99}, {"train.optim.betas": [0.9, 0.99]}),
+        ({"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, {"train.optim.schedule": "constant"}),
+        ({"beta": 0.0}, {"algorithm.kl_coef": 0.0}),
+        ({"epsilon": 0.1}, {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
+        ({"epsilon_high": 0.28}, {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28}),
+        ({"loss_type": "dapo"}, {"algorithm.aggregate": "token-mean"}),
+        ({"loss_type": "dr_grpo"}, {"algorithm.aggregate": "seq-mean-token-sum-norm"}),
+        ({"scale_rewards": "none"}, {"algorithm.norm_by_std": False}),
+        ({"dynamic_sample": True}, {"algorithm.drop_zero_variance": True}),
+        (
+            {"reward_funcs": ["accuracy", "cosine"], "reward_weights": [1, 0.5], "cosine_max_len": 100},
+            {
+                "reward.function.kwargs.names": ["accuracy", "cosine"],
+                "reward.function.kwargs.weights": [1.0, 0.5],
+                "reward.function.kwargs.options.cosine_max_len": 100,
+            },
+        ),
+        ({"polyturn": {"engine": {"num_slots": 8}}}, {"engine.num_slots": 8}),
+    ],
+)
+def test_arguments_that_are_mapped(arguments: dict[str, Any], native: dict[str, Any]) -> None:
+    device = (
+        {}
+        if {"generation_batch_size", "per_device_train_batch_size"} & set(arguments)
+        else {"per_device_train_batch_size": 8}
+    )
+    found = translate(**device, **arguments)
+    for path, value in native.items():
+        assert at(found.native, path) == value
+    load_values(RunConfig, found.native, origin=found.origin)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"train_type": "lora"}, "only all weights can be trained"),
+        ({"tuner_type": "lora"}, "only all weights can be trained"),
+        ({"system": "You are kind."}, "belongs to the rows"),
+        ({"fp16": True}, "use bf16"),
+        ({"adapters": ["a"]}, "merge them into the model"),
+        ({"reward_model": ["r"]}, "no reward model yet"),
+        ({"min_p": 0.1}, "there is no min_p"),
+        ({"repetition_penalty": 1.1}, "know no penalty"),
+        ({"structured_outputs_regex": "a"}, "not constrained"),
+        ({"vllm_enable_lora": True}, "adapters cannot"),
+        ({"vllm_reasoning_parser": "deepseek_r1"}, "as they were written"),
+        ({"num_iterations": 2}, "trained on once"),
+        ({"resume_from_checkpoint": "c"}, "pass --resume"),
+        ({"advantage_estimator": "rloo"}, "not available yet"),
+        ({"advantage_estimator": "reinforce_plus_plus"}, "not available yet"),
+        ({"scale_rewards": "gdpo"}, "scaled by their group"),
+        ({"kl_in_reward": True}, "part of the loss"),
+        ({"delta": 1.5}, "no second upper bound"),
+        *[({"loss_type": kind}, "not available yet") for kind in ("cispo", "sapo", "real", "fipo")],
+        ({"importance_sampling_level": "sequence"}, "per token today"),
+        ({"off_policy_sequence_mask_delta": 0.1}, "not masked"),
+        ({"overlong_filter": True}, "soft_overlong"),
+        ({"top_entropy_quantile": 0.2}, "all tokens are trained"),
+        ({"sync_ref_model": True}, "stays as the model was"),
+        ({"advantage_reweight": "rlsd"}, "teacher"),
+        ({"sdar_loss_coef": 0.1}, "self-distillation"),
+        ({"chord_sft_dataset": ["d"]}, "warm_start"),
+        ({"rlhf_type": "dpo"}, "that value is not known here"),
+        ({"dataset": ["AI-MO/NuminaMath-TIR"]}, "is no file of rows"),
+        ({"stop_words": ["x"]}, "need a multi_turn_scheduler"),
+        ({"reward_weights": [1, 2]}, "give as many weights"),
+        ({"reward_funcs": []}, "there is no reward"),
+        ({"num_generations": 3}, "must be a multiple of it; possible are [2, 4, 8]"),
+        ({"generation_batch_size": 8, "steps_per_generation": 2}, "keep one of them"),
+        ({"num_generation": 4}, "Did you mean 'num_generations'"),
+    ],
+)
+def test_arguments_that_ask_for_what_is_not_here(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as problem:
+        translate(per_device_train_batch_size=8, **arguments)
+    assert says in str(problem.value)
+    assert next(iter(arguments)) in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_vllm", True),
+        ("vllm_mode", "server"),
+        ("vllm_server_host", "127.0.0.1"),
+        ("vllm_server_pass_dataset", True),
+        ("vllm_use_async_engine", True),
+        ("vllm_gpu_memory_utilization", 0.5),
+        ("deepspeed", "zero2"),
+        ("report_to", "wandb"),
+        ("sleep_level", 1),
+        ("importance_sampling_level", "token"),
+        ("rollout_importance_sampling_mode", "token_truncate"),
+        ("train_type", "full"),
+        ("split_dataset_ratio", 0.1),
+    ],
+)
+def test_arguments_that_are_ignored_say_why(name: str, value: Any) -> None:
+    notices = translate(per_device_train_batch_size=8, **{name: value}).notices()
+    assert any(name in notice for notice in notices), notices
+
+
+@pytest.mark.parametrize("name", ["min_p", "delta", "reward_model", "structured_outputs_regex", "kl_in_reward", "ref_model"])
+def test_a_refused_argument_that_asks_for_nothing_is_no_error(name: str) -> None:
+    translate(per_device_train_batch_size=8, **{name: None})
+
+
+def test_flags_are_read_as_the_command_line_writes_them() -> None:
+    line = (
+        "--model m/x --reward_funcs accuracy format --learning_rate 1e-6 --use_vllm --stop_words Observation: --max_turns=3"
+    )
+    values = parse(line.split()).values
+    assert values["reward_funcs"] == ["accuracy", "format"]
+    assert values["learning_rate"] == 1e-6
+    assert values["use_vllm"] is True
+    assert values["stop_words"] == "Observation:"
+    assert values["max_turns"] == 3
+    assert read_value('{"image": 10}') == {"image": 10}
+    assert read_value("none") == "none" and read_value("None") is None and read_value("true") is True
+    with pytest.raises(ConfigError, match="belongs to no flag"):
+        parse(["model"])
+    with pytest.raises(ConfigError, match="given twice"):
+        parse(["--seed", "1", "--seed", "2"])
+
+
+def test_a_file_is_read_with_overrides_and_numbers_in_any_writing(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: m/x\nlearning_rate: 1e-6\nmax_turns: 2\n")
+    values = read(tmp_path / "a.yaml", ["max_turns=3", "polyturn.engine.num_slots=4"]).values
+    assert (values["learning_rate"], values["max_turns"]) == (1e-6, 3)
+    assert values["polyturn"] == {"engine": {"num_slots": 4}}
+    with pytest.raises(ConfigError, match=r"does not exist. Did you mean 'a.yaml'"):
+        read(tmp_path / "b.yaml")
+    with pytest.raises(ConfigError, match="the argument model is missing"):
+        to_native(parse([]))
