@@ -43,6 +43,7 @@ def test_thinking_tips_trains_each_turn_on_what_it_was_shown(tmp_path: Path) -> 
         tmp_path,
         *("warm_start.steps=60", "warm_start.batch_size=8", "warm_start.optim.lr=1e-2"),
         *("train.steps=2", "train.groups_per_step=4", "train.group_size=4", "algorithm.drop_zero_variance=false"),
+        *("train.minibatches=2", "algorithm.old_logprobs=engine"),
     )
     steps = steps_of(run)
     assert len(steps) == 2 and all(np.isfinite(step["loss/total"]) for step in steps)

@@ -262,8 +262,12 @@ class Trainer:
         if samples:
             with self._busy() as busy:
                 samples = self._with_scores(samples)
-                for share in _shares(samples, settings.minibatches):
-                    parts += [self.policy.forward_backward(share), self.policy.optim_step()]
+                for number, share in enumerate(_shares(samples, settings.minibatches)):
+                    found = self.policy.forward_backward(share)
+                    if number and settings.uses_engine_logprobs:
+                        # Behind an update they say how far that went, and not whether trainer and engine agree.
+                        found = {name: value for name, value in found.items() if not name.startswith("policy/rollout_")}
+                    parts += [found, self.policy.optim_step()]
             parts.append({"time/train_s": Sum(busy.seconds)})
         else:
             logger.warning("step %d: no group has anything to learn from; the weights stay as they are", self.state.step + 1)
