@@ -46,7 +46,7 @@ class Compaction(MultiTurnScheduler):
     async def step(self, episode: Episode, turn: LiveTurn) -> Any:
         """Answer as usual, over a history that fits."""
         reply = Reply.of(await super().step(episode, turn))
-        if reply.is_done or not (reply.messages or reply.goes_on):
+        if reply.is_done or not reply.messages:
             return reply
         for policy in self.policies:
             if episode.count_tokens([*episode.messages, *reply.messages]) <= self.budget:
@@ -57,6 +57,8 @@ class Compaction(MultiTurnScheduler):
     async def _shorter(self, policy: str, episode: Episode, said: Sequence[Message]) -> list[Message]:
         history, start = list(episode.messages), len(episode.prompt)
         turns = [i for i, m in enumerate(history) if m.role == "assistant" and i >= start]
+        if not turns:
+            return history
         if policy == "drop_reasoning":
             return [without_reasoning(m) if i != turns[-1] else m for i, m in enumerate(history)]
         if policy == "summarise" and (summary := await self._summary(episode, said)) is not None:
