@@ -263,10 +263,10 @@ class RewardConfig(_Model):
     written, or every turn as it was written. Never what a tool or an interaction said."""
     overlong: OverlongConfig = OverlongConfig()
     rate: RewardRateConfig = RewardRateConfig()
-    batch_size: int = Field(64, ge=1)
-    """Trajectories in one call of a function of `solution_strs`."""
-    batch_wait_s: float = Field(0.05, ge=0)
-    """How long such a call waits for more of them."""
+    batch_size: int | None = Field(64, ge=1)
+    """Trajectories in one call of a function of `solution_strs`; null is no bound."""
+    batch_wait_s: float | None = Field(0.05, ge=0)
+    """How long such a call waits for more of them; null until every episode that runs has ended."""
     sandbox: SandboxConfig = SandboxConfig()
     weights: dict[str, float] | None = None
     """Weight of each named score; null keeps the default: 1 for `outcome` and for `tool_step`."""

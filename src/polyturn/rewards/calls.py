@@ -2,6 +2,7 @@
 
     async with rate: ...            waits for its turn: no more calls at once, and none sooner, than the service allows
     await batch(item)               its result, from one call for many items
+    with running.one(): ...         an episode runs, and may still bring an item
 
 Separate from `function.py`, which knows what a function is told and what it may return.
 """
@@ -9,8 +10,9 @@ Separate from `function.py`, which knows what a function is told and what it may
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -69,22 +71,82 @@ class CallOptions:
     text: TextOf = "answer"
     """What a function of `solution_str` reads."""
     rate: RateLimit | None = None
-    batch_size: int = 64
-    """Trajectories in one call of a function of `solution_strs`."""
-    batch_wait_s: float = 0.05
-    """How long such a call waits for more of them."""
+    batch_size: int | None = 64
+    """Trajectories in one call of a function of `solution_strs`; None is no bound."""
+    batch_wait_s: float | None = 0.05
+    """How long such a call waits for more of them; None until every episode that runs has ended."""
+
+
+class Running:
+    """Counts the episodes that run, so that a call for many can wait for all of them.
+
+    Once all of them wait for such calls nothing more can come, and the calls are made.
+    """
+
+    IDLE_WAIT_S = 0.05
+    """How long a call waits where no episode runs, for trajectories that are scored afterwards."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._batches: list[Batch[Any]] = []
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Count one episode, from its start until it has its reward."""
+        self._num += 1
+        try:
+            yield
+        finally:
+            self._num -= 1
+            self.check()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no episode runs."""
+        return self._num == 0
+
+    def join(self, batch: Batch[Any]) -> None:
+        """Let a batch wait for all that run."""
+        self._batches.append(batch)
+
+    def check(self) -> None:
+        """Start the calls if every episode that runs waits for one."""
+        if 0 < sum(batch.num_waiting for batch in self._batches) >= self._num:
+            for batch in self._batches:
+                batch.start()
 
 
 class Batch(Generic[T]):
-    """Collects single items into calls of a function of many: up to `size` of them, or those that come within `wait_s`."""
+    """Collects single items into calls of a function of many.
 
-    def __init__(self, call: Callable[[Sequence[T]], Awaitable[Sequence[Any]]], *, size: int, wait_s: float) -> None:
+    A call is made with `size` of them, with those that come within `wait_s`, or with those of all episodes that run.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[T]], Awaitable[Sequence[Any]]],
+        *,
+        size: int | None = None,
+        wait_s: float | None = None,
+        running: Running | None = None,
+    ) -> None:
+        """Wait for nobody yet.
+
+        Args:
+            call: The function of many.
+            size: How many it takes at most; None for any number.
+            wait_s: How long the first item waits; None until all that run have ended.
+            running: Who runs.
+        """
         self._call = call
+        self._running = Running() if running is None else running
+        if wait_s is None:
+            self._running.join(self)
         self._size = size
         self._wait_s = wait_s
         self._waiting: list[tuple[T, asyncio.Future[Any]]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._running: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[None]] = set()
 
     async def __call__(self, item: T) -> Any:
         """Return the result of `item`, once its batch was called.
@@ -96,20 +158,28 @@ class Batch(Generic[T]):
         self._waiting = [(i, f) for i, f in self._waiting if f.get_loop() is loop]
         result: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((item, result))
-        if len(self._waiting) >= self._size:
-            self._start()
+        if self._size is not None and len(self._waiting) >= self._size:
+            self.start()
+        elif self._wait_s is None and not self._running.is_idle:
+            self._running.check()
         elif len(self._waiting) == 1:
-            self._timer = loop.call_later(self._wait_s, self._start)
+            self._timer = loop.call_later(Running.IDLE_WAIT_S if self._wait_s is None else self._wait_s, self.start)
         return await result
 
-    def _start(self) -> None:
+    @property
+    def num_waiting(self) -> int:
+        """How many items wait for a call."""
+        return sum(not result.done() for _, result in self._waiting)
+
+    def start(self) -> None:
+        """Make the call with the items that wait."""
         if self._timer is not None:
             self._timer.cancel()
         batch, self._waiting = [(i, f) for i, f in self._waiting if not f.done()], []
         if batch:
             task = asyncio.get_running_loop().create_task(self._run(batch))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
 
     async def _run(self, batch: Sequence[tuple[T, asyncio.Future[Any]]]) -> None:
         try:

@@ -22,7 +22,7 @@ from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.messages import to_openai
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
-from polyturn.rewards.calls import Batch, CallOptions
+from polyturn.rewards.calls import Batch, CallOptions, Running
 from polyturn.rewards.registry import CHECKS, QUICK
 from polyturn.rewards.written import written
 from polyturn.tools.bounded import Bounded
@@ -52,6 +52,7 @@ class RewardFunction:
         kwargs: Mapping[str, Any] | None = None,
         supplies: Mapping[str, Any] | None = None,
         options: CallOptions | None = None,
+        running: Running | None = None,
     ) -> None:
         """Read the function's form off its parameters.
 
@@ -61,6 +62,7 @@ class RewardFunction:
             kwargs: Arguments of its own.
             supplies: What the run can give to a function that has a parameter of that name.
             options: How it is called.
+            running: The episodes that run, for a function of many that waits for all of them.
 
         Raises:
             ConfigError: it is no function, or its parameters fit no form.
@@ -77,7 +79,8 @@ class RewardFunction:
         self._accepted = _told(parameters, self._kwargs, name=name)
         self._batch: Batch[dict[str, Any]] | None = None
         if self._accepted is not None and "solution_strs" in self._accepted:
-            self._batch = Batch(self._call_many, size=self._options.batch_size, wait_s=self._options.batch_wait_s)
+            size, wait_s = self._options.batch_size, self._options.batch_wait_s
+            self._batch = Batch(self._call_many, size=size, wait_s=wait_s, running=running)
 
     def require(self) -> None:
         """Check that the function can work at all.

@@ -27,7 +27,7 @@ from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNam
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
-from polyturn.rewards.calls import CallOptions
+from polyturn.rewards.calls import CallOptions, Running
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import RewardFunction
 from polyturn.rewards.overlong import Overlong
@@ -105,12 +105,16 @@ class RewardRouter:
         self._aggregate = _AGGREGATES[interaction_aggregate]
         self._overlong = overlong
         self._scores_turns = scores_turns
+        self.running = Running()
+        """The episodes that run; whoever runs one holds `running.one()` until it is scored."""
         options, sandbox = calls or CallOptions(), sandbox or Sandbox(url=None)
-        resolve = _Resolver(options=options, sandbox=sandbox, base=base)
+        resolve = _Resolver(options=options, sandbox=sandbox, base=base, running=self.running)
         self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
         self._function = None if function is None else resolve(function)
         # What is shipped asks no service that has a rate.
-        resolve = _Resolver(options=dataclasses.replace(options, rate=None), sandbox=sandbox, base=base)
+        resolve = _Resolver(
+            options=dataclasses.replace(options, rate=None), sandbox=sandbox, base=base, running=self.running
+        )
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
 
     def route(self, data_source: str) -> RewardFunction | str:
@@ -213,7 +217,8 @@ class RewardRouter:
 class _Resolver:
     """Turns route targets into reward functions."""
 
-    def __init__(self, *, options: CallOptions, sandbox: Sandbox, base: Path | None) -> None:
+    def __init__(self, *, options: CallOptions, sandbox: Sandbox, base: Path | None, running: Running) -> None:
+        self._running = running
         self._options = options
         self._sandbox = sandbox
         self._base = base
@@ -230,7 +235,9 @@ class _Resolver:
         else:
             name = target.__name__ if inspect.isfunction(target) else type(target).__name__
         supplies = {"sandbox": self._sandbox}
-        return RewardFunction(function, name=name, kwargs=kwargs, supplies=supplies, options=self._options)
+        return RewardFunction(
+            function, name=name, kwargs=kwargs, supplies=supplies, options=self._options, running=self._running
+        )
 
 
 def _match(routes: Mapping[str, RewardFunction | str], data_source: str) -> RewardFunction | str | None:

@@ -41,6 +41,11 @@ CLOSE_TIMEOUT_S = 60.0
 
 async def run_and_score(context: RolloutContext, episode: Episode) -> Trajectory:
     """Let the scheduler drive the episode, release everything, and score what came of it."""
+    with context.rewarder.running.one():
+        return await _run_and_score(context, episode)
+
+
+async def _run_and_score(context: RolloutContext, episode: Episode) -> Trajectory:
     scheduler = context.scheduler_for_episode()
     tool_rewards: dict[str, float | None] = {}
     extra: dict[str, float] = {}

@@ -100,6 +100,46 @@ async def test_a_function_of_many_gets_lists_and_each_trajectory_its_own_score()
     assert calls == [4, 2]
 
 
+async def test_without_a_wait_one_call_gets_every_episode_that_runs_however_late_it_ends() -> None:
+    calls: list[list[str]] = []
+
+    def batch(solution_strs: list[str]) -> list[float]:
+        calls.append(sorted(solution_strs))
+        return [1.0 for _ in solution_strs]
+
+    options = CallOptions(batch_size=None, batch_wait_s=None)
+    router = RewardRouter({"many": batch, "others": lambda solution_strs: batch(solution_strs)}, calls=options)
+
+    async def episode(number: int, *, source: str = "many", fails: bool = False) -> None:
+        with router.running.one():
+            await asyncio.sleep(0.01 * number)
+            if not fails:
+                await router.score(trajectory(turn(str(number)), data_source=source))
+
+    await asyncio.gather(*map(episode, range(3)), episode(3, source="others"), episode(6, fails=True))
+    assert calls == [["0", "1", "2"], ["3"]]
+    await asyncio.wait_for(router.score(trajectory(turn("later"), data_source="many")), timeout=1)
+    assert calls[-1] == ["later"], "where no episode runs nobody is waited for"
+
+
+async def test_an_episode_that_is_cancelled_is_waited_for_no_longer() -> None:
+    router = RewardRouter(
+        function=lambda solution_strs: [1.0 for _ in solution_strs],
+        calls=CallOptions(batch_size=None, batch_wait_s=None),
+    )
+
+    async def episode(seconds: float) -> float:
+        with router.running.one():
+            await asyncio.sleep(seconds)
+            return (await router.score(trajectory(turn()))).total
+
+    short, waits, endless = (asyncio.create_task(episode(s)) for s in (0.0, 0.0, 60.0))
+    await asyncio.sleep(0.01)
+    waits.cancel()
+    endless.cancel()
+    assert await asyncio.wait_for(short, timeout=1) == 1.0
+
+
 async def test_arrays_of_scores_are_fine_and_too_few_are_an_error_for_each() -> None:
     arrays = RewardRouter(function=lambda solution_strs: np.ones(len(solution_strs)))
     assert (await arrays.score(trajectory(turn()))).total == 1.0

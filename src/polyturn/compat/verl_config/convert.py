@@ -359,12 +359,12 @@ def reward_function(s: Source) -> None:
     """Score with one function, whatever the data_source; step rewards of tools are recorded and weigh 0, as in verl."""
     key = "custom_reward_function.path"
     s.put("reward.weights", {"outcome": 1.0}, by=key)
+    s.put("reward.text", "turns", by=key)
     if (where := s.get(key)) is None:
         return
     where = str(where).removeprefix("pkg://")
     name = f"{Path(where).expanduser()}:{s.get('custom_reward_function.name', 'compute_score')}"
     s.put("reward.function.name", name, by=key)
-    s.put("reward.text", "turns", by=key)
     if where.endswith(".py"):
         s.paths.append(("reward", "function", "name"))
     if kwargs := s.get("custom_reward_function.reward_kwargs"):
@@ -387,6 +387,9 @@ def reward_manager(s: Source) -> None:
         s.put("reward.overlong.buffer", overlong.get("len", 0), by=key)
         s.put("reward.overlong.penalty", overlong.get("penalty_factor", 0.0), by=key)
         s.put("reward.overlong.max_tokens", longest, by=key)
+    if name == "batch":
+        s.put("reward.batch_size", None, by=key)
+        s.put("reward.batch_wait_s", None, by=key)
     if name.endswith("limited"):
         s.put("reward.rate.max_concurrent", s.get("reward_model.max_concurrent", 1), by=key)
         s.put("reward.rate.calls_per_minute", s.get("reward_model.max_rpm"), by=key)
