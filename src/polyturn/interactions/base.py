@@ -50,4 +50,7 @@ class BaseInteraction:
         return 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """End the episode and free what it held. Called exactly once per start."""
+        """End the episode and free what it held. Called exactly once per start.
+
+        Also after a start that failed on its way, with the id that it was given; what this raises then counts for nothing.
+        """

@@ -71,8 +71,9 @@ class Sandbox:
             ConfigError: there is none.
         """
         url = self.require()
-        limits = {"compile_timeout": self.timeout_s, "run_timeout": self.timeout_s, "memory_limit_MB": self.memory_limit_mb}
-        asked = {"code": code, "stdin": stdin, "language": language, **limits, "files": {}, "fetch_files": []}
+        asked = run_request(
+            code, stdin=stdin, language=language, timeout_s=self.timeout_s, memory_limit_mb=self.memory_limit_mb
+        )
         problem = ""
         for attempt in range(NUM_TRIES):
             time.sleep(0.25 * attempt)
@@ -88,6 +89,20 @@ class Sandbox:
                 return said
             problem = f"it answered {said!r:.200}"
         raise RewardError(f"the sandbox {url} cannot be asked, after {NUM_TRIES} tries: {problem}")
+
+
+def run_request(code: str, *, stdin: str, language: str, timeout_s: float, memory_limit_mb: int) -> dict[str, Any]:
+    """Return what is posted to `run_code`, also by the tool that runs code in an episode."""
+    return {
+        "code": code,
+        "language": language,
+        "stdin": stdin,
+        "compile_timeout": timeout_s,
+        "run_timeout": timeout_s,
+        "memory_limit_MB": memory_limit_mb,
+        "files": {},
+        "fetch_files": [],
+    }
 
 
 def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, continuous: bool = False) -> float:

@@ -7,6 +7,7 @@ turns what the author's code does (raise, hang, return something odd) into an `I
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import math
@@ -46,6 +47,8 @@ class Partner:
         self._timeout_s = timeout_s
         self._live_ids = live_ids
         self._id: str | None = None
+        self._half_started: str | None = None
+        """The id that a start was given which failed or was cancelled, maybe after it took something."""
 
     @property
     def name(self) -> str:
@@ -60,7 +63,11 @@ class Partner:
         """
         if self._id is not None:
             raise LifecycleError(f"interaction {self.name!r}: started twice in one episode")
-        returned = await self._call(self._interaction.start_interaction, episode_id, **self._ref.kwargs)
+        try:
+            returned = await self._call(self._interaction.start_interaction, episode_id, **self._ref.kwargs)
+        except BaseException:
+            self._half_started = episode_id
+            raise
         chosen = episode_id if returned is None else str(returned)
         if (self.name, chosen) in self._live_ids:
             raise InteractionError(
@@ -100,7 +107,14 @@ class Partner:
         return None if score is None else self._number("calculate_score", score)
 
     async def close(self) -> str | None:
-        """Call `finalize_interaction`, once, if the interaction was started; return what went wrong, if anything."""
+        """Call `finalize_interaction`, once, if the interaction was started; return what went wrong, if anything.
+
+        A start that failed on its way may have taken something, so it is finalized too; if that fails, there was nothing.
+        """
+        if self._half_started is not None:
+            given, self._half_started = self._half_started, None
+            with contextlib.suppress(InteractionError):
+                await self._call(self._interaction.finalize_interaction, given)
         if self._id is None:
             return None
         instance_id, self._id = self._id, None

@@ -67,10 +67,10 @@ class TroubledPartner(BaseInteraction, _Troubled):
         _Troubled.__init__(self)
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin one episode."""
-        await self.trouble(kwargs.get("start"))
+        """Begin one episode; what goes wrong goes wrong after something was taken."""
         chosen = await super().start_interaction(instance_id)
         self.live.add(chosen)
+        await self.trouble(kwargs.get("start"))
         return chosen
 
     async def generate_response(
@@ -96,8 +96,8 @@ class TroubledTool(BaseTool, _Troubled):
 
     async def create(self, instance_id: str | None = None, *, do: str = "none", **kwargs: Any) -> str:
         """Begin one episode."""
-        await self.trouble(do)
         self.live.add(str(instance_id))
+        await self.trouble(do)
         return str(instance_id)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:

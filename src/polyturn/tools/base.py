@@ -79,7 +79,11 @@ class BaseTool:
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """End the episode and free what it held. Called exactly once per `create` that succeeded."""
+        """End the episode and free what it held. Called exactly once per `create`.
+
+        Also after a create that raised or was cancelled on its way, with the id that it was given; what this raises then
+        counts for nothing.
+        """
 
 
 def read_schema(value: OpenAIFunctionToolSchema | Mapping[str, Any] | None) -> OpenAIFunctionToolSchema | None:

@@ -178,6 +178,8 @@ class ToolSession:
         self._names: tuple[str, ...] = ()
         self._kwargs: Mapping[str, ToolKwargs] = {}
         self._ids: dict[str, str] = {}
+        self._half_created: list[str] = []
+        """Tools whose create began and failed or was cancelled, maybe after it took something."""
         self._is_started = False
         self._is_finished = False
         self._closing: asyncio.Task[tuple[str, ...]] | None = None
@@ -278,6 +280,9 @@ class ToolSession:
     async def close(self) -> tuple[str, ...]:
         """Release every tool that was created, exactly once, however often and in whatever state this is called.
 
+        A create that failed on its way may have taken something, so its tool is released too; if that fails, it is not
+        counted.
+
         Returns:
             What went wrong in a `release`; it is logged and counted, never raised.
 
@@ -309,7 +314,13 @@ class ToolSession:
                 logger.warning("tool %r: create of episode %s ended after the run", name, self._episode_id)
 
         async def create() -> Any:
-            returned = await bounded.call(methods.create, self._episode_id, on_late=on_late, **kwargs)
+            try:
+                returned = await bounded.call(methods.create, self._episode_id, on_late=on_late, **kwargs)
+            except BaseException as problem:
+                is_late = isinstance(problem, asyncio.CancelledError) and not inspect.iscoroutinefunction(methods.create)
+                if self._closing is None and not is_late:  # what runs on in its thread is taken over by `on_late`
+                    self._half_created.append(name)
+                raise
             self._own(name, returned)  # at once: nothing may come between a create and our knowing of it
             return returned
 
@@ -400,6 +411,8 @@ class ToolSession:
         async with asyncio.TaskGroup() as group:
             for name in list(self._ids):
                 group.create_task(self._release(name, problems))
+            for name in self._half_created:
+                group.create_task(self._release_half(name))
         return tuple(problems)
 
     async def _release(self, name: str, problems: list[str]) -> None:
@@ -413,6 +426,14 @@ class ToolSession:
             logger.warning("%s", problems[-1])
         finally:
             self._box.live_ids.discard((name, instance_id))
+
+    async def _release_half(self, name: str) -> None:
+        """Release what a failed create may have taken; where it took nothing, a release may well fail."""
+        methods, kwargs = self._box.methods[name], self._kwargs.get(name, _NO_KWARGS).release_kwargs
+        try:
+            await self._box.bounded[name].run(methods.release, self._episode_id, is_owed=True, **kwargs)
+        except Exception as problem:
+            logger.debug("tool %r: release after a failed create: %s", name, one_line(problem))
 
     # ---- results ----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from polyturn.core.errors import ConfigError
+from polyturn.rewards.code import run_request
 from polyturn.tools.base import BaseTool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from polyturn.tools.search import max_concurrent
@@ -81,16 +82,13 @@ class SandboxFusionTool(BaseTool):
         code = code if isinstance(code, str) else str(code)
         timeout_s = min(_number(parameters.get("timeout"), self.default_timeout), self.default_timeout)
         reply = await self._service.post(
-            {
-                "code": code,
-                "language": str(parameters.get("language", self.default_language)),
-                "stdin": "",
-                "compile_timeout": timeout_s,
-                "run_timeout": timeout_s,
-                "memory_limit_MB": self.memory_limit_mb,
-                "files": {},
-                "fetch_files": [],
-            }
+            run_request(
+                code,
+                stdin="",
+                language=str(parameters.get("language", self.default_language)),
+                timeout_s=timeout_s,
+                memory_limit_mb=self.memory_limit_mb,
+            )
         )
         status, text = read_reply(reply, timeout_s=timeout_s)
         self._instance_dict[instance_id]["printed"].append(text.strip())

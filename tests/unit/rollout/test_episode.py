@@ -184,10 +184,10 @@ async def test_an_interaction_that_fails_ends_its_trajectory_with_the_error_and_
     assert user.calls.count("end own-e") == 1 and context.num_live_interactions == 0
 
 
-async def test_a_start_that_fails_needs_no_end():
+async def test_a_start_that_fails_is_ended_too_because_it_may_have_taken_something():
     user = Counting({"fail": "start"})
     t = await run_episode(scripted_context(["x"], interactions={"user": user}), task(interaction="user"), id="e")
-    assert t.is_failed and user.calls == ["start"]
+    assert t.is_failed and user.calls == ["start", "end e"]
 
 
 async def test_a_broken_tool_call_is_an_observation_and_the_episode_goes_on():
