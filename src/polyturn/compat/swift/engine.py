@@ -68,6 +68,23 @@ class _Given(NamedTuple):
     ids: Sequence[int] | None
     mask: Sequence[int] | None
 
+    def kept(self, turn: LiveTurn) -> int | None:
+        """Return how many of the turn's sampled ids the given ones begin with; None if none are given.
+
+        Where some are missing, ids that are masked behind the last trained one are the step's own, even if they happen to
+        be those that were sampled.
+        """
+        if self.ids is None:
+            return None
+        ids = turn.completion.token_ids[: turn.num_tokens]
+        n = min(len(ids), len(self.ids))
+        different = np.flatnonzero(ids[:n] != np.asarray(self.ids[:n], np.int64))
+        kept = int(different[0]) if len(different) else n
+        if self.mask is not None and kept < turn.num_tokens:
+            trained = np.flatnonzero(np.asarray(self.mask[:kept]))
+            kept = int(trained[-1]) + 1 if len(trained) else 0
+        return kept
+
 
 class EpisodeEngine(SchedulerEngine):
     """Lets a scheduler generate in an episode, one turn at a time."""
@@ -196,7 +213,7 @@ class EpisodeEngine(SchedulerEngine):
         """Make the episode's next prompt say what a request says."""
         asked, held = self.asked[-1], self._held
         turn, given = asked.turn, self._given
-        kept = _common(given.ids, turn) if given is not None and given.ids is not None else None
+        kept = given.kept(turn) if given is not None else None
         cuts = kept is not None and kept < turn.num_tokens
         is_extended = messages[: len(held)] == held
         reply: Reply | None = None
@@ -231,7 +248,7 @@ class EpisodeEngine(SchedulerEngine):
         """Weigh the turn's sampled tokens as the step said; what it left out weighs 0."""
         if given is None or given.ids is None:
             return
-        kept = min(_common(given.ids, turn), turn.num_tokens)
+        kept = min(given.kept(turn) or 0, turn.num_tokens)
         if given.mask is None and kept == turn.num_tokens:
             return
         weights = np.zeros(turn.num_tokens, np.float32)
@@ -294,11 +311,3 @@ class EpisodeEngine(SchedulerEngine):
         )
         self.asked.append(Asked(turn, response, text, is_stopped))
         return response
-
-
-def _common(given: Sequence[int], turn: LiveTurn) -> int:
-    """Return how many of the turn's sampled ids `given` begins with."""
-    ids = turn.completion.token_ids[: turn.num_tokens]
-    n = min(len(ids), len(given))
-    different = np.flatnonzero(ids[:n] != np.asarray(given[:n], np.int64))
-    return int(different[0]) if len(different) else n

@@ -1,0 +1,113 @@
+"""The same turn logic, written natively and for ms-swift, leaves the same tokens, weights, logprobs, scores and infos."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from polyturn.compat.swift.adapter import SwiftScheduler
+from polyturn.compat.swift.base import MultiTurnScheduler
+from polyturn.compat.swift.outputs import rollout_outputs
+from polyturn.core.trajectory import Trajectory
+from polyturn.rollout.episode import run_episode
+from polyturn.testing.episodes import task, tiny_codec
+from polyturn.testing.plans import Plan, PlanScheduler, plan_context, random_plan
+
+NUM_PLANS = 200
+
+
+class PlaysPlan(MultiTurnScheduler):
+    """Plays a plan in ms-swift's interface."""
+
+    def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plan = plan
+
+    def on_turn_end(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        move = self.plan.moves[current_turn - 1]
+        return (
+            {"done": True}
+            if move.kind == "done" and move.score is None
+            else {
+                **({"done": True} if move.kind == "done" else {}),
+                "score": move.score,
+            }
+        )
+
+    async def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        is_over = super().check_finished(infer_request, response_choice, current_turn)
+        return is_over or self.plan.moves[current_turn - 1].kind == "finish"
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        move, ids = self.plan.moves[current_turn - 1], response_choice.token_ids
+        kept = self.plan.kept(current_turn - 1, len(ids))
+        result: dict[str, Any] = {"infer_request": infer_request, "rollout_infos": dict(move.info)}
+        if move.kind == "go_on":
+            infer_request.messages[-1]["content"] += move.text
+            return result
+        if move.kind == "cut":
+            added = tiny_codec().encode_plain(move.text).tolist()
+            infer_request.messages[-1]["content"] += move.text  # what counts are the ids
+            mask = [1] * kept + [0] * len(added)
+            return {**result, "response_token_ids": ids[:kept] + added, "response_loss_mask": mask}
+        if move.kind == "edit":
+            infer_request.messages = infer_request.messages[:1]
+        if move.kind == "mask":
+            result["response_token_ids"] = ids
+            result["response_loss_mask"] = [int(i < kept) for i in range(len(ids))]
+        infer_request.messages.append({"role": "user", "content": move.text})
+        if move.kind == "say_twice":
+            infer_request.messages.append({"role": "user", "content": "And?"})
+        return result
+
+
+def shape(trajectory: Trajectory) -> dict[str, Any]:
+    """Return everything that training reads."""
+    infos = {k: v for turn in trajectory.turns for k, v in turn.info.items() if not k.startswith("_")}
+    return {
+        "error": trajectory.error,
+        "stop": trajectory.stop_reason,
+        "ids": [s.token_ids.tolist() for s in trajectory.segments],
+        "weights": [s.loss_weights.tolist() for s in trajectory.segments],
+        "logprobs": [s.logprobs.tolist() for s in trajectory.segments],
+        "turns": [s.turn_ids.tolist() for s in trajectory.segments],
+        "scores": trajectory.turn_scores,
+        "infos": infos,
+    }
+
+
+async def play_natively(plan: Plan) -> Trajectory:
+    return await run_episode(plan_context(plan, scheduler=PlanScheduler(plan)), task(), id=f"p{plan.seed}")
+
+
+async def play_as_swift(plan: Plan) -> Trajectory:
+    scheduler = SwiftScheduler(PlaysPlan, max_turns=plan.max_turns, plan=plan)
+    return await run_episode(plan_context(plan, scheduler=scheduler), task(), id=f"p{plan.seed}")
+
+
+async def test_two_hundred_random_schedulers_leave_the_same_in_both_interfaces() -> None:
+    num_tokens = num_segments = 0
+    for seed in range(NUM_PLANS):
+        plan = random_plan(seed)
+        native, swift = await play_natively(plan), await play_as_swift(plan)
+        assert native.error is None
+        assert shape(swift) == shape(native), plan
+        num_tokens += sum(len(s) for s in native.segments)
+        num_segments += len(native.segments)
+        if len(native.segments) == 1:
+            ours, theirs = (rollout_outputs(t)[0].model_dump(exclude={"response", "messages"}) for t in (native, swift))
+            assert ours == theirs
+    assert num_tokens > 10_000 and num_segments > NUM_PLANS, "the plans hold something"
+
+
+async def test_an_output_has_a_logprob_for_each_token_that_its_mask_trains() -> None:
+    for seed in range(50):
+        for output in rollout_outputs(await play_as_swift(random_plan(seed))):
+            for ids, mask, probs in zip(
+                output.response_token_ids, output.response_loss_mask, output.rollout_logprobs, strict=True
+            ):
+                assert len(ids) == len(mask) and sum(mask) == len(probs)
+            assert output.rollout_infos["num_turns"] >= 1
+            assert output.messages is not None and output.messages[-1]["role"] == "assistant"
+            assert np.isfinite(sum(map(sum, output.rollout_logprobs)))
