@@ -1,0 +1,42 @@
+"""`engine.kind` is one line: the same run trains on a server that it starts, verifies and stops."""
+
+import pytest
+from engine_servers import interpreter, why_not
+
+from polyturn.cli.main import main
+from polyturn.store.parquet_store import open_store
+from polyturn.testing.runs import call_command, write_tiny_run
+
+WIDER = ("model.init.hidden_size=64", "model.init.head_dim=32", "model.init.intermediate_size=64")
+"""The heads of the tiny run are narrower than vLLM's attention knows."""
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_run_trains_on_a_server_that_it_starts_and_stops(kind, tmp_path):
+    if (reason := why_not(kind)) is not None:
+        pytest.skip(reason)
+    log = tmp_path / "server.log"
+    called = call_command(
+        main,
+        *("train", write_tiny_run(tmp_path), *WIDER, "train.steps=2"),
+        *(f"engine.kind={kind}", f"engine.launch.python={interpreter(kind)}", f"engine.launch.log={log}"),
+    )
+    assert called.code == 0, called.err + log.read_text()[-2000:]
+    assert "the weights arrive" in called.err + called.out
+    trajectories = list(open_store(tmp_path / "runs" / "tiny").trajectories())
+    versions = {
+        span.policy_version for t in trajectories for s in t.segments for span in s.spans if span.logprobs is not None
+    }
+    assert versions == {0, 1, 2}  # the first step's, the second's, and the evaluation after it
+
+
+def test_a_server_that_is_not_installed_is_one_sentence(tmp_path):
+    called = call_command(main, "train", write_tiny_run(tmp_path), "engine.kind=vllm")
+    assert called.code == 2
+    assert "vllm is not installed here; set engine.launch.python" in " ".join((called.err + called.out).split())
+
+
+def test_top_p_with_vllm_is_refused_before_anything_is_started(tmp_path):
+    called = call_command(main, "train", write_tiny_run(tmp_path), "engine.kind=vllm", "rollout.sampling.top_p=0.9")
+    assert called.code == 2
+    assert "vLLM's logprobs are then those after the cut" in " ".join((called.err + called.out).split())
