@@ -21,6 +21,7 @@ _LABELS = {
     "keeps_reasoning_before_user": "prefix-preserving after reasoning, user turn",
     "keeps_reasoning_before_tool": "prefix-preserving after reasoning, tool result",
     "generation_prompt_is_header": "generation prompt equals the history header",
+    "has_reasoning_field": "has a field for reasoning",
     "renders_reasoning": "renders reasoning of the last turn",
     "strips_reasoning": "strips reasoning of past turns",
     "other_end_in_history": "ends a past turn with another token",
@@ -96,6 +97,7 @@ def _object(report: TemplateReport, name: str, added: tuple[str, ...], seconds: 
         "findings": list(report.findings),
         "properties": report.properties,
         "prefix_preserving": report.is_prefix_preserving,
+        "parser": report.parser,
         "stop_tokens": list(report.stop_tokens),
         "added_markers": list(added),
         "num_dialogues": report.num_dialogues,
@@ -108,6 +110,7 @@ def _print(report: TemplateReport, name: str, added: tuple[str, ...], seconds: f
     table.add_row("template", name)
     for key, value in report.properties.items():
         table.add_row(_LABELS.get(key, key.replace("_", " ")), {True: "yes", False: "no", None: "-"}[value])
+    table.add_row("parser of its tool calls", report.parser)
     table.add_row("stop tokens", _plain(" ".join(report.stop_tokens)))
     if added:
         table.add_row("markers added to a copy of the tokenizer", _plain(" ".join(added)))

@@ -14,6 +14,7 @@ sampled before is prompt. Nothing is encoded before the next generation needs it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,6 +83,8 @@ class Transcript:
         self._said = ""
         """The text so far of the assistant message that goes on, while `_is_open_message`."""
         self._addition = NO_IDS
+        self._written: list[tuple[Message, str]] = []
+        """Messages with reasoning, and what the model wrote for them to the letter; shared with forks."""
         self.text = ""
         """What was sampled last, as text."""
 
@@ -186,7 +189,10 @@ class Transcript:
     def read(self, text: str, *, turn: int) -> Message:
         """Read a text as a message. Text is a view: nothing that is read here becomes tokens again."""
         parsed = self._parser.parse(text, id_prefix=f"call_{turn}", tools=self._encoder.tools)
-        return Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls, reasoning=parsed.reasoning)
+        message = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls, reasoning=parsed.reasoning)
+        if parsed.reasoning and not self._encoder.codec.has_reasoning_field:
+            self._written.append((message, text))
+        return message
 
     def go_on(self, said: str, addition: str | Ids, *, turn: int, is_trusted: bool = False) -> str:
         """Let the next turn continue the assistant message, which says `said`, behind `addition`.
@@ -300,6 +306,7 @@ class Transcript:
         )
         if agent is not None:
             return other
+        other._written = self._written
         other.num_prompt, other.is_canonical, other._last_id = self.num_prompt, self.is_canonical, self._last_id
         other._is_open_message, other._said, other._addition = self._is_open_message, self._said, self._addition
         other._pending, other._is_edited = self._pending, self._is_edited
@@ -310,7 +317,7 @@ class Transcript:
 
     def full_render(self) -> Ids:
         """Return the ids of the whole conversation as the template writes it, for the sanity check."""
-        return self._encoder.full(self._messages, num_prompt=self.num_prompt)
+        return self._encoder.full(self._as_written(self._messages), num_prompt=self.num_prompt)
 
     def candidates(self) -> list[Message]:
         """Return the history and what waits to be shown, for a policy that leaves some of it out."""
@@ -318,7 +325,7 @@ class Transcript:
 
     def length_of(self, messages: Sequence[Message]) -> int:
         """Return how many tokens the prompt of `messages` has."""
-        return len(self._encoder.start(messages, num_prompt=self.num_prompt))
+        return len(self._encoder.start(self._as_written(messages), num_prompt=self.num_prompt))
 
     def _set_prompt(self, messages: Sequence[Message]) -> None:
         self._messages = list(messages)
@@ -331,7 +338,8 @@ class Transcript:
         messages = [*self._messages, *self._pending]
         media = _media(messages)
         try:
-            ids = self._encoder.start(messages[:-1] if self._is_open_message else messages, num_prompt=self.num_prompt)
+            shown = self._as_written(messages[:-1] if self._is_open_message else messages)
+            ids = self._encoder.start(shown, num_prompt=self.num_prompt)
         except TemplateError as problem:
             if not self._is_edited:
                 raise
@@ -352,6 +360,13 @@ class Transcript:
                 ids = kept
         return Prompt(ids, True, len(added), len(ids), media)
 
+    def _as_written(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return `messages` with reasoning back in the content, as the model wrote it, where the template has no field."""
+        if not self._written:
+            return messages
+        written = {id(message): text for message, text in self._written}
+        return [_with_reasoning(m, written[id(m)]) if id(m) in written else m for m in messages]
+
     def _appended(self) -> Ids | None:
         """Encode what waits as an addition; None where this template cannot be added to."""
         if not self._pending:
@@ -367,6 +382,18 @@ class Transcript:
         return np.array_equal(codec.control_in(kept), codec.control_in(rendered)) and codec.decode(kept) == codec.decode(
             rendered
         )
+
+
+def _with_reasoning(message: Message, text: str) -> Message:
+    """Return the message whose content is `text` up to the end of what it said, without the calls."""
+    if message.text:
+        start = text.rfind(message.text)
+        if start < 0:  # the content stands in pieces around calls
+            return message
+        text = text[: start + len(message.text)]
+    elif message.tool_calls:
+        text = text[: max(text.find(message.tool_calls[0].raw), 0)].rstrip()
+    return replace(message, content=text, reasoning=None)
 
 
 def _media(messages: Sequence[Message]) -> tuple[Media, ...]:

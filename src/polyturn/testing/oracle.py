@@ -56,6 +56,7 @@ class Oracle:
         self.closes = tuple(closes)
         self._template = template
         self._reads_thinking = re.search(r"\.thinking\b|\[.thinking.\]", template) is not None
+        self._reads_reasoning = self._reads_thinking or "reasoning_content" in template
         self._added = {int(i) for i, t in tokenizer.added_tokens_decoder.items() if str(t).strip()}
         self.markers = [str(t) for t in tokenizer.added_tokens_decoder.values() if str(t).strip()]
         """The texts of all control tokens."""
@@ -64,19 +65,21 @@ class Oracle:
         """Text as the tokenizer keeps it: some write it in a canonical Unicode form first."""
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False, is_joined: bool = False
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False, is_joined: bool | None = None
     ) -> str:
         """Return the text of a whole conversation; with `prompt`, up to where the model speaks.
 
-        With `is_joined`, reasoning stands in the content, as where a server has no parser for it.
+        With `is_joined`, reasoning stands in the content, as where a server has no parser for it; None does so where the
+        template has no field for it.
 
         Raises:
             RefusedError: the template raises.
         """
         tries = [(self._reads_thinking, False), (False, False), (self._reads_thinking, True)]
         problem: Exception | None = None
+        joins = not self._reads_reasoning if is_joined is None else is_joined
         for thinking, as_json in tries:
-            told = [_joined(m) if is_joined else m for m in messages]
+            told = [_joined(m) if joins else m for m in messages]
             dicts = [_to_dict(m, thinking=thinking, arguments_as_json=as_json) for m in told]
             try:
                 return str(
@@ -116,13 +119,15 @@ class Oracle:
         """
         spoken = dialogue.turns[turn]
         before = dialogue.before(turn)
-        asked = self.render(before, dialogue.tools, prompt=True)
-        shown = self.render((*before, spoken.message), dialogue.tools)
+        reasoning = spoken.message.reasoning
+        shown, joins = self.render((*before, spoken.message), dialogue.tools), None
+        if reasoning and reasoning.strip() not in shown:  # it cuts reasoning out of contents
+            shown, joins = self.render((*before, spoken.message), dialogue.tools, is_joined=False), False
+        asked = self.render(before, dialogue.tools, prompt=True, is_joined=joins)
         if not shown.startswith(asked):
             word = Message(role="assistant", content=_WORD)
-            asked = self.render((*before, word), dialogue.tools).rpartition(_WORD)[0]
+            asked = self.render((*before, word), dialogue.tools, is_joined=joins).rpartition(_WORD)[0]
         said = shown[_shared(asked, shown) :]
-        reasoning = spoken.message.reasoning
         if reasoning and reasoning.strip() not in said:
             opened = "" if asked.rstrip("\n").endswith("<think>") else "<think>\n"
             said = f"{opened}{reasoning}\n</think>\n\n{said}"

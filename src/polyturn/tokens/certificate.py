@@ -21,6 +21,7 @@ from polyturn.core.messages import Message
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.markers import template_markers
+from polyturn.tokens.parsers import detect
 from polyturn.tokens.properties import PROBE_TOOL, TemplateProperties, find_properties
 from polyturn.tokens.trials import KINDS, TOOL_KINDS, Trial, trials
 
@@ -45,6 +46,8 @@ class TemplateReport(TemplateProperties):
     """How many control tokens the trials' hostile texts were able to write; 0 in a certificate that holds."""
     num_dialogues: int
     seconds: float
+    parser: str
+    """Name of the parser that reads the tool calls which the template writes; "none" if there is none."""
     stop_tokens: tuple[str, ...]
     """The tokens that end a completion, as text."""
     error: str | None
@@ -134,6 +137,7 @@ def certify(
         control_tokens_from_text=tally.num_leaked,
         num_dialogues=tally.num_dialogues,
         seconds=time.monotonic() - began,
+        parser="none" if error is not None else detect(codec),
         stop_tokens=tuple(codec.decode([i]) for i in codec.stop_token_ids) if codec.chat_template is not None else (),
         error=error,
     )
@@ -165,6 +169,9 @@ def _try(trial: Trial, encoder: DeltaEncoder, tally: _Tally) -> None:
             )
         if codec.decode(ids) != codec.decode(codec.encode(written)):
             tally.append.append(f"{trial.kind}: the encoded reply reads {codec.decode(ids)[:60]!r}, not {written[:60]!r}")
+        ended = encoder.extend(turn.answer, last_id=codec.stop_token_ids[0], history=before)
+        if not np.array_equal(ended, ids[len(ids) - len(ended) :]):
+            tally.append.append(f"{trial.kind}: a reply to a turn that was not cut reads {codec.decode(ended)[:60]!r}")
     if trial.kind == "hostile":
         _count_leaks(trial, encoder, tally)
 
@@ -240,6 +247,8 @@ def _decide(tally: _Tally, properties: TemplateProperties, error: str | None) ->
 
 
 def _notes(properties: TemplateProperties) -> Iterator[str]:
+    if not properties.has_reasoning_field:
+        yield "the template has no field for reasoning, which is shown in the content, in its tags"
     if properties.strips_reasoning:
         yield "a full render leaves past reasoning out, the held ids keep it"
     if properties.renders_results and not properties.renders_calls:

@@ -133,6 +133,11 @@ class Codec:
         past = self.try_render([user, Message(role="assistant", content="Hello")])
         return opened is not None and past is not None and past.startswith(opened)
 
+    @property
+    def has_reasoning_field(self) -> bool:
+        """Whether the template shows reasoning that a message holds apart; else it is shown in the content, in its tags."""
+        return self._template.has_reasoning_field
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """A stable hash of vocabulary, merges, template and template arguments: equal ids for equal messages."""

@@ -7,6 +7,7 @@ tried, and the first that works is kept for the run:
     arguments as JSON text            some templates paste them into text
     ids of nine letters and digits    some templates refuse any other call id
     content joined to the reasoning   some templates refuse a calling turn that has both
+    reasoning in the content          some templates have no field for it: the model writes its tags in what it says
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class _Form(NamedTuple):
     json_arguments: bool = False
     short_ids: bool = False
     joined_reasoning: bool = False
+    reasoning_in_content: bool = False
 
 
+_USER = Message(role="user", content="Hi")
 _FORMS = (_Form(), _Form(json_arguments=True), _Form(short_ids=True), _Form(json_arguments=True, short_ids=True))
 
 
@@ -91,19 +94,35 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         has_calls = any(m.tool_calls or m.tool_call_id for m in messages)
-        return self._apply(messages, tools, add_generation_prompt, self._form if has_calls else _Form())
+        form = self._form if has_calls else _Form()
+        if any(m.reasoning for m in messages):
+            form = form._replace(reasoning_in_content=not self.has_reasoning_field)
+        return self._apply(messages, tools, add_generation_prompt, form)
+
+    @functools.cached_property
+    def has_reasoning_field(self) -> bool:
+        """Whether the template shows the reasoning of a last turn, said apart from its content, in an answer or a call."""
+        call = ToolCall(id="call_0_0", name="probe", arguments={"key": "Zq0argumentZ"})
+        for content, calls in (("Zq0textZ", ()), ("", (call,))):
+            turn = Message(role="assistant", content=content, reasoning="Zq0thoughtZ", tool_calls=calls)
+            try:
+                text = self._apply([_USER, turn], (), False, self._form if calls else _Form())
+            except Exception:
+                continue
+            if "Zq0thoughtZ" in text:
+                return True
+        return False
 
     @functools.cached_property
     def _form(self) -> _Form:
         """The simplest form of a turn with one call and its result that this template renders well."""
         call = ToolCall(id="call_0_0", name="probe", arguments={"key": "Zq0argumentZ"})
         result = Message(role="tool", content="Zq0resultZ", tool_call_id=call.id, name=call.name)
-        user = Message(role="user", content="Hi")
 
         def text(form: _Form, content: str, reasoning: str | None, *after: Message) -> str | None:
             turn = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=(call,))
             try:
-                return self._apply([user, turn, *after], (), False, form)
+                return self._apply([_USER, turn, *after], (), False, form)
             except Exception:
                 return None
 
@@ -152,6 +171,8 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
         ]
         if not out["tool_calls"]:
             del out["tool_calls"]
+    if form.reasoning_in_content and out.get("reasoning_content") and isinstance(out["content"], str):
+        out["content"] = f"<think>\n{out.pop('reasoning_content')}\n</think>\n\n{out['content']}".rstrip("\n")
     if form.joined_reasoning and out.get("reasoning_content") and out.get("tool_calls") and isinstance(out["content"], str):
         out["reasoning_content"] = "\n\n".join(t for t in (out["reasoning_content"], out["content"]) if t)
         out["content"] = ""

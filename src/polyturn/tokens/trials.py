@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from polyturn.core.messages import Message, ToolCall
 
 TOOL_KINDS = ("tool calls", "parallel calls", "reasoning and tools")
-KINDS = ("plain", "reasoning", *TOOL_KINDS, "empty", "unicode", "cut", "hostile")
+KINDS = ("plain", "reasoning", *TOOL_KINDS, "empty", "unicode", "hostile")
+"""Every answer of every trial is tried behind a turn that ended and behind one that was cut."""
 
 _TEXTS = {
     "plain": ("Four.", "Is it so?", "a b\nc", '{"a": [1, null]}', " padded \n", "x < 2 & y > 3", "f(x) {key} [1] %"),
@@ -30,7 +31,6 @@ class Turn:
 
     message: Message
     answer: tuple[Message, ...]
-    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Trial:
             said = m.content if m.role == "assistant" or not isinstance(m.content, str) else change(m.content)
             return replace(m, content=said, tool_calls=calls, name=None if m.name is None else change(m.name))
 
-        turns = tuple(Turn(message(t.message), tuple(map(message, t.answer)), t.is_cut) for t in self.turns)
+        turns = tuple(Turn(message(t.message), tuple(map(message, t.answer))) for t in self.turns)
         return Trial(self.kind, tuple(map(message, self.prompt)), turns)
 
 
@@ -120,7 +120,5 @@ def _trial(
         reasoning = words().strip() if kind.startswith("reasoning") else None
         message = Message(role="assistant", content=said, tool_calls=calls, reasoning=reasoning)
         answer = tuple(Message(role="tool", content=heard(), tool_call_id=c.id, name=c.name) for c in calls)
-        turns.append(
-            Turn(message, answer or (Message(role="user", content=heard()),), kind == "cut" and draw.random() < 0.7)
-        )
+        turns.append(Turn(message, answer or (Message(role="user", content=heard()),)))
     return Trial(kind, prompt, tuple(turns))

@@ -199,3 +199,34 @@ async def test_an_edit_alone_lets_the_model_speak_again_and_before_the_first_tur
     assert prompts[0].count("<|im_start|>") == 2 and "maze" in prompts[0]
     assert prompts[1] == prompts[2] and "A wall." in prompts[1] and "2 and 2" not in prompts[1]
     check_segments(t)
+
+
+NO_FIELD = "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + SHOWN + '<|im_end|>\\n' -}}{%- endfor -%}" + (
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+WRITES_CONTENT = NO_FIELD.replace("SHOWN", "m.content")
+"""As Qwen2.5 and Phi: reasoning is nothing but text."""
+CUTS_CONTENT = NO_FIELD.replace("SHOWN", "(m.content if loop.last else m.content.split('</think>')[-1].lstrip('\\n'))")
+"""As DeepSeek-R1 and QwQ: the template itself cuts the tags out of the contents of past turns."""
+
+
+async def test_a_template_without_a_field_for_reasoning_keeps_it_as_the_model_wrote_it() -> None:
+    context, prompts = context_of([THINKS, "<think>\nhm</think> Four."], WRITES_CONTENT)
+    t = await run_episode(context, task(), id="e")
+    assert t.turns[0].message.reasoning == "2 and 2"
+    assert THINKS in prompts[1]
+    assert len(t.segments) == 1
+
+
+async def test_a_template_that_cuts_reasoning_out_of_contents_does_so() -> None:
+    context, prompts = context_of([THINKS, "<think>\nhm</think> Four."], CUTS_CONTENT)
+    t = await run_episode(context, task(), id="e")
+    assert "<think>" not in prompts[1] and "2 + 2 = 4." in prompts[1]
+    assert len(t.segments) == 2
+
+
+async def test_by_default_reasoning_in_plain_text_is_no_difference() -> None:
+    context, _ = context_of([THINKS, "<think>\nhm</think> Four."], WRITES_CONTENT, on=False)
+    t = await run_episode(context, task(), id="e")
+    assert t.metrics["sanity_checked"] == 1.0
+    assert not [name for name in t.metrics if name.startswith("sanity_") and name != "sanity_checked"]

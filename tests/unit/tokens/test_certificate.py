@@ -172,3 +172,17 @@ def test_markers_that_are_no_tokens_of_this_tokenizer_are_named() -> None:
     template = PLAIN.replace("<|im_start|>", "<|turn|>")
     assert any("<|turn|>" in finding for finding in certify(Codec(tiny_tokenizer(), chat_template=template)).findings)
     assert report(template).findings == ()
+
+
+def test_the_certificate_names_the_parser_of_the_calls_that_the_template_writes() -> None:
+    assert certify(CODEC).parser == "hermes"
+    assert report(PLAIN).parser == "none"
+
+
+def test_reasoning_without_a_field_is_content_and_a_template_that_cuts_it_strips_it() -> None:
+    found = report(PLAIN)
+    assert not found.has_reasoning_field
+    assert found.renders_reasoning and not found.strips_reasoning and found.is_prefix_preserving
+    assert "no field for reasoning" in found.reason
+    cut = report(PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"))
+    assert cut.renders_reasoning and cut.strips_reasoning and cut.inference_strategy == "segment"
