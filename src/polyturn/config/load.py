@@ -162,13 +162,22 @@ def _read(path: Path) -> dict[str, Any]:
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         what = "is a folder, not a config file" if path.is_dir() else "does not exist"
         raise ConfigError(f"the config {str(path)!r} {what}.{did_you_mean(path.name, near) if near else ' Check the path.'}")
+    return read_yaml(path)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file, interpolations left as they are.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     try:
         loaded = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: this is not YAML ({error.problem}); correct it") from error
     except (OmegaConfBaseException, OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as a config: {str(error).partition(chr(10))[0]}") from error
+        raise ConfigError(f"{path} cannot be read as a config: {one_line(error)}") from error
     values = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold keys with values, and it holds a {type(values).__name__}")

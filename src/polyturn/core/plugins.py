@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from polyturn.core.errors import ConfigError, MissingModuleError, PolyturnError, one_line
-from polyturn.core.registry import offer_namespace
+from polyturn.core.registry import import_aliased
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def _load(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()
     try:
-        module = _import(name)
+        module = import_aliased(name)
     except PolyturnError:
         sys.modules.pop(name, None)
         raise
@@ -72,12 +72,3 @@ def _load(path: Path) -> ModuleType:
     _LOADED[name] = path, module
     logger.info("plug-in %s (sha256 %s)", path, hashlib.sha256(path.read_bytes()).hexdigest()[:12])
     return module
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as problem:
-        if not offer_namespace(problem):
-            raise
-        return importlib.import_module(name)

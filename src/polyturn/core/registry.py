@@ -110,14 +110,19 @@ def import_file(path: Path) -> ModuleType:
     return _load_file(str(path.resolve()))
 
 
+def import_aliased(name: str) -> ModuleType:
+    """Import a module; where it belongs to a framework that is not installed, what polyturn offers in its place."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as problem:
+        if not offer_namespace(problem):
+            raise
+        return importlib.import_module(name)
+
+
 def _load_module(name: str) -> ModuleType:
     try:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as problem:
-            if not offer_namespace(problem):
-                raise
-            return importlib.import_module(name)
+        return import_aliased(name)
     except Exception as problem:
         raise MissingModuleError(
             f"the module {name!r} cannot be imported ({one_line(problem)}); check its spelling, and that its folder is "

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.compat.verl_config.table import table
+from polyturn.config.load import read_yaml
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 
 BASE = Path(__file__).parent / "base" / "ppo_trainer.yaml"
@@ -134,7 +135,7 @@ def _compose(path: Path, overrides: Sequence[str]) -> Composed:
     changes = [_Override.parse(text) for text in overrides]
     extra = next((c.value for c in changes if c.key == "hydra.searchpath"), None)
     if path != BASE:
-        values = _read(path)
+        values = read_yaml(path)
         own = (values.get("hydra") or {}).get("searchpath") if isinstance(values.get("hydra"), Mapping) else None
         folders = [path.parent, *_folders(extra if extra is not None else own)]
         for package, part, source in _chain(path, values, folders, above=(path.resolve(),)):
@@ -172,7 +173,7 @@ def _chain(
                 )
             if file.resolve() in above:
                 raise ConfigError(f"{path}: defaults names {name!r}, which leads back to {file}; remove one of them")
-            for inner, part, source in _chain(file, _read(file), folders, above=(*above, file.resolve())):
+            for inner, part, source in _chain(file, read_yaml(file), folders, above=(*above, file.resolve())):
                 yield ".".join(p for p in (package, inner) if p), part, source
 
 
@@ -203,21 +204,7 @@ def _folders(searchpath: Any) -> list[Path]:
 
 @functools.cache
 def _base() -> dict[str, Any]:
-    return _read(BASE)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        loaded = OmegaConf.load(path)
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: this is not YAML ({error.problem}); correct it") from error
-    except (OmegaConfBaseException, OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as a config: {one_line(error)}") from error
-    values = OmegaConf.to_container(loaded, resolve=False)
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold keys with values, and it holds a {type(values).__name__}")
-    return {str(k): v for k, v in values.items()}
+    return read_yaml(BASE)
 
 
 # --- overrides ----------------------------------------------------------------------------------------------------------
