@@ -149,7 +149,7 @@ class SwiftScheduler(MultiTurnScheduler):
             return_details=True,
             stop=list(self._stop_words),
         )
-        engine = EpisodeEngine(episode, self, config=config, base=self._base)
+        engine = EpisodeEngine(episode, self, config=copy.copy(config), base=self._base)
         _ENGINE.set(engine)
         if self._prototype is None:
             self._prototype = self._made or self._make(episode)
@@ -157,6 +157,8 @@ class SwiftScheduler(MultiTurnScheduler):
             return self._prototype, engine, config
         scheduler = copy.copy(self._prototype)
         scheduler.infer_engine = engine
+        if vars(scheduler).get("max_turns") is None:
+            scheduler.max_turns = limits.max_turns if self._max_turns is None else self._max_turns
         return scheduler, engine, config
 
     def _make(self, episode: Episode) -> RolloutScheduler:
@@ -178,7 +180,7 @@ class SwiftScheduler(MultiTurnScheduler):
             ) from problem
         if "infer_engine" not in vars(made):
             made.infer_engine = offered.get("infer_engine")
-        if "max_turns" not in vars(made) or (made.max_turns is None and "max_turns" in offered):
+        if vars(made).get("max_turns") is None:
             made.max_turns = turns
         return made
 

@@ -1,0 +1,128 @@
+"""`import swift...` without ms-swift: every name that its users' files import, of this release and of the 3.x ones."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from polyturn import compat
+from polyturn.core.plugins import load_plugins
+from polyturn.core.registry import import_attr
+
+NAMES = {
+    "swift.rollout.multi_turn": "RolloutScheduler MultiTurnScheduler GYMScheduler OpenEnvScheduler MathTipsScheduler "
+    "ThinkingModelTipsScheduler multi_turns Messages",
+    "swift.rollout": "multi_turns RolloutScheduler MultiTurnScheduler envs Env",
+    "swift.plugin": "multi_turns MultiTurnScheduler Env envs ContextManager context_managers ORM AsyncORM orms rm_plugins",
+    "swift.plugin.multi_turn": "MultiTurnScheduler multi_turns ThinkingModelTipsScheduler MathTipsScheduler",
+    "swift.plugin.orm": "ORM AsyncORM orms MathAccuracy",
+    "swift.plugin.loss_scale": "LossScale loss_scale_map",
+    "swift.plugin.context_manager": "ContextManager context_managers",
+    "swift.infer_engine": "RequestConfig InferRequest TransformersEngine RolloutInferRequest",
+    "swift.infer_engine.protocol": "RolloutInferRequest RequestConfig ChatCompletionResponseChoice RolloutOutput "
+    "ChatMessage ChatCompletionResponse UsageInfo Function ChatCompletionMessageToolCall InferRequest",
+    "swift.rewards": "ORM AsyncORM orms rm_plugins PRM prms",
+    "swift.rewards.orm": "ORM AsyncORM orms MathAccuracy",
+    "swift.rewards.rm_plugin": "DefaultRMPlugin rm_plugins",
+    "swift.rollout.gym_env": "Env envs ContextManager context_managers SimpleMathEnv",
+    "swift.template": "Messages Template Tool",
+    "swift.utils": "get_logger to_device remove_response",
+    "swift.loss_scale": "LossScale loss_scale_map",
+    "swift.llm": "RequestConfig InferRequest PtEngine Template to_device RolloutInferRequest",
+    "swift.llm.infer.protocol": "RolloutInferRequest ChatCompletionResponseChoice RolloutOutput RequestConfig",
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_if_never_imported() -> Iterator[None]:
+    compat.uninstall("swift")
+    yield
+    compat.uninstall("swift")
+
+
+@pytest.mark.parametrize(("module", "names"), NAMES.items())
+def test_every_documented_name_is_there(module: str, names: str) -> None:
+    assert compat.install("swift")
+    found = importlib.import_module(module)
+    for name in names.split():
+        assert getattr(found, name) is not None
+
+
+def test_one_registry_stands_under_all_its_names() -> None:
+    compat.install("swift")
+    old, new = (importlib.import_module(f"swift.{name}").multi_turns for name in ("plugin", "rollout.multi_turn"))
+    assert old is new
+    assert set(old) >= {"math_tip_trick", "gym_scheduler", "openenv_scheduler", "thinking_tips_scheduler"}
+    assert set(importlib.import_module("swift.rewards").orms) >= {
+        "accuracy", "format", "react_format", "cosine", "repetition", "soft_overlong", "toolbench", "math", "thinking_tips"
+    }  # fmt: skip
+    assert "math_env" in importlib.import_module("swift.rollout").envs
+
+
+def test_a_name_that_is_not_offered_says_what_is() -> None:
+    compat.install("swift")
+    with pytest.raises(ModuleNotFoundError, match=r"swift is not installed, and polyturn offers a part of it only"):
+        importlib.import_module("swift.trainers")
+
+
+def test_a_class_and_a_plug_in_that_need_swift_bring_it_along(tmp_path: object) -> None:
+    from pathlib import Path
+
+    file = Path(str(tmp_path)) / "wants_swift.py"
+    file.write_text("from swift.plugin import MultiTurnScheduler\nclass Mine(MultiTurnScheduler):\n    pass\n")
+    assert import_attr(f"{file}:Mine").__name__ == "Mine"
+    compat.uninstall("swift")
+    assert load_plugins([file])[0].Mine.__name__ == "Mine"
+
+
+def test_requests_and_outputs_check_what_they_check_there() -> None:
+    from polyturn.compat.swift.protocol import (
+        ChatCompletionResponse,
+        InferRequest,
+        RequestConfig,
+        RolloutOutput,
+        UsageInfo,
+    )
+
+    with pytest.raises(AssertionError):
+        InferRequest("hello")  # type: ignore[arg-type]
+    assert InferRequest([], images="a.png").images == ["a.png"]  # type: ignore[arg-type]
+    assert RequestConfig(stop=None).stop == []
+    response = ChatCompletionResponse("m", [], UsageInfo(1, 2, 3))
+    output = RolloutOutput(response=response, response_token_ids=[1, 2], rollout_infos={"images": "a.png"})
+    assert output.response_token_ids == [[1, 2]]
+    assert output.rollout_infos["images"] == ["a.png"]
+    assert output.response is response
+    assert sorted(output.model_dump()) == [
+        "messages", "prompt_logprobs", "response", "response_loss_mask", "response_token_ids", "rollout_infos",
+        "rollout_logprobs",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="response_token_ids"):
+        RolloutOutput(response=response, response_token_ids=None)
+
+
+def test_the_program_is_reached_as_a_module_and_refuses_what_is_not_here() -> None:
+    line = [sys.executable, "-m", "polyturn.compat.swift", "deploy", "--model", "m"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "`swift deploy` is not available here" in done.stderr
+
+
+def test_a_loss_scale_of_a_plug_in_becomes_a_mask() -> None:
+    from polyturn.batching.loss_scale import loss_scale as native
+    from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_scale_map
+
+    class OnlyAnswers(LossScale):
+        def get_loss_scale(self, context: str, **kwargs: object) -> tuple[list[str], list[float]]:
+            at = context.find("####")
+            return [context[:at], context[at:]], [0.0, 2.0]
+
+    loss_scale_map["only_answers"] = OnlyAnswers
+    assert "only_answers" in native and "hermes" in native
+    pieces, weights = REACTLossScale().get_loss_scale("Thought: a\nObservation: b\nThought: c")
+    assert "".join(pieces) == "Thought: a\nObservation: b\nThought: c"
+    assert [p for p, w in zip(pieces, weights, strict=True) if not w] == [" b"]
