@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from polyturn.compat.verl_config.table import Row, table
 from polyturn.compat.verl_config.translate import Translation
@@ -25,8 +25,13 @@ def key_table() -> str:
     """Return the page of all keys."""
     lines = [_HEAD]
     for section, rows in itertools.groupby(table().rows, key=_section):
-        lines += [f"\n## {section}\n", *_markdown(["key", "becomes", ""], (_cells(r) for r in rows))]
+        lines += [f"\n## {section}\n", *rows_as_markdown(rows)]
     return "\n".join(lines) + "\n"
+
+
+def rows_as_markdown(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the lines of a table of rows."""
+    return _markdown(["key", "becomes", ""], (_cells(r) for r in rows))
 
 
 def fate_table(translation: Translation, *, source: str) -> str:
