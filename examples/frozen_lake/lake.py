@@ -104,8 +104,18 @@ def tasks(seed: int, num_tasks: int) -> list[polyturn.Task]:
     ]
 
 
-def demonstrations(seed: int, num_conversations: int, max_moves: int = 3, care: float = 0.0) -> list[Conversation]:
-    """Return walks of a beginner, who knows how to write a move and means to get nearer to G by a share `care` of them."""
+def demonstrations(
+    seed: int, num_conversations: int, max_moves: int = 3, care: float = 0.25, habit: float = 0.45
+) -> list[Conversation]:
+    """Return walks of a beginner with a bad habit.
+
+    Args:
+        seed: Of the moves.
+        num_conversations: How many walks.
+        max_moves: How long they are at most.
+        care: The share of moves that lead nearer to G.
+        habit: The share of moves that go down, wherever G is. All others are random.
+    """
     rng = random.Random(f"walks-{seed}")
     found = []
     for number in range(num_conversations):
@@ -114,7 +124,8 @@ def demonstrations(seed: int, num_conversations: int, max_moves: int = 3, care: 
         for _ in range(max_moves):
             steps = distances(lake.goal, lake.is_hole, lake.size)
             good = [m for m in MOVES if steps.get(moved(lake.player, m, lake.size), 99) < steps[lake.player]]
-            move = rng.choice(good if rng.random() < care else list(MOVES))
+            drawn = rng.random()
+            move = rng.choice(good if drawn < care else ["down"] if drawn < care + habit else list(MOVES))
             messages.append(polyturn.Message(role="assistant", content=f"<action>{move}</action>"))
             shown, _, is_done, _ = lake.step(messages[-1].text)
             if is_done:
