@@ -90,6 +90,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             drop_zero_variance=algorithm.drop_zero_variance and train.group_size > 1,
             needs_reference=algorithm.kl_coef > 0,
             uses_engine_logprobs=algorithm.old_logprobs == "engine",
+            eval_before=evaluation.before,
             eval_every=evaluation.every,
             eval_limit_during=evaluation.limit_during,
             stop_at=evaluation.stop_at,

@@ -379,6 +379,8 @@ class EvalConfig(_Model):
     data: TaskSourceConfig | None = None
     sets: dict[str, EvalSetConfig] = {"greedy": EvalSetConfig()}
     """Name of each set to how it decodes; the first that runs every `every` steps chooses the best checkpoint."""
+    before: bool = True
+    """Validate before training; without it there is nothing to compare the end with."""
     every: int = Field(0, ge=0)
     """Steps between validations; 0 validates only before and after."""
     limit_during: int | None = Field(None, ge=1)

@@ -77,6 +77,7 @@ class LoopSettings:
     needs_reference: bool = False
     uses_engine_logprobs: bool = False
     """Take the engine's logprobs as the old ones instead of computing them."""
+    eval_before: bool = True
     eval_every: int = 0
     eval_limit_during: int | None = None
     stop_at: float | None = None
@@ -156,10 +157,11 @@ class Trainer:
         try:
             if self.state.step == 0:
                 self._save()
-                results = await self._evaluate(self._eval_sets)
-                self.state.reports["before"] = _reports(results)
-                if self._is_best(results):
-                    self.checkpoints.mark_best(self.state.step)
+                if self.settings.eval_before:
+                    results = await self._evaluate(self._eval_sets)
+                    self.state.reports["before"] = _reports(results)
+                    if self._is_best(results):
+                        self.checkpoints.mark_best(self.state.step)
             if self.state.step < self.settings.steps:
                 with first_error():
                     async with asyncio.TaskGroup() as tasks:

@@ -37,6 +37,7 @@ def native(values: dict[str, Any], key: str) -> Any:
 
 
 MAPPED: list[tuple[str, str, Any]] = [
+    ("trainer.val_before_train=False", "evaluation.before", False),
     # the loss
     (f"{ACTOR}.policy_loss.loss_mode=mine.py:loss", "algorithm.loss", "mine.py:loss"),
     # many turns
@@ -198,7 +199,6 @@ IGNORED = [
     "trainer.logger=[console,wandb]",
     "trainer.n_gpus_per_node=8",
     "trainer.nnodes=1",
-    "trainer.val_before_train=False",
     "trainer.log_val_generations=10",
     "trainer.resume_mode=auto",
     "trainer.resume_mode=disable",
@@ -274,6 +274,8 @@ REJECTED = [
     ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
     ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
     ("algorithm.adv_estimator=gae", "critic"),
+    ("algorithm.adv_estimator=reinforce_plus_plus", "one group at a time"),
+    ("algorithm.adv_estimator=remax", "greedy rollout"),
     ("algorithm.adv_estimator=grop", "Did you mean"),
     ("algorithm.use_kl_in_reward=True", "use_kl_loss"),
     ("algorithm.rollout_correction.rollout_is=token", "correction"),

@@ -190,6 +190,11 @@ def test_validation_runs_before_new_slots_are_freed(tmp_path: Path):
         assert asked and all(session.startswith("eval-") for session in asked)
 
 
+def test_validation_before_training_can_be_left_out(tmp_path: Path):
+    rig = Rig(tmp_path, eval_sets=("greedy",), steps=1, eval_before=False).run()
+    assert [e[1] for e in rig.of("eval")] == [1] and "before" not in rig.trainer.state.reports
+
+
 def test_validation_during_training_may_use_fewer_tasks(tmp_path: Path):
     rig = Rig(tmp_path, eval_sets=("greedy",), eval_every=1, steps=2, eval_limit_during=2).run()
     assert [(e[1], e[3]) for e in rig.of("eval")] == [(0, 4), (1, 2), (2, 4)]

@@ -319,6 +319,15 @@ PER_GROUP = {
     "grpo_passk": "compute_grpo_passk_outcome_advantage",
 }
 """Estimators that look at one group at a time, by verl's formula where there is no native one of the name."""
+_ACROSS = "it compares across groups, and an estimator here sees one group at a time; use grpo, rloo, opo or grpo_passk"
+REFUSED_ESTIMATORS = {
+    "gae": "it needs a critic, which polyturn does not train; use grpo",
+    "reinforce_plus_plus": _ACROSS,
+    "reinforce_plus_plus_baseline": _ACROSS,
+    "gpg": _ACROSS,
+    "remax": "it needs a greedy rollout of each task for its baseline, which is not made; use grpo or rloo",
+}
+"""verl's others, and why not."""
 
 
 def advantage(s: Source) -> None:
@@ -331,8 +340,8 @@ def advantage(s: Source) -> None:
         _put_function(s, "algorithm.advantage", found, by=key)
     elif found in PER_GROUP:
         s.put("algorithm.advantage", f"polyturn.compat.verl.estimators:{PER_GROUP[found]}", by=key)
-    elif found == "gae":
-        s.refuse(key, "it needs a critic, which polyturn does not train; use grpo")
+    elif found in REFUSED_ESTIMATORS:
+        s.refuse(key, REFUSED_ESTIMATORS[found])
     else:
         s.refuse(key, f"there is no such estimator; {_OWN}.{did_you_mean(name, advantages)}")
     if not s.get("algorithm.filter_groups.enable"):
