@@ -91,7 +91,7 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
         ConfigError: a plug-in cannot be loaded, or a name is not registered.
     """
     from polyturn.compat.swift import loss_scale
-    from polyturn.compat.swift.base import multi_turns
+    from polyturn.compat.swift.multi_turn import multi_turns
     from polyturn.compat.swift.orm import orms
 
     assert loss_scale.loss_scale_map is not None

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.compat.swift import claims
-from polyturn.compat.swift.base import EngineOver, RolloutScheduler, multi_turns
+from polyturn.compat.swift.base import EngineOver, RolloutScheduler
 from polyturn.compat.swift.engine import EpisodeEngine
+from polyturn.compat.swift.multi_turn import multi_turns
 from polyturn.compat.swift.protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, one_line
 from polyturn.core.generation import FinishReason

@@ -7,7 +7,6 @@ read(Path("grpo.yaml"), ["max_turns=3"])
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,7 +123,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Composed:
 
 
 def read_value(text: str) -> Any:
-    """Return what an argument's text means: a number, true or false, null, a JSON list or mapping, else the text."""
+    """Return what a text means: a number, true or false, null, a list or mapping as JSON or YAML, else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text in ("None", "null"):
@@ -133,8 +132,8 @@ def read_value(text: str) -> Any:
         return int(text) if text.lstrip("+-").isdigit() else float(text)
     if text.lstrip().startswith(("{", "[")):
         try:
-            return json.loads(text)
-        except ValueError:
+            return yaml.safe_load(text)  # of which JSON is a part
+        except yaml.YAMLError:
             return text
     return text
 

@@ -5,7 +5,6 @@ Each function reads arguments from a `Source` and writes native keys to it; `key
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -183,11 +182,9 @@ def clip(s: Source) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a value as a list: None is none, a JSON list is read."""
+    """Return a value as a list; None is none."""
     if value is None:
         return []
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = json.loads(value)
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
