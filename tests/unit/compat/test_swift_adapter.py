@@ -18,7 +18,7 @@ from polyturn.compat.swift.outputs import reward_rows
 from polyturn.compat.swift.protocol import RolloutInferRequest, RolloutOutput
 from polyturn.compat.swift.reward_adapter import score
 from polyturn.compat.swift.schedulers import GYMScheduler
-from polyturn.core.errors import ConfigError, RewardError
+from polyturn.core.errors import ConfigError, DataError, RewardError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import SpanSource, Trajectory
@@ -483,3 +483,25 @@ def test_the_shipped_rewards_score_as_described() -> None:
     assert cosine == [1.0, 0.0]
     call = 'Action: get\nAction Input: {"a": 1}'
     assert orms["toolbench"]()([call, call], solution=[call, "Action: put\nAction Input: {}"]) == [1.0, 0.0]
+
+
+def test_rows_that_a_shipped_scheduler_cannot_run_are_refused_before_the_run() -> None:
+    with pytest.raises(DataError, match="task 't0' has no solution, which MathTipsScheduler compares"):
+        SwiftScheduler("math_tip_trick").check_task(task(ground_truth=None))
+    with pytest.raises(DataError, match="task 't0' names no environment"):
+        SwiftScheduler("gym_scheduler").check_task(task())
+    with pytest.raises(ConfigError, match=r"envs: there is no 'math_enf'. Did you mean 'math_env'"):
+        SwiftScheduler("gym_scheduler", gym_env="math_enf").check_task(task())
+    SwiftScheduler("gym_scheduler", gym_env="math_env").check_task(task())
+    SwiftScheduler("openenv_scheduler").check_task(task())
+
+
+async def test_a_tool_message_of_a_step_is_shown_as_one() -> None:
+    class Tool(Again):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            infer_request.messages.append({"role": "tool", "content": "5"})
+            return {"infer_request": infer_request}
+
+    trajectory = await play(Tool, ["a", "b"], max_turns=2)
+    assert trajectory.error is None and len(trajectory.segments) == 1
+    assert [m.role for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,12 @@ MAPS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _files() -> Iterator[None]:
+    folders = list(sys.path)
     before = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FILES.glob("*.py")}
     compat.install("swift")
     load_plugins(sorted(FILES.glob("*.py")))
     yield
+    sys.path[:] = folders
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FILES.glob("*.py")} == before
 
 

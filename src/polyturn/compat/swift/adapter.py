@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from polyturn.compat.swift import claims
 from polyturn.compat.swift.base import EngineOver, RolloutScheduler
 from polyturn.compat.swift.engine import EpisodeEngine
+from polyturn.compat.swift.gym_env import envs
 from polyturn.compat.swift.multi_turn import multi_turns
 from polyturn.compat.swift.protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
+from polyturn.compat.swift.schedulers import GYMScheduler, MathTipsScheduler, ThinkingModelTipsScheduler
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -98,6 +100,17 @@ class SwiftScheduler(MultiTurnScheduler):
     def __copy__(self) -> SwiftScheduler:
         """Return itself: what a trajectory holds is kept by its id."""
         return self
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a row that lacks what a shipped scheduler reads, or names an environment that nobody registered."""
+        columns = to_request(task, uuid=task.id).data_dict
+        if issubclass(self._class, MathTipsScheduler | ThinkingModelTipsScheduler) and "solution" not in columns:
+            raise DataError(f"task {task.id!r} has no solution, which {self._class.__name__} compares answers with; add it")
+        if issubclass(self._class, GYMScheduler) and self._class._create_env is GYMScheduler._create_env:
+            name = (columns.get("env_config") or {}).get("name", self._options.get("gym_env"))
+            if name is None:
+                raise DataError(f"task {task.id!r} names no environment; put `name` into its env_config, or set gym_env")
+            envs.find(name)
 
     async def run(self, episode: Episode) -> StopReason:
         """Run the user's scheduler to its end, and let what it returns say what is trained."""
