@@ -38,8 +38,9 @@ def build_codec(place: Place, *, checkpoint: Path | None = None) -> Codec:
         trained = train_tokenizer(texts, vocab_size=model.train_tokenizer.vocab_size, chat_template=template)
         codec = Codec(trained, template_kwargs=kwargs)
     elif source is not None:
+        revision = model.revision if model.tokenizer is None else None
         codec = load_codec(
-            folder_or_name(source, place.base), revision=model.revision, chat_template=template, template_kwargs=kwargs
+            folder_or_name(source, place.base), revision=revision, chat_template=template, template_kwargs=kwargs
         )
     else:
         raise ConfigError("set model.tokenizer or model.path: the run has no tokenizer")
@@ -67,7 +68,7 @@ def build_model(place: Place, tokenizer: PreTrainedTokenizerFast, *, checkpoint:
         }
         return hf.build_model(fields, seed=place.config.seed, dtype=dtype)
     assert model.path is not None  # the config model requires one of the two
-    return hf.load_model(folder_or_name(model.path, place.base), dtype=dtype)
+    return hf.load_model(folder_or_name(model.path, place.base), dtype=dtype, revision=model.revision)
 
 
 def build_media(place: Place, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:

@@ -190,8 +190,10 @@ class Transcript:
         """Read a text as a message. Text is a view: nothing that is read here becomes tokens again."""
         parsed = self._parser.parse(text, id_prefix=f"call_{turn}", tools=self._encoder.tools)
         message = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls, reasoning=parsed.reasoning)
-        if parsed.reasoning and not self._encoder.codec.has_reasoning_field:
-            self._written.append((message, text))
+        codec = self._encoder.codec
+        if parsed.reasoning and not codec.has_reasoning_field:
+            opened = "" if text.lstrip().startswith("<think>") else codec.opened_reasoning
+            self._written.append((message, opened + text))
         return message
 
     def go_on(self, said: str, addition: str | Ids, *, turn: int, is_trusted: bool = False) -> str:
@@ -392,7 +394,10 @@ def _with_reasoning(message: Message, text: str) -> Message:
             return message
         text = text[: start + len(message.text)]
     elif message.tool_calls:
-        text = text[: max(text.find(message.tool_calls[0].raw), 0)].rstrip()
+        raw = message.tool_calls[0].raw
+        if not raw or raw not in text:
+            return message
+        text = text.partition(raw)[0].rstrip()
     return replace(message, content=text, reasoning=None)
 
 

@@ -121,7 +121,8 @@ class Oracle:
         before = dialogue.before(turn)
         reasoning = spoken.message.reasoning
         shown, joins = self.render((*before, spoken.message), dialogue.tools), None
-        if reasoning and reasoning.strip() not in shown:  # it cuts reasoning out of contents
+        marked = (*before, replace(spoken.message, reasoning=_WORD))
+        if reasoning and _WORD not in self.render(marked, dialogue.tools):  # it cuts reasoning out of contents
             shown, joins = self.render((*before, spoken.message), dialogue.tools, is_joined=False), False
         asked = self.render(before, dialogue.tools, prompt=True, is_joined=joins)
         if not shown.startswith(asked):

@@ -139,6 +139,13 @@ class Codec:
         return self._template.has_reasoning_field
 
     @functools.cached_property
+    def opened_reasoning(self) -> str:
+        """What the generation prompt writes of a turn's reasoning and a history leaves out, as "<think>\\n"; often ""."""
+        prompt = self.generation_prompt
+        opened = prompt[prompt.rfind("<think>") :] if "<think>" in prompt else ""
+        return "" if self.opens_as_prompted or "</think>" in opened else opened
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A stable hash of vocabulary, merges, template and template arguments: equal ids for equal messages."""
         parts = [

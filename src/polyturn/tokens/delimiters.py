@@ -36,12 +36,11 @@ def find_delimiters(codec: _Codec) -> frozenset[int]:
     known = set(codec.control_tokens.values())
     user, system = Message(role="user", content="Hi"), Message(role="system", content="Be brief.")
     found = {*codec.turn_ends.stops, *codec.turn_ends.past, *codec.special_ids}
-    for messages in ([user], [system, user]):
-        found |= {s.id for s in _spans(codec, messages)}
-    for messages in _with_turns(user):
+    for messages in ([user], [system, user], *_with_turns(user)):
         found |= {s.id for s in _spans(codec, messages) if not _is_tag(codec.control_tokens[s.id], known)}
     for part in _MEDIA:
-        found |= {s.id for s in _spans(codec, [Message(role="user", content=({"type": "text", "text": "Hi"}, part))])}
+        showing = Message(role="user", content=({"type": "text", "text": "Hi"}, part))
+        found |= {s.id for s in _spans(codec, [showing], opened=(False,))}
     return frozenset(found)
 
 
@@ -55,8 +54,8 @@ def _with_turns(user: Message) -> Iterator[list[Message]]:
     yield [user, answer, result]
 
 
-def _spans(codec: Renderer, messages: list[Message]) -> list[Span]:
-    texts = (codec.try_render(messages, add_generation_prompt=opened) for opened in (False, True))
+def _spans(codec: Renderer, messages: list[Message], *, opened: tuple[bool, ...] = (False, True)) -> list[Span]:
+    texts = (codec.try_render(messages, add_generation_prompt=is_opened) for is_opened in opened)
     return [s for text in texts if text is not None for s in codec.control_spans(text)]
 
 

@@ -68,15 +68,17 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if is_composite and type(config) in _SEEING else AutoModelForCausalLM
 
 
-def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return the causal language model in folder `source`, or of that name on the hub.
+def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
+    """Return the causal language model in folder `source`, or of that name and revision on the hub.
 
     Raises:
         ConfigError: there is none, or it cannot be loaded.
     """
     try:
-        config = AutoConfig.from_pretrained(str(source))
-        model: PreTrainedModel = _auto_class(config).from_pretrained(str(source), config=config, dtype=dtype)
+        config = AutoConfig.from_pretrained(str(source), revision=revision or "main")
+        model: PreTrainedModel = _auto_class(config).from_pretrained(
+            str(source), config=config, dtype=dtype, revision=revision or "main"
+        )
     except (OSError, ValueError) as problem:
         where = "the folder exists" if Path(source).is_dir() else "there is no such folder"
         raise ConfigError(

@@ -8,6 +8,7 @@ from polyturn.testing.tiny import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.markers import add_template_markers
+from polyturn.tokens.train import CHAT_TEMPLATE
 
 CODEC = Codec(tiny_tokenizer())
 END = CODEC.stop_token_ids[0]
@@ -351,3 +352,12 @@ def test_a_tools_description_cannot_end_a_turn() -> None:
     ids = loud.start([user("q")])
     assert CODEC.control_in(ids).tolist() == CODEC.control_in(quiet.start([user("q")])).tolist()
     assert CODEC.decode(ids) == CODEC.render([user("q")], tools=loud.tools, add_generation_prompt=True)
+
+
+def test_a_prompt_that_explains_the_reasoning_tag_keeps_it_where_the_generation_prompt_opens_one() -> None:
+    template = CHAT_TEMPLATE.replace("<|im_start|>assistant\\n'", "<|im_start|>assistant\\n<think>\\n'")
+    assert template != CHAT_TEMPLATE
+    codec = Codec(tiny_tokenizer(), chat_template=template)
+    said = "Think between <think> and </think>."
+    ids = DeltaEncoder(codec).start([Message(role="system", content=said), Message(role="user", content="Hi")])
+    assert [codec.control_tokens[i] for i in codec.control_in(ids).tolist()].count("<think>") == 2

@@ -119,18 +119,24 @@ def join_content(pieces: Sequence[str]) -> str:
     return "\n".join(p.strip() for p in pieces if not _END_MARKS.fullmatch(p))
 
 
-def read_blocks(text: str, tags: tuple[str, str], read: Callable[[str, str], ToolCall]) -> Found:
+_MAX_LONGER = 8
+"""Opening tags in a text that may turn out to stand in an argument; bounded, so that reading stays linear."""
+
+
+def read_blocks(text: str, tags: tuple[str, str], read: Callable[[str, str], ToolCall], *, tells_end: bool = False) -> Found:
     """Read calls that stand between two tags.
 
     A block ends at the first closing tag with which it can be read, or at the last one before the next block: a closing tag
-    may stand in an argument's text. Each character is read at most twice.
+    may stand in an argument's text. Each character is read at most twice, and a few times more with `tells_end`.
 
     Args:
         text: What may hold blocks.
         tags: What opens and what closes a block.
         read: Makes a call of (the text between the tags, the text with them).
+        tells_end: `read` refuses what goes on behind a call, so a block may hold an opening tag in an argument's text.
     """
     opens, closes = tags
+    tries = _MAX_LONGER if tells_end else 0
     pieces: list[str] = []
     calls: list[ToolCall] = []
     position = 0
@@ -140,6 +146,14 @@ def read_blocks(text: str, tags: tuple[str, str], read: Callable[[str, str], Too
         following = text.find(opens, body)
         limit = len(text) if following < 0 else following
         first, last = text.find(closes, body, limit), text.rfind(closes, body, limit)
+        while first < 0 and following >= 0 and tries:
+            tries -= 1
+            further = text.find(opens, following + len(opens))
+            limit_ = len(text) if further < 0 else further
+            ends = {text.find(closes, following, limit_), text.rfind(closes, following, limit_)} - {-1}
+            fits = [e for e in sorted(ends) if read(text[body:e], text[start : e + len(closes)]).error is None]
+            first, last = (fits[0], fits[0]) if fits else (first, last)
+            following = further
         if first < 0:
             calls.append(broken(text[start:limit], f"the {opens} block is not closed; end it with {closes}"))
             position = limit

@@ -21,4 +21,4 @@ class HermesParser(TurnParser):
 
     def read(self, text: str, tools: Tools) -> Found:
         """Read the blocks."""
-        return read_blocks(text, self.call_tags, read_call)
+        return read_blocks(text, self.call_tags, read_call, tells_end=True)

@@ -336,3 +336,15 @@ def test_parsers_take_linear_time() -> None:
 
 def test_plain_parser_is_called_none() -> None:
     assert parsers.resolve("none") is PlainParser
+
+
+def test_an_opening_tag_in_an_argument_is_part_of_the_argument() -> None:
+    said = '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call>x</tool_call> <tool_call>"}}\n</tool_call>'
+    (call,) = parsers.resolve("hermes")().parse(said).tool_calls
+    assert (dict(call.arguments), call.error) == ({"a": "<tool_call>x</tool_call> <tool_call>"}, None)
+
+
+def test_a_block_that_is_not_closed_does_not_swallow_the_next_one() -> None:
+    said = '<tool_call>{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    broken, call = parsers.resolve("hermes")().parse(said).tool_calls
+    assert "not closed" in (broken.error or "") and call.name == "g"
