@@ -51,7 +51,9 @@ class Compaction(MultiTurnScheduler):
         for policy in self.policies:
             if episode.count_tokens([*episode.messages, *reply.messages]) <= self.budget:
                 break
-            episode.rewrite(await self._shorter(policy, episode, reply.messages))
+            shorter = await self._shorter(policy, episode, reply.messages)
+            if shorter != list(episode.messages):
+                episode.rewrite(shorter)
         return reply
 
     async def _shorter(self, policy: str, episode: Episode, said: Sequence[Message]) -> list[Message]:

@@ -42,5 +42,7 @@ class ThinkingTips(MultiTurnScheduler):
         given = len(episode.turns) - 1
         if given >= self.max_tips or is_right(await episode.call(self, self._judge, turn.text, episode.task.ground_truth)):
             return None
-        episode.rewrite([without_reasoning(m) for m in episode.messages])
+        shown = tuple(without_reasoning(m) for m in episode.messages)
+        if shown != episode.messages:
+            episode.rewrite(shown)
         return self.tip
