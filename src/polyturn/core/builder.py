@@ -81,12 +81,19 @@ class TrajectoryBuilder:
     @property
     def context(self) -> Ids:
         """[T] the ids before this place, as a read-only view: what the engine is asked to continue."""
-        return self._open_segment().ids[: self._length]
+        view = self._open_segment().buffer[: self._length]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens stand before this place."""
+        return self._length
 
     @property
     def media(self) -> tuple[Any, ...]:
         """The images and other media that the context shows."""
-        return tuple(self._open_segment().media[: self._num_media])
+        return tuple(self._open_segment().media[: self._num_media]) if self._num_media else ()
 
     @property
     def num_segments(self) -> int:

@@ -53,7 +53,7 @@ class Message:
     @property
     def media(self) -> tuple[Media, ...]:
         """The images, videos and sounds of the message, in order."""
-        return media_of(self.content)
+        return () if isinstance(self.content, str) else media_of(self.content)
 
     @property
     def text(self) -> str:

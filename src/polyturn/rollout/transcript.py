@@ -108,7 +108,7 @@ class Transcript:
     @property
     def num_tokens(self) -> int:
         """How many tokens the model has been shown and has written."""
-        return len(self.builder.context) if self.builder.is_open else 0
+        return self.builder.num_tokens
 
     @property
     def has_pending(self) -> bool:

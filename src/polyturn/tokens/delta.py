@@ -16,6 +16,8 @@ around it, which keeps the ids equal to those of a full render (invariant I5). C
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -53,6 +55,7 @@ the other): what stands behind the last of them is the end of that turn, then th
 that no template trims, escapes or otherwise changes it."""
 _WORD = re.compile(r"[\w. -]*")
 """Names that spell nothing together with the template's text around them."""
+_ROLE = operator.attrgetter("role")
 _MAX_PROMPTS = 64
 """Prompts whose ids are kept, so that the members of a group encode theirs once."""
 
@@ -298,8 +301,10 @@ class DeltaEncoder:
     def _past(self, history: Sequence[Message]) -> _Past:
         if not history:
             return _Past(self._takes_system, results=False)
-        last = max((i for i, m in enumerate(history) if m.role == "assistant"), default=0)
-        return _Past(history[0].role == "system", results=any(m.role == "tool" for m in history[:last]))
+        last = len(history) - 1
+        while last > 0 and history[last].role != "assistant":
+            last -= 1
+        return _Past(history[0].role == "system", results="tool" in map(_ROLE, itertools.islice(history, max(last, 0))))
 
     @functools.cached_property
     def _takes_system(self) -> bool:
