@@ -4,7 +4,8 @@
      "messages": [{"role": "user", …}, …], "turns": [{"index": 0, "text": "…", "score": 0.0, "observation": […]}, …]}
 
 `input` and `output` are decoded tokens without special ones, in which roles cannot be seen; `messages` and `turns` have
-them. A step that is taken again overwrites its file, which is written whole or not at all.
+them. A key that a reward function returned keeps its name, also where it is one of those that are added here. A step that
+is taken again overwrites its file, which is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 from polyturn.core.messages import to_openai
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup, Turn
 
+FIXED = ("input", "output", "gts", "score", "step")
+"""Keys that mean the same in every dump, whatever a reward function returns."""
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, without special tokens."""
 
@@ -48,7 +51,9 @@ class TrajectoryDump:
         with temporary.open("w", encoding="utf-8") as file:
             for group, trajectory in pairs:
                 info = {} if trajectory.reward is None else trajectory.reward.info
-                record = {**{key: info.get(key) for key in extras}, **self._record(group, trajectory), "step": step}
+                own = {**self._record(group, trajectory), "step": step}
+                told = {key: info.get(key) for key in extras if key not in FIXED}
+                record = {**own, **told}
                 file.write(json.dumps(_plain(record), ensure_ascii=False, default=str) + "\n")
         os.replace(temporary, path)
         return path

@@ -54,6 +54,11 @@ async def test_a_line_has_the_documented_keys_and_turns_and_roles(tmp_path: Path
     assert line["stop_reason"] == "env_done"
 
 
+async def test_what_a_reward_function_returned_keeps_its_name(tmp_path: Path) -> None:
+    (line,) = write(tmp_path, await played(turns=2, step=99))
+    assert line["turns"] == 2 and line["step"] == 7
+
+
 async def test_every_line_of_a_step_has_the_same_keys(tmp_path: Path) -> None:
     failed = dataclasses.replace(await played("g0/1"), reward=None, stop_reason=StopReason.ERROR, error="it broke")
     first, second = write(tmp_path, await played(acc=float("nan"), input="mine"), failed)
