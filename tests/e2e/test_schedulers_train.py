@@ -29,12 +29,12 @@ class Compacts(Patient, Compaction): ...
     ("scheduler", "kwargs", "has_segments"),
     [
         ("patient.py:Tips", {"judge": "exact_match"}, False),
-        ("patient.py:Thinks", {"judge": "exact_match"}, False),
+        ("patient.py:Thinks", {"judge": "exact_match"}, None),  # where a random model happens to write </think>
         ("patient.py:Compacts", {"budget": 40, "policies": ["window"]}, True),
         ("tree", {"judge": "exact_match", "width": 3}, True),
     ],
 )
-def test_engine_and_trainer_agree(tmp_path: Path, scheduler: str, kwargs: dict[str, Any], has_segments: bool) -> None:
+def test_engine_and_trainer_agree(tmp_path: Path, scheduler: str, kwargs: dict[str, Any], has_segments: bool | None) -> None:
     config = write_tiny_run(tmp_path)
     (tmp_path / "patient.py").write_text(PATIENT)
     tasks = tmp_path / "tasks.jsonl"
@@ -52,4 +52,4 @@ def test_engine_and_trainer_agree(tmp_path: Path, scheduler: str, kwargs: dict[s
     assert step["policy/rollout_difference_max"] < 1e-4
     trajectories = list(open_store(run).trajectories(split="train"))
     assert len(trajectories) == 6 and all(len(t.turns) > 1 and not t.is_failed for t in trajectories)
-    assert any(len(t.segments) > 1 for t in trajectories) == has_segments
+    assert has_segments in (None, any(len(t.segments) > 1 for t in trajectories))
