@@ -129,7 +129,7 @@ class Oracle:
             word = Message(role="assistant", content=_WORD)
             asked = self.render((*before, word), dialogue.tools, is_joined=joins).rpartition(_WORD)[0]
         said = shown[_shared(asked, shown) :]
-        if reasoning and reasoning.strip() not in said:
+        if reasoning and (joins is False or reasoning.strip() not in said):
             opened = "" if asked.rstrip("\n").endswith("<think>") else "<think>\n"
             said = f"{opened}{reasoning}\n</think>\n\n{said}"
         cut = max((said.rfind(end) for end in self.ends), default=-1)
