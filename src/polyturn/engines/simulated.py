@@ -1,0 +1,386 @@
+"""SimulatedEngine: an inference server without a model, on the loop's clock (see `virtual_time.py`).
+
+What it keeps of a real one: a decode step at b sequences takes tau(b) = a + c*b; prompts are computed first, at a cost per
+token that is not in the prefix cache; sequences join and leave at step boundaries (continuous batching) within a number of
+slots and of tokens of KV; a finished session's KV stays until room is needed, the least recently used first; where running
+sequences outgrow the room, the latest is put back into the queue and computed again. Nothing is random.
+
+    Speed(step_s=0.008, per_sequence_s=0.00012)          tau(32) = 11.84 ms
+    SimulatedEngine(Speed(…), plan=lambda request: 700)   every completion has 700 tokens
+
+Between two events the batch does not change, so a thousand steps cost as much as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from polyturn.core.errors import ConfigError, EngineError
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.remote import EngineLostError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """What a server's time depends on; the defaults are those of a mid-sized model on one GPU."""
+
+    step_s: float = 0.008
+    """a of tau(b) = a + c*b."""
+    per_sequence_s: float = 0.00012
+    """c of tau(b) = a + c*b."""
+    table: tuple[tuple[int, float], ...] = ()
+    """Measured (b, tau(b)), rising in b; replaces a and c, with straight lines between and beyond the entries."""
+    prefill_token_s: float = 0.00002
+    slots: int = 32
+    kv_tokens: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        if self.slots < 1 or self.kv_tokens < 1 or min(self.step_s, self.prefill_token_s, self.per_sequence_s) < 0:
+            raise ConfigError(f"{self} cannot be: slots and kv_tokens are at least 1, and times at least 0")
+        if [b for b, _ in self.table] != sorted({b for b, _ in self.table}):
+            raise ConfigError(f"the table's batch sizes must rise, not {[b for b, _ in self.table]}")
+
+    def tau(self, batch: int) -> float:
+        """Return the seconds of one decode step of `batch` sequences."""
+        if not self.table:
+            return self.step_s + self.per_sequence_s * batch
+        if len(self.table) == 1:
+            return self.table[0][1]
+        at = min(max(bisect.bisect_left(self.table, (batch, 0.0)), 1), len(self.table) - 1)
+        (b0, t0), (b1, t1) = self.table[at - 1], self.table[at]
+        return max(t0 + (t1 - t0) * (batch - b0) / (b1 - b0), 1e-9)
+
+    def best_token_s(self, max_batch: int) -> float:
+        """Return min over b of tau(b) / b: the least time that one token can cost."""
+        return min(self.tau(b) / b for b in range(1, max(min(max_batch, self.slots), 1) + 1))
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A request in the engine."""
+
+    request: GenerateRequest
+    length: int
+    """How many tokens it will have."""
+    future: asyncio.Future[Completion]
+    order: int
+    version: int
+    done: int = 0
+    """Tokens that it had when it was last put back."""
+    joined: int = 0
+    """Step number at which it joined the batch."""
+    prefilled: int = 0
+    is_running: bool = False
+    is_over: bool = False
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return -self.request.priority, self.order
+
+
+class SimulatedEngine:
+    """One simulated server; `core.protocols.Engine`."""
+
+    def __init__(
+        self,
+        speed: Speed | None = None,
+        *,
+        plan: Callable[[GenerateRequest], int],
+        token_id: int = 0,
+        timeout_s: float = 600.0,
+        name: str = "simulated",
+    ) -> None:
+        """Take what it costs and what it says.
+
+        Args:
+            speed: The server.
+            plan: How many tokens a completion has, its stop token included; `max_tokens` cuts it.
+            token_id: What it says, again and again, before the first stop token of the request.
+            timeout_s: How long a server that hangs is waited for.
+            name: Shown in errors.
+        """
+        self.name = name
+        self.speed = speed or Speed()
+        self._plan = plan
+        self._token_id = token_id
+        self._timeout_s = timeout_s
+        self._version = 0
+        self._queue: list[tuple[tuple[float, int], _Run]] = []
+        self._batch: dict[str, _Run] = {}
+        self._ends: list[tuple[int, int, _Run]] = []
+        """(step number at which it is done, order, run)."""
+        self._live: dict[str, _Run] = {}
+        self._cache: OrderedDict[str, int] = OrderedDict()
+        """Session -> tokens of KV that it left here, the least recently used first."""
+        self._cached = 0
+        self._kv = 0
+        """Tokens of KV of the running sequences at step `_step`."""
+        self._step = 0
+        self._at = 0.0
+        """When step `_step` ended, or the prefill before the next one ends."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._order = 0
+        self._state = "up"
+        self.prefilled_tokens = 0
+        self.recomputed_tokens = 0
+        """Tokens of sequences that were put back, which are computed again."""
+        self.busy_s = 0.0
+        self.num_put_back = 0
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Seeded and with logprobs, so that a training loop accepts it."""
+        return EngineCapabilities(seeded=True, logprobs=True)
+
+    @property
+    def num_live(self) -> int:
+        """How many requests it holds."""
+        return len(self._live)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Return a completion as long as the plan says, when the server would have.
+
+        Raises:
+            EngineLostError: the server is dead, or hangs for longer than its time.
+            EngineError: the request does not fit into the server.
+        """
+        if self._state == "closed":
+            raise EngineError(f"request {request.request_id!r} came after {self.name} was closed")
+        if self._state == "dead":
+            raise EngineLostError(f"{self.name} cannot be reached")
+        if request.request_id in self._live:
+            raise EngineError(f"request id {request.request_id!r} is in use")
+        length = max(1, min(self._plan(request), request.sampling.max_tokens))
+        if len(request.prompt_ids) + length > self.speed.kv_tokens:
+            raise EngineError(
+                f"request {request.request_id!r} needs {len(request.prompt_ids) + length} tokens of KV and {self.name} has "
+                f"{self.speed.kv_tokens}"
+            )
+        loop = asyncio.get_running_loop()
+        self._order += 1
+        run = _Run(request, length, loop.create_future(), self._order, self._version)
+        self._live[request.request_id] = run
+        if self._state == "hung":
+            loop.call_later(self._timeout_s, self._fail, run, f"{self.name} did not answer within {self._timeout_s:g} s")
+        else:
+            heapq.heappush(self._queue, (run.rank, run))
+            self._wake()
+        try:
+            return await run.future
+        finally:
+            self._forget(run)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; it returns what it has."""
+        if (run := self._live.get(request_id)) is not None and not run.future.done():
+            if self._state == "up":
+                self._catch_up()
+            self._finish(run, FinishReason.ABORT)
+            self._wake()
+
+    async def end_session(self, session_id: str) -> None:
+        """Drop the session's KV."""
+        self._cached -= self._cache.pop(session_id, 0)
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        """Let completions carry `version`, and drop what was computed before."""
+        if self._state == "dead":
+            raise EngineLostError(f"{self.name} cannot be reached")
+        self._version = version
+        self._cache.clear()
+        self._cached = 0
+
+    async def close(self) -> None:
+        """Refuse all further requests."""
+        self.kill()
+        self._state = "closed"
+
+    # Faults.
+
+    def kill(self) -> None:
+        """Die: everything in flight and everything that follows is lost."""
+        self._stop("dead")
+        for run in list(self._live.values()):
+            self._fail(run, f"{self.name} was killed")
+
+    def hang(self) -> None:
+        """Accept everything from now on and answer nothing."""
+        self._stop("hung")
+        loop = asyncio.get_running_loop()
+        for run in list(self._live.values()):
+            loop.call_later(self._timeout_s, self._fail, run, f"{self.name} did not answer within {self._timeout_s:g} s")
+
+    def restart(self, *, version: int | None = None) -> None:
+        """Come back empty, with the weights that it had, or with those of `version`."""
+        self._stop("up")
+        for run in list(self._live.values()):
+            self._fail(run, f"{self.name} was restarted")
+        self._version = self._version if version is None else version
+
+    def _stop(self, state: str) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._queue, self._batch, self._ends = [], {}, []
+        self._cache.clear()
+        self._cached = self._kv = 0
+        self._at = 0.0
+        self._state = state
+
+    # The batch.
+
+    def _wake(self) -> None:
+        """Set the timer for the next thing that happens; new requests join at the next step boundary."""
+        if self._state != "up":
+            return
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = loop.time()
+        if not self._batch:
+            if self._queue:
+                self._timer = loop.call_at(max(now, self._at), self._turn)
+            return
+        self._drop_ended()
+        tau = self.speed.tau(len(self._batch))
+        steps = self._ends[0][0] - self._step
+        room = (self.speed.kv_tokens - self._kv) // len(self._batch)
+        steps = max(min(steps, room), 1)
+        if self._queue and len(self._batch) < self.speed.slots and self._fits(self._queue[0][1], len(self._batch)):
+            steps = min(steps, max(math.ceil((now - self._at) / tau - 1e-9), 0))
+        self._timer = loop.call_at(self._at + steps * tau, self._turn)
+
+    def _turn(self) -> None:
+        """Do what is due: end what is done, put back what has no room, let others in."""
+        self._timer = None
+        self._catch_up()
+        while self._ends and (self._ends[0][2].is_over or self._ends[0][0] <= self._step):
+            run = heapq.heappop(self._ends)[2]
+            if not run.is_over and run.is_running and run.joined + run.length - run.done <= self._step:
+                self._finish(run, FinishReason.STOP)
+        while self._batch and self._kv + len(self._batch) > self.speed.kv_tokens:
+            self._put_back(max(self._batch.values(), key=lambda run: run.rank))
+        self._admit()
+        self._wake()
+
+    def _catch_up(self) -> None:
+        """Bring the step count to the present."""
+        now = asyncio.get_running_loop().time()
+        if not self._batch:
+            self._at = max(self._at, now)
+            return
+        tau = self.speed.tau(len(self._batch))
+        steps = max(math.floor((now - self._at) / tau + 1e-6), 0)
+        self._step += steps
+        self._at += steps * tau
+        self.busy_s += steps * tau
+        self._kv += steps * len(self._batch)
+        self._evict()
+
+    def _admit(self) -> None:
+        """Let waiting requests in, the highest priority first, and compute their prompts."""
+        prefilled = 0
+        while self._queue and len(self._batch) < self.speed.slots:
+            run = self._queue[0][1]
+            if run.is_over:
+                heapq.heappop(self._queue)
+                continue
+            if not self._fits(run, len(self._batch)):
+                break
+            heapq.heappop(self._queue)
+            size = len(run.request.prompt_ids) + run.done
+            held = self._cache.pop(run.request.session_id, 0)
+            self._cached -= held
+            new = size - min(held, size - 1)
+            prefilled += new
+            run.prefilled += new
+            run.is_running, run.joined = True, self._step
+            self._batch[run.request.request_id] = run
+            self._kv += size
+            heapq.heappush(self._ends, (self._step + run.length - run.done, run.order, run))
+        if prefilled:
+            self._evict()
+            self.prefilled_tokens += prefilled
+            seconds = prefilled * self.speed.prefill_token_s
+            self._at += seconds
+            self.busy_s += seconds
+
+    def _fits(self, run: _Run, batch: int) -> bool:
+        return self._kv + len(run.request.prompt_ids) + run.done + batch + 1 <= self.speed.kv_tokens
+
+    def _evict(self) -> None:
+        while self._cache and self._kv + self._cached > self.speed.kv_tokens:
+            self._cached -= self._cache.popitem(last=False)[1]
+
+    def _drop_ended(self) -> None:
+        while self._ends[0][2].is_over or not self._ends[0][2].is_running:
+            heapq.heappop(self._ends)
+
+    def _leave(self, run: _Run) -> int:
+        """Take `run` out of the batch and return how many tokens it has."""
+        if not run.is_running:
+            return run.done
+        run.is_running = False
+        del self._batch[run.request.request_id]
+        done = run.done + max(self._step - run.joined, 0)
+        self._kv -= len(run.request.prompt_ids) + done
+        return done
+
+    def _put_back(self, run: _Run) -> None:
+        run.done = self._leave(run)
+        self._ends = [entry for entry in self._ends if entry[2] is not run]
+        heapq.heapify(self._ends)
+        heapq.heappush(self._queue, (run.rank, run))
+        self.num_put_back += 1
+        self.recomputed_tokens += len(run.request.prompt_ids) + run.done
+
+    def _finish(self, run: _Run, reason: FinishReason) -> None:
+        request = run.request
+        done = min(self._leave(run), run.length)
+        run.is_over = True
+        session, size = request.session_id, len(request.prompt_ids) + done
+        self._cached += size - self._cache.pop(session, 0)
+        self._cache[session] = size
+        self._evict()
+        ids = np.full(done, self._token_id, np.int32)
+        if reason is FinishReason.STOP:
+            if run.length >= request.sampling.max_tokens and self._plan(request) > run.length:
+                reason = FinishReason.LENGTH
+            elif request.sampling.stop_token_ids:
+                ids[-1] = request.sampling.stop_token_ids[0]
+        if not run.future.done():
+            run.future.set_result(
+                Completion(
+                    token_ids=ids,
+                    logprobs=np.full(done, -1.0, np.float32),
+                    finish_reason=reason,
+                    policy_versions=((0, run.version),),
+                    info={"prefilled_tokens": run.prefilled},
+                )
+            )
+
+    def _fail(self, run: _Run, message: str) -> None:
+        if not run.future.done():
+            run.future.set_exception(EngineLostError(message))
+
+    def _forget(self, run: _Run) -> None:
+        """Free what `run` holds; a caller that was cancelled leaves it in the batch."""
+        self._live.pop(run.request.request_id, None)
+        if not run.is_over:
+            if run.is_running and self._batch.get(run.request.request_id) is run:
+                self._catch_up()
+                self._leave(run)
+                run.is_over = True
+                self._wake()
+            run.is_over = True
