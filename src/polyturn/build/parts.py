@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from polyturn.config.models import (
     RewardRateConfig,
     SamplingConfig,
 )
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.generation import SamplingParams
 from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
@@ -252,6 +253,9 @@ def _swift_scheduler(name: str) -> Any:
         return None
     from polyturn.compat.swift.multi_turn import multi_turns
 
+    if name not in multi_turns and "." not in name and name not in entry_points(group="polyturn.schedulers").names:
+        known = [*schedulers, *multi_turns]
+        raise UnknownNameError(f"rollout.scheduler: there is no {name!r}.{did_you_mean(name, known)}")
     return multi_turns.get(name)
 
 

@@ -24,6 +24,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import to_source
 from polyturn.core.messages import Message
 from polyturn.core.plugins import load_plugins
+from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.engines.scripted import ScriptedEngine
@@ -290,3 +291,12 @@ def test_a_file_finds_the_files_beside_it(tmp_path: Path) -> None:
     (module,) = load_plugins([tmp_path / "plugin_with_helper.py"])
     assert module.VALUE == 3
     assert load_plugins([tmp_path / "plugin_with_helper.py"]) == [module]
+
+
+def test_one_file_may_be_a_plug_in_and_be_named_with_its_class(tmp_path: Path) -> None:
+    (tmp_path / "plugin_and_class.py").write_text(
+        "from swift.plugin import MultiTurnScheduler, multi_turns\nclass Mine(MultiTurnScheduler):\n    pass\n"
+        "multi_turns['mine_twice'] = Mine\n"
+    )
+    load_plugins([tmp_path / "plugin_and_class.py"])
+    assert import_attr("plugin_and_class.py:Mine", base=tmp_path) is multi_turns["mine_twice"]

@@ -8,6 +8,8 @@ A plug-in may replace what is shipped; what another plug-in registered stays, an
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
@@ -22,7 +24,7 @@ class PluginDict(dict[str, Any]):
 
     def __setitem__(self, name: str, entry: Any) -> None:
         held = self.get(name)
-        if held is not None and held is not entry and not _is_shipped(held) and _home(held) != _home(entry):
+        if held is not None and held is not entry and not _is_shipped(held) and _file(held) != _file(entry):
             raise ConfigError(
                 f"{self.kind}: two plug-ins register the name {name!r}: {_home(held)} ({_name(held)}) and {_home(entry)} "
                 f"({_name(entry)}); rename one of them"
@@ -45,6 +47,13 @@ class PluginDict(dict[str, Any]):
 
 def _home(entry: Any) -> str:
     return str(entry.__module__ if isinstance(entry, type) or callable(entry) else type(entry).__module__)
+
+
+def _file(entry: Any) -> str:
+    """Return the file that an entry comes from: one file may be imported under two names."""
+    home = _home(entry)
+    module = sys.modules.get(home)
+    return home if module is None or module.__file__ is None else str(Path(module.__file__).resolve())
 
 
 def _name(entry: Any) -> str:
