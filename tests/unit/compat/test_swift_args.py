@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from polyturn.compat.swift.args.arguments import parse, read, read_value, table, to_native
+from polyturn.compat.swift.args.arguments import (
+    parse,
+    read,
+    read_value,
+    rollout_table,
+    rollout_to_native,
+    table,
+    to_native,
+)
 from polyturn.compat.verl_config.translate import Translation
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
@@ -250,3 +258,72 @@ def test_a_file_is_read_with_overrides_and_numbers_in_any_writing(tmp_path: Path
         read(tmp_path / "b.yaml")
     with pytest.raises(ConfigError, match="the argument model is missing"):
         to_native(parse([]))
+
+
+# swift rollout
+
+
+def rollout(line: str) -> Translation:
+    return rollout_to_native(["--model", "m/x", *line.split()])
+
+
+@pytest.mark.parametrize(
+    ("line", "native"),
+    [
+        ("", {"model.path": "m/x", "rollout.scheduler": "single_turn"}),
+        ("--host 0.0.0.0 --port 8100 --api_key secret", {"serve": {"host": "0.0.0.0", "port": 8100, "token": "secret"}}),
+        (
+            "--multi_turn_scheduler mine --max_turns 3 --use_async_engine true --external_plugins a.py b.py",
+            {"rollout.scheduler": "mine", "rollout.limits.max_turns": 3, "plugins": ["a.py", "b.py"]},
+        ),
+        ("--gym_env lake", {"rollout.scheduler": "gym_scheduler", "rollout.scheduler_kwargs": {"gym_env": "lake"}}),
+        ("--vllm_max_model_len 4096 --max_length 1024", {"rollout.limits.max_context": 4096}),
+        ("--vllm_max_num_seqs 64", {"engine.num_slots": 64}),
+        ("--vllm_gpu_memory_utilization 0.8 --vllm_tensor_parallel_size 1 --log_level info", {}),
+        ("--enable_thinking false", {"model.template_kwargs.enable_thinking": False}),
+        ("--max_new_tokens 64 --temperature 1.0", {"rollout.limits.max_tokens_per_turn": 64}),
+    ],
+)
+def test_arguments_of_a_rollout_server_that_are_mapped(line: str, native: dict[str, Any]) -> None:
+    found = rollout(line)
+    for path, value in native.items():
+        assert at(found.native, path) == value
+    load_values(RunConfig, {k: v for k, v in found.native.items() if k != "serve"}, origin=found.origin)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--vllm_enable_lora true", "adapters are not served"),
+        ("--vllm_pipeline_parallel_size 2", "no pipeline stages"),
+        ("--vllm_tensor_parallel_size 2", "run several servers"),
+        ("--vllm_data_parallel_size 2", "run several servers"),
+        ("--vllm_reasoning_parser qwen3", "as they were written"),
+        ("--ssl_keyfile k", "put a proxy with TLS before it"),
+        (
+            "--multi_turn_scheduler s --vllm_use_async_engine false",
+            "please set vllm_use_async_engine to True with",
+        ),
+        ("--max_turn 3", "Did you mean 'max_turns'"),
+    ],
+)
+def test_arguments_of_a_rollout_server_that_are_refused(line: str, says: str) -> None:
+    with pytest.raises(ConfigError) as problem:
+        rollout(line)
+    assert says in str(problem.value)
+
+
+ROLLOUT_DOCUMENTED = """
+model model_type template enable_thinking max_length host port log_level verbose log_interval max_logprobs api_key
+vllm_use_async_engine multi_turn_scheduler max_turns gym_env use_gym_env external_plugins vllm_enable_lora
+vllm_max_lora_rank vllm_pipeline_parallel_size vllm_reasoning_parser context_manager vllm_gpu_memory_utilization
+vllm_tensor_parallel_size vllm_data_parallel_size vllm_enable_expert_parallel vllm_max_num_seqs vllm_max_model_len
+vllm_disable_custom_all_reduce vllm_enforce_eager vllm_limit_mm_per_prompt vllm_enable_prefix_caching
+vllm_quantization vllm_disable_cascade_attn vllm_mm_processor_cache_gb vllm_speculative_config vllm_engine_kwargs
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("name", ROLLOUT_DOCUMENTED)
+def test_every_documented_argument_of_a_rollout_server_has_a_row(name: str) -> None:
+    row = rollout_table().find(name)
+    assert row is not None and (row.to or row.says)

@@ -21,6 +21,7 @@ from polyturn.compat.verl_config.translate import Translation, translate
 from polyturn.core.errors import ConfigError, did_you_mean
 
 KEYS = Path(__file__).parent / "keys.yaml"
+ROLLOUT_KEYS = Path(__file__).parent / "rollout_keys.yaml"
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 DEFAULTS: Mapping[str, Any] = {
@@ -141,6 +142,26 @@ def read_value(text: str) -> Any:
 def over_defaults(values: Mapping[str, Any], origin: Mapping[str, str]) -> Composed:
     """Return arguments with ms-swift's defaults below them."""
     return Composed(values={**DEFAULTS, **values}, origin=dict(origin))
+
+
+@functools.cache
+def rollout_table() -> Table:
+    """Return the table of the arguments of `swift rollout`."""
+    return read_table(ROLLOUT_KEYS)
+
+
+def rollout_to_native(arguments: Sequence[str]) -> Translation:
+    """Translate the flags of `swift rollout`; the native keys are those of a run, and `serve.host`, `port` and `token`.
+
+    Raises:
+        ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each.
+    """
+    tree = parse(arguments)
+    given = {name: tree.values[name] for name in tree.origin}
+    if not given.get("model"):
+        raise ConfigError("the argument model is missing; name a folder or hub id of a model")
+    values = {"multi_turn_scheduler": None, "max_turns": None, **given}
+    return translate(Composed(values=values, origin=tree.origin), keys=rollout_table(), converters=CONVERTERS)
 
 
 def to_native(tree: Composed) -> Translation:

@@ -102,6 +102,12 @@ def scheduler(s: Source) -> None:
     s.put("rollout.limits.max_turns", turns if turns > 0 else NO_LIMIT_TURNS, by="max_turns")
 
 
+def async_engine(s: Source) -> None:
+    """Refuse a scheduler with an engine that would run all its trajectories in step."""
+    if s.get("multi_turn_scheduler") is not None and s.get("vllm_use_async_engine") is False:
+        s.refuse("vllm_use_async_engine", "please set vllm_use_async_engine to True with multi-turn scheduler.")
+
+
 def lengths(s: Source) -> None:
     """Set how long a turn, or all of them, may be."""
     length = int(s.number("max_completion_length", 512))
@@ -214,6 +220,7 @@ def _files(s: Source, key: str) -> tuple[list[str], int | None]:
 CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
-        model, plugins, dataset, val_dataset, rewards, scheduler, lengths, batches, steps, every, folder, betas, clip,
+        model, plugins, async_engine, dataset, val_dataset, rewards, scheduler, lengths, batches, steps, every, folder,
+        betas, clip,
     )
 }  # fmt: skip
