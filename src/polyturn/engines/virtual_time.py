@@ -44,8 +44,8 @@ class _Jumps(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
             ready = super().select(_STUCK_S)
             if not ready:
                 raise LifecycleError(
-                    f"at virtual time {self.now:.3f} s nothing is left that could happen, and something still waits; look for "
-                    "a future that nobody sets"
+                    f"at virtual time {self.now:.3f} s nothing can happen any more and something waits; look for a "
+                    "future that nobody sets"
                 )
             return ready
         ready = super().select(0)

@@ -1,0 +1,191 @@
+"""The pool: where a turn goes, in which order, and what happens when a server is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.core.errors import UnknownNameError
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.engines.order import LongestFirst
+from polyturn.engines.pool import EnginePool
+from polyturn.engines.remote import EngineLostError
+from polyturn.engines.simulated import SimulatedEngine, Speed
+from polyturn.engines.virtual_time import run_virtual
+
+
+def ask(session: str, turn: int = 0, prompt: int = 10) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"{session}/{turn}",
+        session_id=session,
+        prompt_ids=np.zeros(prompt, np.int32),
+        sampling=SamplingParams(max_tokens=10_000),
+    )
+
+
+def servers(count: int, length: int = 100, **options: Any) -> list[SimulatedEngine]:
+    return [SimulatedEngine(Speed(), plan=lambda r: length, name=f"s{i}", **options) for i in range(count)]
+
+
+def test_turns_of_a_session_go_where_its_prefix_is_and_new_ones_where_the_least_runs() -> None:
+    async def main() -> tuple[list[int], int]:
+        engines = servers(2)
+        pool = EnginePool(engines)
+        await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
+        await asyncio.gather(*(pool.generate(ask(f"g/{i}", turn=1, prompt=120)) for i in range(4)))
+        return [engine.prefilled_tokens for engine in engines], pool.num_moved
+
+    assert run_virtual(main()) == ([40, 40], 0)
+
+
+def test_what_a_killed_server_held_is_done_elsewhere_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> tuple[list[Completion], EnginePool]:
+        engines = servers(2)
+        pool = EnginePool(engines)
+        asyncio.get_running_loop().call_later(0.3, engines[0].kill)
+        return list(await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(8)))), pool
+
+    with caplog.at_level(logging.WARNING):
+        answers, pool = run_virtual(main())
+    assert [len(a.token_ids) for a in answers] == [100] * 8
+    assert (pool.num_lost, [r.num_done for r in pool.replicas]) == (4, [0, 8])
+    assert len(caplog.records) == 1
+    assert "replica 0 is lost" in caplog.text
+
+
+def test_a_hung_server_is_left_after_its_time_and_used_again_when_it_is_back() -> None:
+    async def main() -> tuple[int, list[int]]:
+        engines = servers(2, timeout_s=5.0)
+        pool = EnginePool(engines, slots=1)
+        engines[0].hang()
+        await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
+        engines[0].restart()
+        await asyncio.sleep(120)
+        await asyncio.gather(*(pool.generate(ask(f"h/{i}")) for i in range(4)))
+        return pool.num_lost, [r.num_done for r in pool.replicas]
+
+    lost, done = run_virtual(main())
+    assert lost >= 1
+    assert done[0] >= 1
+    assert sum(done) == 8
+
+
+def test_a_request_waits_while_all_are_down_and_fails_by_name_when_none_returns() -> None:
+    async def main(returns: bool) -> Completion:
+        engines = servers(1)
+        pool = EnginePool(engines, patience_s=100.0, max_tries=50)
+        engines[0].kill()
+        if returns:
+            asyncio.get_running_loop().call_later(20.0, engines[0].restart)
+        return await pool.generate(ask("g/0"))
+
+    assert len(run_virtual(main(True)).token_ids) == 100
+    with pytest.raises(EngineLostError, match=r"no server was up|was lost"):
+        run_virtual(main(False))
+
+
+def test_servers_join_and_leave_under_way() -> None:
+    async def main() -> list[int]:
+        engines = servers(2)
+        pool = EnginePool(engines[:1], slots=1)
+        running = [asyncio.create_task(pool.generate(ask(f"g/{i}"))) for i in range(4)]
+        await asyncio.sleep(0.1)
+        second = pool.join(engines[1])
+        await asyncio.gather(*running)
+        done = [r.num_done for r in pool.replicas]
+        pool.leave(second)
+        await pool.generate(ask("h/0"))
+        return [*done, second.num_done]
+
+    assert run_virtual(main()) == [2, 2, 2]
+
+
+def test_weights_go_to_all_and_a_server_restarted_with_old_ones_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> tuple[list[int], int]:
+        engines = servers(2)
+        pool = EnginePool(engines)
+        await pool.update_weights(3)
+        engines[0].restart(version=0)
+        answers = await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
+        return [a.policy_versions[-1][1] for a in answers], pool.num_stale
+
+    versions, stale = run_virtual(main())
+    assert versions == [3] * 4
+    assert stale == 2
+    assert "replica 0 answers with policy version 0 after it had 3" in caplog.text
+
+
+def test_aborts_reach_what_waits_and_what_runs_and_cancelling_frees_the_place() -> None:
+    async def main() -> tuple[list[FinishReason], int]:
+        pool = EnginePool(servers(1), slots=1)
+        tasks = [asyncio.create_task(pool.generate(ask(f"g/{i}"))) for i in range(3)]
+        await asyncio.sleep(0.1)
+        await pool.abort("g/0/0")
+        await pool.abort("g/1/0")
+        tasks[2].cancel()
+        done = await asyncio.gather(*tasks[:2])
+        await asyncio.wait({tasks[2]})
+        return [c.finish_reason for c in done], pool.replicas[0].load
+
+    assert run_virtual(main()) == ([FinishReason.ABORT, FinishReason.ABORT], 0)
+
+
+def test_the_longest_by_prediction_goes_first() -> None:
+    """Group a's first member was long and group b's short, so of the rest the pool starts with a."""
+
+    async def main() -> list[str]:
+        engine = SimulatedEngine(Speed(), plan=lambda r: 1000 if r.session_id.startswith("a") else 10)
+        pool = EnginePool([engine], slots=1)
+        order: list[str] = []
+
+        async def one(session: str) -> None:
+            await pool.generate(ask(session))
+            order.append(session)
+            await pool.end_session(session)
+
+        for session in ("a/0", "b/0", "b/9", "b/8"):
+            await one(session)
+        order.clear()
+        async with asyncio.TaskGroup() as tasks:
+            for session in ("b/1", "b/2", "b/3", "a/1", "a/2"):
+                tasks.create_task(one(session))
+        return order
+
+    assert run_virtual(main())[1:3] == ["a/1", "a/2"]
+
+
+def test_nothing_waits_longer_than_three_times_its_fair_share() -> None:
+    """Long ones keep arriving; a short one still gets its turn."""
+
+    class Item:
+        def __init__(self, request: GenerateRequest) -> None:
+            self.request, self.is_gone = request, False
+
+    policy = LongestFirst()
+    rng = np.random.default_rng(0)
+    arrived: dict[str, tuple[int, int]] = {}
+    waits: list[float] = []
+    waiting = 0
+    for admitted in range(20_000):
+        for _ in range(rng.integers(0, 3) if waiting else 1):
+            request = ask(f"g{admitted}/{len(arrived)}")
+            policy.predictor.arrived(request, now=0.0)
+            policy.predictor._live[request.session_id].work_s = -float(rng.integers(0, 2)) * 100
+            arrived[request.session_id] = admitted, waiting + 1
+            policy.push(Item(request))
+            waiting += 1
+        item = policy.pop()
+        assert item is not None
+        waiting -= 1
+        since, share = arrived[item.request.session_id]
+        waits.append((admitted + 1 - since) / share)
+    assert max(waits) <= 3
+
+
+def test_an_unknown_policy_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="longest_first"):
+        EnginePool(policy="longest_frist")
