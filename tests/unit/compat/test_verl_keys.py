@@ -497,6 +497,7 @@ def test_a_custom_reward_gets_its_arguments_and_reads_what_the_model_wrote():
         "custom_reward_function.path=r.py", "custom_reward_function.name=mine", "+custom_reward_function.reward_kwargs={a:1}"
     ).native["reward"]
     assert reward["function"] == {"name": "r.py:mine", "kwargs": {"a": 1}} and reward["text"] == "turns"
+    assert translated().native["reward"]["text"] == "turns", "the shipped functions read the same"
 
 
 def test_samples_are_limited_and_ordered_as_asked():

@@ -1,10 +1,11 @@
-"""An MCP server for tests, spoken to over its standard input and output."""
+"""An MCP server for tests, over its standard input and output, or over HTTP: `mcp_server.py streamable-http PORT`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import sys
 
 from mcp.server import MCPServer
 
@@ -44,4 +45,7 @@ def search(query: str) -> str:
 
 
 if __name__ == "__main__":
-    server.run()
+    if len(sys.argv) > 1:
+        server.run(transport=sys.argv[1], port=int(sys.argv[2]))  # type: ignore[call-overload]
+    else:
+        server.run()

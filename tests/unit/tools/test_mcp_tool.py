@@ -1,8 +1,10 @@
-"""Tools of an MCP server, from a tool file, against a real server over standard input and output."""
+"""Tools of an MCP server, from a tool file, against real servers."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import sys
 import time
 from pathlib import Path
@@ -61,6 +63,27 @@ async def test_a_servers_tools_are_called_and_its_failures_told_apart(tmp_path: 
         assert (await ask("add", a=2))[:2] == ("4", None), "the server is started again"
         assert set((await session.finish()).values()) == {None}
     assert all(t._instance_dict == {} and t._connection._holder is None for t in tools)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("transport", "path"), [("streamable-http", "mcp"), ("sse", "sse")])
+async def test_a_server_may_be_reached_over_http_with_a_token(tmp_path: Path, transport: str, path: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(SERVER), transport, str(port)]
+    server = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    try:
+        item = tool_file(
+            tmp_path, demo={"url": f"http://127.0.0.1:{port}/{path}", "auth_token": "secret", "transport": transport}
+        )
+        tools = initialize_tools_from_config({"tools": [item("MCPBaseTool", "add", timeout=10.0)]}, base=tmp_path)
+        async with ToolBox(tools).session("e") as session:
+            await session.start(Task(id="t", prompt=()))
+            (result,) = await session.call([ToolCall(id="c", name="add", arguments={"a": 1, "b": 4})])
+        assert (result.content, result.error) == ("5", None)
+    finally:
+        server.kill()
+        await server.wait()
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
