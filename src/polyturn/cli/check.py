@@ -62,7 +62,8 @@ def run(model: str, *, template: Path | None, as_json: bool = False) -> bool:
 def _refuse(name: str, error: str, *, as_json: bool) -> bool:
     """Print why there is no safe strategy."""
     if as_json:
-        found = {"template": name, "strategy": "none", "reason": error, "error": error, "violations": [error]}
+        none = dict.fromkeys(("strategy", "inference_strategy", "parser"), "none")
+        found = {"template": name, **none, "reason": error, "error": error, "violations": [error]}
         Output().text(json.dumps({**found, "control_tokens_from_text": 0, "properties": {}}, ensure_ascii=False))
         return False
     table = Table("property", "value", box=None, pad_edge=False)

@@ -195,6 +195,7 @@ def test_check_prints_one_object_and_exits_with_1_where_no_way_is_safe(trained: 
     found = json.loads(call("check", model, "--json").out)
     assert found["strategy"] == "append" and found["violations"] == [] and found["control_tokens_from_text"] == 0
     assert found["properties"]["renders_tools"] is True and found["reason"] and found["template"] == str(model)
+    assert found["parser"] == "hermes"
     template = tmp_path / "marked.jinja"
     template.write_text("{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}")
     marked = json.loads(call("check", model, "--template", template, "--json").out)
