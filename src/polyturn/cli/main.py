@@ -108,6 +108,21 @@ def rollout(
 
 
 @app.command()
+def simulate(
+    workload: Annotated[str, typer.Argument(metavar="WORKLOAD", help="Name of a shipped workload, or a YAML file of one.")],
+    policy: Annotated[
+        list[str] | None, typer.Option(help="fifo, least_loaded, longest_first, or oracle; may be given several times.")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Number of servers; the workload's own by default.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the last policy's timeline here.")] = None,
+) -> None:
+    """Replay a rollout on simulated servers, on a virtual clock, and print how near it comes to the optimum."""
+    from polyturn.cli import simulate as command
+
+    command.run(workload, policies=policy or ["longest_first"], replicas=replicas, png=png)
+
+
+@app.command()
 def show(
     run: RunFolder,
     trajectory: Annotated[str | None, typer.Argument(help="Id of a trajectory, as the list shows it.")] = None,

@@ -1,0 +1,70 @@
+"""Simulated rollouts: the real pool and the real episodes, the same numbers on every machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from polyturn.cli.main import app
+from polyturn.core.errors import ConfigError, UnknownNameError
+from polyturn.testing.simulation import ORACLE, Workload, draw, shipped, simulate
+
+SMALL = Workload(name="small", tasks=6, group=4, replicas=2, slots=4, turns=3, turn_tokens=60)
+
+
+def test_eight_workloads_are_shipped_and_can_be_read() -> None:
+    assert len(shipped()) == 8
+    assert all(Workload.load(name).name == name for name in shipped())
+
+
+def test_a_simulation_gives_the_same_numbers_every_time() -> None:
+    first, second = simulate(SMALL), simulate(SMALL)
+    assert first == second
+
+
+@pytest.mark.parametrize("policy", ["fifo", "least_loaded", "longest_first", ORACLE])
+def test_no_order_beats_the_lower_bound_and_every_turn_is_run(policy: str) -> None:
+    result = simulate(SMALL, policy=policy)
+    assert 0 < result.efficiency <= 1
+    assert result.turns == sum(len(plan.lengths) for plan in SMALL.plans().values())
+
+
+def test_the_lower_bound_is_the_longest_alone_or_all_at_the_best_rate() -> None:
+    alone = dataclasses.replace(SMALL, giant=(2, 5000), tool_s=1.0)
+    assert alone.lower_bound_s(replicas=2) == pytest.approx(10_000 * 0.00812 + 1.0)
+    total = sum(sum(plan.lengths) for plan in SMALL.plans().values())
+    assert SMALL.lower_bound_s(replicas=1) == pytest.approx(total * (0.008 + 4 * 0.00012) / 4)
+
+
+def test_predicting_comes_near_an_order_that_knows_all_lengths() -> None:
+    """What `longest_first` is for, on the workload where order matters most."""
+    workload = Workload.load("heavy_short_tools")
+    known, predicted, fifo = (simulate(workload, policy=p).makespan_s for p in (ORACLE, "longest_first", "fifo"))
+    assert predicted <= known / 0.95
+    assert predicted < fifo
+
+
+def test_the_timeline_is_drawn(tmp_path: Path) -> None:
+    draw(simulate(SMALL), tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_prints_what_it_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("tasks: 2\ngroup: 2\nreplicas: 1\nslots: 2\nturns: 2\nturn_tokens: 20\n")
+    app(["simulate", str(path), "--policy", "fifo", "--policy", "longest_first"], standalone_mode=False)
+    out = capsys.readouterr().out
+    assert "mine: 4 episodes" in out
+    assert "efficiency" in out
+    assert "longest_first" in out
+
+
+def test_unknown_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="swe_like"):
+        Workload.load("swe_lik")
+    path = tmp_path / "mine.yaml"
+    path.write_text("taks: 2\n")
+    with pytest.raises(ConfigError, match="tasks"):
+        Workload.load(path)
