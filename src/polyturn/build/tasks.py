@@ -21,7 +21,7 @@ from polyturn.core.errors import ConfigError, DataError, TemplateError
 from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.data.dataset import DatasetSummary, Subset, TaskDataset, check_tasks, generate_tasks
+from polyturn.data.dataset import DatasetSummary, Subset, TaskDataset, WithSystem, check_tasks, generate_tasks
 from polyturn.data.sampler import Curriculum, TaskSampler
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.rollout.context import RolloutContext
@@ -44,7 +44,8 @@ def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence
     else:
         assert source.generator is not None  # the config model requires one of the two
         tasks = generate_tasks(source.generator, base=base, **source.kwargs)
-    return tasks if source.limit is None else tasks[: source.limit]
+    tasks = tasks if source.limit is None else tasks[: source.limit]
+    return tasks if source.system is None else WithSystem(tasks, source.system)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,8 @@ class TaskSourceConfig(_Model):
     """Arguments of the generator."""
     limit: int | None = Field(None, ge=1)
     """Use only the first `limit` tasks."""
+    system: str | None = None
+    """A system message for the tasks that have none."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskSourceConfig:

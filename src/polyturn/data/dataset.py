@@ -11,6 +11,7 @@ everything once, before any training time is spent.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import glob
 import inspect
 import itertools
@@ -26,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
+from polyturn.core.messages import Message
 from polyturn.core.registry import import_attr
 from polyturn.core.task import Task, select_tools
 from polyturn.data.rows import task_from_row
@@ -159,6 +161,31 @@ class TaskDataset(Sequence[Task]):
         number = index - (self._ends[part - 1] if part else 0)
         source = self._parts[part]
         return task_from_row(source.row(number), index=index, split=self.split, source=str(source.path), row_number=number)
+
+
+class WithSystem(Sequence[Task]):
+    """Tasks, with a system message where they have none."""
+
+    def __init__(self, tasks: Sequence[Task], system: str) -> None:
+        self._tasks = tasks
+        self._message = Message(role="system", content=system)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self._with(task) for task in self._tasks[index]]
+        return self._with(self._tasks[index])
+
+    def _with(self, task: Task) -> Task:
+        if task.prompt[0].role in ("system", "developer"):
+            return task
+        return dataclasses.replace(task, prompt=(self._message, *task.prompt))
 
 
 class Subset(Sequence[Task]):

@@ -13,7 +13,7 @@ import pytest
 from polyturn.core.errors import ConfigError, DataError, MissingAttributeError
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
-from polyturn.data.dataset import TaskDataset, check_tasks, generate_tasks
+from polyturn.data.dataset import TaskDataset, WithSystem, check_tasks, generate_tasks
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
@@ -268,3 +268,10 @@ def test_a_generator_that_cannot_be_used_is_said(
     (tmp_path / "gen.py").write_text(GENERATORS)
     with pytest.raises(error, match=says):
         generate_tasks(name, base=tmp_path, **kwargs)
+
+
+def test_a_system_message_is_put_before_the_prompts_that_have_none() -> None:
+    said = Message(role="user", content="Hi"), Message(role="system", content="Mine.")
+    tasks = WithSystem([Task(id="a", prompt=said[:1]), Task(id="b", prompt=said[::-1])], "Be kind.")
+    assert [[m.text for m in task.prompt] for task in tasks] == [["Be kind.", "Hi"], ["Mine.", "Hi"]]
+    assert [task.prompt[0].text for task in tasks[:2]] == ["Be kind.", "Mine."] and len(tasks) == 2

@@ -60,6 +60,20 @@ def val_dataset(s: Source) -> None:
     )
 
 
+def system(s: Source) -> None:
+    """Set the system message of rows that have none: a text, or what a file holds."""
+    text = str(s.get("system", ""))
+    if text.endswith((".txt", ".md")):
+        if not Path(text).is_file():
+            s.refuse("system", "there is no such file; it is relative to the working directory")
+            return
+        text = Path(text).read_text(encoding="utf-8")
+    if text:
+        s.put("data.train.system", text, by="system")
+        if s.get("val_dataset") is not None:
+            s.put("evaluation.data.system", text, by="system")
+
+
 def rewards(s: Source) -> None:
     """Set the reward functions, with their weights and options."""
     names = [str(n) for n in as_list(s.get("reward_funcs"))]
@@ -220,7 +234,7 @@ def _files(s: Source, key: str) -> tuple[list[str], int | None]:
 CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
-        model, plugins, async_engine, dataset, val_dataset, rewards, scheduler, lengths, batches, steps, every, folder,
-        betas, clip,
+        model, plugins, async_engine, system, dataset, val_dataset, rewards, scheduler, lengths, batches, steps,
+        every, folder, betas, clip,
     )
 }  # fmt: skip
