@@ -10,8 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from polyturn import compat
+from polyturn.batching.loss_scale import build_loss_scale
+from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_scale_map
 from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
+from polyturn.rollout.episode import run_episode
+from polyturn.testing.episodes import scripted_context, task, tiny_codec
 
 NAMES = {
     "swift.rollout.multi_turn": "RolloutScheduler MultiTurnScheduler GYMScheduler OpenEnvScheduler MathTipsScheduler "
@@ -112,17 +116,23 @@ def test_the_program_is_reached_as_a_module_and_refuses_what_is_not_here() -> No
     assert "`swift deploy` is not available here" in done.stderr
 
 
-def test_a_loss_scale_of_a_plug_in_becomes_a_mask() -> None:
-    from polyturn.batching.loss_scale import loss_scale as native
-    from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_scale_map
-
+async def test_a_loss_scale_of_a_plug_in_becomes_a_mask() -> None:
     class OnlyAnswers(LossScale):
         def get_loss_scale(self, context: str, **kwargs: object) -> tuple[list[str], list[float]]:
             at = context.find("####")
             return [context[:at], context[at:]], [0.0, 2.0]
 
     loss_scale_map["only_answers"] = OnlyAnswers
-    assert "only_answers" in native and "hermes" in native
+    trajectory = await run_episode(scripted_context(["so #### 4"]), task(), id="e")
+    (segment,) = trajectory.segments
+    scale = build_loss_scale("only_answers", decode=tiny_codec().decode)
+    assert scale is not None
+    weights = scale.weights(trajectory, segment)
+    assert "#### 4" in tiny_codec().decode(segment.token_ids[weights > 0])
+    assert "so" not in tiny_codec().decode(segment.token_ids[weights > 0])
+
+
+def test_what_a_model_writes_as_an_observation_is_left_out_by_react() -> None:
     pieces, weights = REACTLossScale().get_loss_scale("Thought: a\nObservation: b\nThought: c")
     assert "".join(pieces) == "Thought: a\nObservation: b\nThought: c"
     assert [p for p, w in zip(pieces, weights, strict=True) if not w] == [" b"]
