@@ -12,15 +12,13 @@ def run(workload: str, *, policies: list[str], replicas: int | None, png: Path |
     loaded = Workload.load(workload)
     results = [simulate(loaded, policy=policy, replicas=replicas) for policy in policies]
     first = results[0]
-    print(
-        f"{first.workload}: {first.episodes} episodes, {first.turns} turns, {first.replicas} servers of {loaded.slots}"
-    )
+    print(f"{first.workload}: {first.episodes} episodes, {first.turns} turns, {first.replicas} servers of {loaded.slots}")
     print(f"lower bound {first.lower_bound_s:.1f} s")
-    print(f"{'policy':<14}{'makespan':>10}{'efficiency':>12}{'idle':>7}{'recomputed':>12}{'turn p50':>10}{'turn p99':>10}")
+    print(f"{'policy':<14}{'makespan':>9} {'efficiency':>12}{'idle':>7}{'recomputed':>12}{'p50':>10}{'p99':>10} a turn")
     for one in results:
         print(
-            f"{one.policy:<14}{one.makespan_s:>8.1f} s{one.efficiency:>12.3f}{one.idle_share:>7.1%}{one.recomputed_tokens:>12}"
-            f"{one.latency_p50_s:>8.2f} s{one.latency_p99_s:>8.2f} s"
+            f"{one.policy:<14}{one.makespan_s:>8.1f} s{one.efficiency:>12.3f}{one.idle_share:>7.1%}"
+            f"{one.recomputed_tokens:>12}{one.latency_p50_s:>8.2f} s{one.latency_p99_s:>8.2f} s"
         )
     if png is not None:
         draw(results[-1], png)
