@@ -505,3 +505,27 @@ async def test_a_tool_message_of_a_step_is_shown_as_one() -> None:
     trajectory = await play(Tool, ["a", "b"], max_turns=2)
     assert trajectory.error is None and len(trajectory.segments) == 1
     assert [m.role for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+async def test_a_run_that_catches_every_error_and_asks_again_still_ends() -> None:
+    class Stubborn(RolloutScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
+            while True:
+                try:
+                    response = await self.infer_engine.infer_async(infer_request, request_config)
+                    infer_request.messages += [
+                        {"role": "assistant", "content": response.choices[0].message.content},
+                        {"role": "user", "content": "Again."},
+                    ]
+                except Exception:
+                    continue
+
+    class InTasks(RolloutScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(4):
+                    tasks.create_task(self.infer_engine.infer_async(infer_request, request_config))
+
+    for cls in (Stubborn, InTasks):
+        trajectory = await play(cls, ["a"], limits=Limits(max_turns=3))
+        assert trajectory.stop_reason is StopReason.MAX_TURNS and len(trajectory.turns) == 3

@@ -122,12 +122,9 @@ class SwiftScheduler(MultiTurnScheduler):
             outputs = _checked(returned, type(scheduler).__name__, episode.id)
         except EngineOver:
             pass
-        except PolyturnError as problem:
-            live.error = problem
-            cause = problem.__cause__
-            if isinstance(cause, EngineOver):  # raised through a method that is called for the user
-                pass
-            elif engine.over is None or isinstance(problem, DataError):
+        except BaseExceptionGroup as problems:  # from tasks that the user's own loop started
+            live.error = problems
+            if problems.subgroup(EngineOver) is None:
                 raise
         except BaseException as problem:
             live.error = problem

@@ -35,8 +35,11 @@ multi_turns = PluginDict("multi_turns")
 """Name -> scheduler class; plug-ins add theirs."""
 
 
-class EngineOver(Exception):
-    """The engine may not be asked again in this trajectory: a limit is reached. Not meant to be caught."""
+class EngineOver(BaseException):
+    """The engine may not be asked again in this trajectory: a limit is reached.
+
+    No `Exception`, so that a scheduler that catches every error of its engine and asks again does not ask for ever.
+    """
 
 
 class MaskError(SchedulerError, AssertionError):
