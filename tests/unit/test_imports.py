@@ -27,7 +27,7 @@ RANKS = [
     {"engines", "interactions", "tools", "rewards", "data", "buffer"},
     {"rollout"},
     {"training", "evaluation", "testing"},
-    {"cluster", "viewer", "compat"},
+    {"cluster", "viewer", "compat", "serving"},
     {"cli", "build"},
 ]
 RANK_OF = {package: rank for rank, packages in enumerate(RANKS) for package in packages}

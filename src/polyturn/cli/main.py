@@ -123,6 +123,31 @@ def simulate(
 
 
 @app.command()
+def serve(
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of a run to start from.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of the model.")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Scheduler: a registered name or file.py:Class.")] = None,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Turns of an episode at most.")] = None,
+    plugins: Annotated[list[str] | None, typer.Option(help="Python file that registers plug-ins; may be repeated.")] = None,
+    engine: Annotated[str | None, typer.Option(help="embedded, vllm or sglang.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The next free one is taken if it is in use.")] = 8000,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token; else POLYTURN_TOKEN is read.")] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds an episode may take before it is replied as failed.")
+    ] = None,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that running episodes get to finish after SIGTERM.")] = 30.0,
+) -> None:
+    """Serve rollouts over HTTP: the scheduler and the engine here, the trainer elsewhere."""
+    from polyturn.cli import serve as command
+
+    options = command.ServeOptions(host=host, port=port, token_file=token_file, grace_s=grace, deadline_s=deadline)
+    flags = command.overrides_of(model=model, scheduler=scheduler, max_turns=max_turns, plugins=plugins or [], engine=engine)
+    command.run(config, [*flags, *(overrides or [])], options)
+
+
+@app.command()
 def show(
     run: RunFolder,
     trajectory: Annotated[str | None, typer.Argument(help="Id of a trajectory, as the list shows it.")] = None,

@@ -108,7 +108,15 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
             multi_turns.find(scheduler)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"rlhf": rlhf}
+def rollout(arguments: Sequence[str]) -> None:
+    """Do what `swift rollout` is asked to do."""
+    from polyturn.cli.serve import swift_rollout
+
+    find_like("swift")
+    swift_rollout(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"rlhf": rlhf, "rollout": rollout}
 
 
 def main() -> None:

@@ -1,0 +1,162 @@
+"""The HTTP side of the rollout server: paths, who may ask, how large a body may be.
+
+    POST /infer/           {"infer_requests": […], "request_config": {…}, "timeout_s": 60}  ->  [output, …]
+    POST /update_weights/  ?version=3, the body is a safetensors file                      ->  {"version": 3}
+
+Bodies are JSON or safetensors, never pickle. A wrong request is answered with a status and a sentence in `detail`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response
+
+from polyturn.core.errors import EngineError, PolyturnError, did_you_mean, one_line
+from polyturn.serving.service import RolloutService
+
+MAX_JSON_BYTES = 64 << 20
+_ENGINE_TYPES = {True: "AsyncLLMEngine", False: "LLMEngine"}
+
+
+def create_app(
+    service: RolloutService,
+    *,
+    model: Any,
+    token: str | None = None,
+    max_json_bytes: int = MAX_JSON_BYTES,
+    enable_multi_turn: bool = True,
+    use_gym_env: bool = False,
+) -> FastAPI:
+    """Return the application.
+
+    Args:
+        service: Runs the episodes.
+        model: The module whose parameters the engine serves; its names and shapes are what weights are checked with.
+        token: Demanded as `Authorization: Bearer TOKEN`; None lets everyone ask.
+        max_json_bytes: The largest body of a request that is not weights.
+        enable_multi_turn: What /get_engine_type/ says.
+        use_gym_env: What /get_engine_type/ says.
+    """
+    app = FastAPI(title="polyturn rollout server", docs_url=None, redoc_url=None, openapi_url=None)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    max_weights = 1 << 16 | 2 * sum(4 * t.numel() for t in model.state_dict().values())
+    one_update = asyncio.Lock()
+
+    @app.middleware("http")
+    async def admit(request: Request, call_next: Any) -> Response:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if token is not None and not hmac.compare_digest(given, token.encode()):
+            return JSONResponse({"detail": "this server demands its token: Authorization: Bearer TOKEN"}, 401)
+        if service.is_stopping and request.method == "POST":
+            return JSONResponse({"detail": "the server is stopping"}, 503)
+        return await call_next(request)
+
+    @app.exception_handler(PolyturnError)
+    async def refused(request: Request, problem: PolyturnError) -> Response:
+        return JSONResponse({"detail": one_line(problem)}, 502 if isinstance(problem, EngineError) else 422)
+
+    @app.get("/health/")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok"}
+
+    @app.get("/get_world_size/")
+    async def world_size() -> dict[str, int]:
+        return {"world_size": 1}
+
+    @app.get("/get_model_state_keys/")
+    async def state_keys() -> dict[str, list[str]]:
+        return {"keys": list(shapes)}
+
+    @app.post("/get_engine_type/")
+    async def engine_type() -> dict[str, Any]:
+        return {
+            "engine_type": _ENGINE_TYPES[True],
+            "enable_multi_turn": enable_multi_turn,
+            "use_gym_env": use_gym_env,
+            "enable_lora": False,
+        }
+
+    @app.post("/infer/")
+    async def infer(request: Request) -> Response:
+        body = await _json(request, max_json_bytes)
+        requests, config, timeout_s = body.get("infer_requests"), body.get("request_config"), body.get("timeout_s")
+        if not isinstance(requests, list):
+            raise HTTPException(422, "infer_requests is a list of requests, each an object with `messages`")
+        if config is not None and not isinstance(config, dict):
+            raise HTTPException(422, "request_config is an object, or null")
+        if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
+            raise HTTPException(422, f"timeout_s is {timeout_s!r}; it is a positive number of seconds, or null")
+        outputs = await service.infer(requests, config, timeout_s=timeout_s)
+        return Response(json.dumps(outputs, default=str), media_type="application/json")
+
+    @app.post("/probe/")
+    async def probe() -> dict[str, Any]:
+        return await service.probe()
+
+    @app.post("/update_weights/")
+    async def update_weights(request: Request, version: int) -> dict[str, Any]:
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        body = await _body(request, max_weights)
+        try:
+            weights = load(body)
+        except (SafetensorError, ValueError) as problem:
+            raise HTTPException(422, f"the body is not a safetensors file: {one_line(problem)}") from problem
+        for name, tensor in weights.items():
+            if name not in shapes:
+                raise HTTPException(422, f"the model has no parameter {name!r}.{did_you_mean(name, shapes)}")
+            if tuple(tensor.shape) != shapes[name]:
+                raise HTTPException(422, f"{name} has shape {tuple(tensor.shape)}, and the model's is {shapes[name]}")
+        async with one_update:
+            await service.update_weights(weights, version=version)
+        return {"version": version, "num_tensors": len(weights)}
+
+    @app.post("/reset_prefix_cache/")
+    async def reset_prefix_cache() -> dict[str, str]:
+        async with one_update:
+            await service.context.engine.update_weights(service.version)
+        return {"message": "prefixes are computed again"}
+
+    async def nothing_to_do() -> dict[str, str]:
+        return {"message": "there is nothing to do here"}
+
+    for path in ("process_weights_after_loading", "reset_encoder_cache", "reset_mm_cache", "close_communicator"):
+        app.post(f"/{path}/")(nothing_to_do)
+
+    async def no_communicator() -> None:
+        raise HTTPException(501, "this server takes weights as a safetensors body: POST /update_weights/?version=N")
+
+    for path in (
+        "init_communicator",
+        "update_named_param",
+        "update_flattened_params",
+        "update_adapter_param",
+        "update_adapter_flattened_param",
+    ):
+        app.post(f"/{path}/")(no_communicator)
+    return app
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    found = bytearray()
+    async for chunk in request.stream():
+        found += chunk
+        if len(found) > limit:
+            raise HTTPException(413, f"the body is larger than {limit} bytes")
+    return bytes(found)
+
+
+async def _json(request: Request, limit: int) -> dict[str, Any]:
+    try:
+        body = json.loads(await _body(request, limit))
+    except (ValueError, RecursionError) as problem:
+        raise HTTPException(422, f"the body is not JSON: {one_line(problem)}") from problem
+    if not isinstance(body, dict):
+        raise HTTPException(422, "the body is an object with infer_requests")
+    return body

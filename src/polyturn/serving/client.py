@@ -1,0 +1,189 @@
+"""RolloutClient: what a trainer elsewhere asks rollout servers with, sync or async.
+
+    client = RolloutClient(["http://a:8000", "http://b:8000"], token="…")
+    replies = client.infer([{"messages": […], "uuid": "x"}, …])     # one reply for each request, in their order
+    client.push_weights(model.state_dict(), version=3)               # to all servers, looked at by a probe
+
+Several servers get contiguous shares. Only what has no effect is asked again when a connection fails: /health/ and such,
+never /infer/, where an environment may have acted already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+
+from polyturn.core.aio import first_error
+from polyturn.core.errors import ConfigError, EngineError
+
+T = TypeVar("T")
+_RETRY_S = (0.1, 0.5, 2.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferReply:
+    """What became of one request."""
+
+    outputs: tuple[Mapping[str, Any], ...]
+    """The trajectory's outputs as the server sent them: one for each training sample."""
+    error: str | None
+    """Why there is nothing to train on; None when all is well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPush:
+    """What the probes of one server said around a push."""
+
+    url: str
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the model answers a fixed prompt in another way than before."""
+        return (self.before["token_ids"], self.before["logprobs"]) != (self.after["token_ids"], self.after["logprobs"])
+
+
+class RolloutClient:
+    """Talks to one or several rollout servers that hold the same model."""
+
+    def __init__(self, urls: str | Sequence[str], *, token: str | None = None, timeout_s: float = 600.0) -> None:
+        """Name the servers.
+
+        Args:
+            urls: Their addresses.
+            token: What they demand.
+            timeout_s: A reply that takes longer is an error; the servers are told the same deadline.
+        """
+        self.urls = tuple(url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls))
+        if not self.urls:
+            raise ConfigError("a client needs the address of at least one server")
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._timeout_s = timeout_s
+
+    async def wait_ready_async(self, *, timeout_s: float = 240.0) -> None:
+        """Wait until every server answers.
+
+        Raises:
+            EngineError: one does not in time.
+        """
+        end = time.monotonic() + timeout_s
+        for url in self.urls:
+            while True:
+                try:
+                    await self._ask(url, "GET", "/health/", timeout_s=5.0)
+                    break
+                except EngineError as problem:
+                    if time.monotonic() > end:
+                        raise EngineError(f"{url} did not answer within {timeout_s:g} seconds: {problem}") from problem
+                    await asyncio.sleep(0.1)
+
+    async def infer_async(
+        self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None
+    ) -> list[InferReply]:
+        """Run an episode for each request and return the replies in their order.
+
+        Raises:
+            ConfigError: two requests have one uuid.
+            EngineError: a server cannot be reached, or refuses the whole batch.
+        """
+        named = [{**request, "uuid": str(request.get("uuid") or f"q{i}")} for i, request in enumerate(requests)]
+        if len({request["uuid"] for request in named}) < len(named):
+            raise ConfigError("two requests have one uuid; give each its own, or none")
+        share = -(-len(named) // len(self.urls))
+        chunks = [named[i : i + share] for i in range(0, len(named), max(share, 1))]
+        with first_error():
+            async with asyncio.TaskGroup() as group:
+                asked = [
+                    group.create_task(self._infer(url, chunk, config)) for url, chunk in zip(self.urls, chunks, strict=False)
+                ]
+        found: dict[str, list[Mapping[str, Any]]] = {}
+        for task in asked:
+            for output in task.result():
+                found.setdefault(output["response"]["id"], []).append(output)
+        replies = []
+        for request in named:
+            outputs = tuple(found.get(request["uuid"], ()))
+            lost = None if outputs else "the server's reply leaves this request out"
+            replies.append(InferReply(outputs=outputs, error=lost or outputs[0].get("error")))
+        return replies
+
+    async def push_weights_async(self, weights: Mapping[str, Any], *, version: int) -> list[WeightPush]:
+        """Send tensors to every server and ask each what it serves then.
+
+        Raises:
+            EngineError: a server refuses them, or goes on as another version, or two servers differ.
+        """
+        from safetensors.torch import save
+
+        body = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()})
+        pushes = []
+        for url in self.urls:
+            before = await self._ask(url, "POST", "/probe/")
+            await self._ask(url, "POST", f"/update_weights/?version={version}", data=body)
+            after = await self._ask(url, "POST", "/probe/")
+            if after["version"] != version:
+                raise EngineError(f"{url} was sent version {version} and answers as version {after['version']}")
+            pushes.append(WeightPush(url=url, before=before, after=after))
+        for push in pushes[1:]:
+            if push.after["token_ids"] != pushes[0].after["token_ids"]:
+                raise EngineError(f"{push.url} and {pushes[0].url} were sent the same weights and answer differently")
+        return pushes
+
+    def wait_ready(self, *, timeout_s: float = 240.0) -> None:
+        """Do as `wait_ready_async`, from code that is not async."""
+        _run(self.wait_ready_async(timeout_s=timeout_s))
+
+    def infer(self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None) -> list[InferReply]:
+        """Do as `infer_async`, from code that is not async."""
+        return _run(self.infer_async(requests, config))
+
+    def push_weights(self, weights: Mapping[str, Any], *, version: int) -> list[WeightPush]:
+        """Do as `push_weights_async`, from code that is not async."""
+        return _run(self.push_weights_async(weights, version=version))
+
+    async def _infer(self, url: str, chunk: Sequence[Any], config: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        body = {"infer_requests": chunk, "request_config": config, "timeout_s": self._timeout_s}
+        return await self._ask(url, "POST", "/infer/", json=body, timeout_s=self._timeout_s + 10)  # type: ignore[no-any-return]
+
+    async def _ask(self, url: str, method: str, path: str, *, timeout_s: float | None = None, **body: Any) -> Any:
+        is_safe = method == "GET" or path == "/probe/"
+        for wait_s in (*(_RETRY_S if is_safe else ()), None):
+            try:
+                timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
+                async with (
+                    aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session,
+                    session.request(method, url + path, **body) as reply,
+                ):
+                    if reply.status != 200:
+                        raise EngineError(f"{url}{path} answers {reply.status}: {(await reply.text())[:500]}")
+                    return await reply.json()
+            except (aiohttp.ClientError, TimeoutError) as problem:
+                if wait_s is None:
+                    raise EngineError(f"{url}{path} cannot be asked: {type(problem).__name__} {problem}") from problem
+                await asyncio.sleep(wait_s)
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run in a thread of its own, so that callers may have a loop already."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            found.append(asyncio.run(work))
+        except BaseException as problem:
+            failed.append(problem)
+
+    thread = threading.Thread(target=target, daemon=True, name="polyturn-rollout-client")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]

@@ -1,0 +1,213 @@
+"""RolloutService: requests in, outputs of finished episodes out, in the order of the requests.
+
+    {"messages": […], "data_dict": {"solution": "4"}, "uuid": "a"}  ->  [{"response": {…}, "response_token_ids": …}]
+
+An episode that fails is a reply with its `error`, never the failure of its batch. When the service stops, episodes get a
+time to finish; those that do not are cancelled and replied as errors. Nothing is scored here: rewards are the trainer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyturn.compat.swift.outputs import rollout_outputs
+from polyturn.compat.swift.protocol import RequestConfig
+from polyturn.core.errors import ConfigError, DataError, PolyturnError, did_you_mean, one_line
+from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.core.task import Task
+from polyturn.core.trajectory import Trajectory
+from polyturn.data.rows import task_from_row
+from polyturn.rewards.router import RewardRef, RewardRouter
+from polyturn.rollout.context import RolloutContext, derive_seed
+from polyturn.rollout.episode import run_episode
+
+logger = logging.getLogger(__name__)
+
+REQUEST_KEYS = ("messages", "images", "audios", "videos", "tools", "objects", "chat_template_kwargs", "data_dict", "uuid")
+_APPLIED = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+_MEANINGLESS = ("stream", "logprobs", "top_logprobs", "return_details")
+"""Token ids and logprobs are always in the reply."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (None, 1.0), "min_p": (None, 0.0)}
+_PROBE_TOKENS = 8
+
+
+class RolloutService:
+    """Runs the episodes that requests describe, side by side."""
+
+    def __init__(self, context: RolloutContext, *, max_concurrent: int = 256, deadline_s: float | None = None) -> None:
+        """Serve a context's scheduler.
+
+        Args:
+            context: The rollout context; it is served with a rewarder that gives 0.
+            max_concurrent: Live episodes at any moment, over all requests.
+            deadline_s: A request's episodes that are not over after this many seconds are replied as errors.
+        """
+        context.rewarder = RewardRouter({}, function=RewardRef(target=_unscored))
+        self.context = context
+        self.version = 0
+        self.is_stopping = False
+        self._deadline_s = deadline_s
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._live: set[asyncio.Task[Trajectory]] = set()
+        self._numbers = itertools.count()
+
+    @property
+    def num_live(self) -> int:
+        """Episodes that run or wait for their turn."""
+        return len(self._live)
+
+    async def infer(
+        self, requests: Sequence[Any], config: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Run one episode for each request and return the outputs; a trajectory of several samples gives several.
+
+        Raises:
+            ConfigError: `config` asks for what the engine cannot do.
+        """
+        sampling, seed = self._sampling(config or {})
+        limits = [t for t in (timeout_s, self._deadline_s) if t is not None]
+        deadline = min(limits) if limits else None
+        replies = [asyncio.create_task(self._reply(request, sampling, seed, deadline)) for request in requests]
+        try:
+            return [output for reply in replies for output in await reply]
+        finally:
+            for reply in replies:
+                reply.cancel()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more requests, let episodes finish for `grace_s` seconds, and cancel the rest."""
+        self.is_stopping = True
+        if self._live:
+            logger.info("stopping: %d episodes have %g seconds to finish", len(self._live), grace_s)
+            await asyncio.wait(set(self._live), timeout=grace_s)
+        for task in self._live:
+            task.cancel()
+
+    async def update_weights(self, weights: Mapping[str, Any], *, version: int) -> None:
+        """Serve these weights as `version`. Names and shapes are looked at before anything is changed."""
+        await self.context.engine.update_weights(version, weights=weights)
+        self.version = version
+
+    async def probe(self) -> dict[str, Any]:
+        """Return what the model says to a fixed prompt, greedily, with logprobs: two probes differ if its weights do."""
+        name = f"probe-{next(self._numbers)}"
+        prompt = np.asarray(self.context.codec.encode("polyturn looks at the weights"), np.int32)
+        sampling = SamplingParams(max_tokens=_PROBE_TOKENS, temperature=0.0)
+        completion = await self.context.engine.generate(
+            GenerateRequest(request_id=name, session_id=name, prompt_ids=prompt, sampling=sampling)
+        )
+        await self.context.engine.end_session(name)
+        probs = [] if completion.logprobs is None else completion.logprobs.tolist()
+        return {"version": completion.policy_versions[-1][1], "token_ids": completion.token_ids.tolist(), "logprobs": probs}
+
+    def _sampling(self, config: Mapping[str, Any]) -> tuple[SamplingParams, int]:
+        known = {f.name: f.default for f in dataclasses.fields(RequestConfig)}
+        for name, value in config.items():
+            if name not in known:
+                raise ConfigError(f"request_config has no {name!r}.{did_you_mean(name, known)}")
+            neutral = _NEUTRAL.get(name, (None, [], known[name]))
+            if name not in (*_APPLIED, *_MEANINGLESS) and value not in neutral:
+                raise ConfigError(f"request_config.{name} is {value!r}, which this server cannot do; leave it out")
+        values = {name: config[name] for name in _APPLIED if config.get(name) is not None}
+        seed = values.pop("seed", None)
+        if not isinstance(seed, int | None) or any(isinstance(v, bool | str | list | dict) for v in values.values()):
+            raise ConfigError(f"request_config holds {dict(config)!r:.300}; {', '.join(_APPLIED)} are numbers")
+        return dataclasses.replace(self.context.sampling, **values), secrets.randbits(48) if seed is None else seed
+
+    async def _reply(
+        self, request: Any, sampling: SamplingParams, seed: int, deadline_s: float | None
+    ) -> list[dict[str, Any]]:
+        given = request.get("uuid") if isinstance(request, Mapping) else None
+        name = str(given or f"chatcmpl-{uuid.uuid4().hex}")
+        try:
+            task = _task(request, id=name)
+            running = asyncio.create_task(self._run(task, sampling, derive_seed(seed, task.id, 0)))
+        except (PolyturnError, TypeError) as problem:
+            return [_failure(name, f"the request cannot be run: {one_line(problem)}")]
+        self._live.add(running)
+        try:
+            done, _ = await asyncio.wait({running}, timeout=deadline_s)
+            if not done:
+                running.cancel()
+                return [_failure(name, f"the episode was not over after {deadline_s:g} seconds")]
+            return _outputs(running.result(), name)
+        except asyncio.CancelledError:
+            if self.is_stopping and running.cancelled():
+                return [_failure(name, "the server was stopped before the episode was over")]
+            raise
+        except Exception as problem:
+            logger.exception("the episode %s broke", name)
+            return [_failure(name, one_line(problem))]
+        finally:
+            running.cancel()
+            self._live.discard(running)
+
+    async def _run(self, task: Task, sampling: SamplingParams, seed: int) -> Trajectory:
+        async with self._slots:
+            return await run_episode(self.context, task, id=f"{task.id}/{next(self._numbers)}", seed=seed, sampling=sampling)
+
+
+def _unscored(trajectory: Trajectory) -> float:
+    return 0.0
+
+
+def _task(request: Any, *, id: str) -> Task:
+    if not isinstance(request, Mapping):
+        raise DataError(f"a request is an object with `messages`, not {request!r:.100}")
+    for key in request:
+        if key not in REQUEST_KEYS:
+            raise DataError(
+                f"a request has no {key!r}.{did_you_mean(key, REQUEST_KEYS)} A row's other columns go into data_dict"
+            )
+    messages, columns = request.get("messages"), request.get("data_dict") or {}
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"`messages` is a list of messages, not {messages!r:.100}")
+    if not isinstance(columns, Mapping):
+        raise DataError("data_dict exists but is not a dictionary")
+    media = {key: request[key] for key in ("images", "audios", "videos", "tools") if request.get(key)}
+    task = task_from_row({**columns, **media, "messages": messages}, index=0, split="serve", source="the request")
+    return dataclasses.replace(task, id=id)
+
+
+def _outputs(trajectory: Trajectory, name: str) -> list[dict[str, Any]]:
+    if not trajectory.turns:
+        return [_failure(name, trajectory.error or f"the episode ended before its first turn: {trajectory.stop_reason}")]
+    outputs = []
+    for output in rollout_outputs(trajectory):
+        output.response.id = name
+        value = output.model_dump(mode="json")
+        value["stop_reason"] = None if trajectory.stop_reason is None else trajectory.stop_reason.value
+        value["error"] = trajectory.error
+        if trajectory.error is not None:
+            value["response_loss_mask"] = [[0] * len(ids) for ids in output.response_token_ids]
+            value["rollout_logprobs"] = []
+            value["rollout_infos"]["error"] = trajectory.error
+        outputs.append(value)
+    return outputs
+
+
+def _failure(name: str, error: str) -> dict[str, Any]:
+    """Return the reply for an episode that left no turn, in the same form as all others."""
+    message = {"role": "assistant", "content": "", "tool_calls": None, "reasoning_content": None}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None, "token_ids": []}
+    usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    return {
+        "response": {"model": "polyturn", "choices": [choice], "usage": usage, "id": name, "object": "chat.completion"},
+        "messages": None,
+        "response_token_ids": [],
+        "response_loss_mask": [],
+        "rollout_logprobs": [],
+        "rollout_infos": {"num_turns": 0, "error": error},
+        "prompt_logprobs": None,
+        "stop_reason": "error",
+        "error": error,
+    }

@@ -1,0 +1,214 @@
+"""The rollout server: a real process on a real port gives what the same scheduler gives in process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from polyturn import build
+from polyturn.cli.serve import overrides_of, read_swift
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError, EngineError
+from polyturn.serving import RolloutClient, RolloutService
+from polyturn.serving.app import create_app
+from polyturn.serving.server import bind, check_exposure
+from polyturn.testing.plans import PlanScheduler, plan_context, random_plan
+from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.training import hf
+
+PLUGIN = """
+import asyncio
+import polyturn
+from polyturn.rollout.schedulers import schedulers
+from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+
+@schedulers.register("again")
+class Again(MultiTurnScheduler):
+    async def check_finished(self, episode, turn):
+        return len(episode.turns) >= 3
+
+    async def step(self, episode, turn):
+        mode = episode.task.extra.get("mode")
+        if mode == "break":
+            raise ValueError("the tool is on fire")
+        if mode == "sleep":
+            await asyncio.sleep(30)
+        turn.info["seen"] = turn.index
+        return Reply.of([{"role": "user", "content": "Again!"}])
+"""
+CONFIG = {"temperature": 1.0, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("served")
+    tokenizer = tiny_tokenizer()
+    hf.save_model(tiny_model(tokenizer), folder / "model", tokenizer=tokenizer)
+    (folder / "my.py").write_text(PLUGIN)
+    found = overrides_of(
+        model=str(folder / "model"), scheduler="again", max_turns=3, plugins=[str(folder / "my.py")], engine="embedded"
+    )
+    return [*found, "rollout.limits.max_tokens_per_turn=8", "engine.deterministic=true", "num_threads=1"]
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, flags: list[str], *options: str) -> None:
+        command = [str(Path(sys.executable).parent / "polyturn"), "serve", "--port", "0", *options, *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
+        self.lines: list[str] = []
+        assert self.process.stderr is not None
+        self.url = ""
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(r"listening on (http://\S+)", line):
+                self.url = found.group(1)
+                break
+        threading.Thread(target=lambda: self.lines.extend(self.process.stderr or ()), daemon=True).start()
+        assert self.url, "".join(self.lines)
+
+
+@pytest.fixture(scope="module")
+def server(flags: list[str]) -> Iterator[str]:
+    served = Process(flags)
+    yield served.url
+    served.process.terminate()
+    assert served.process.wait(20) == 0, "".join(served.lines)
+
+
+def requests(num: int, **columns: object) -> list[dict[str, object]]:
+    return [
+        {"messages": [{"role": "user", "content": f"Say {i}"}], "uuid": f"u{i}", "data_dict": dict(columns)}
+        for i in range(num)
+    ]
+
+
+async def test_a_process_and_the_same_scheduler_here_give_the_same(server: str, flags: list[str]):
+    client = RolloutClient(server)
+    theirs = await client.infer_async(requests(6), CONFIG)
+    loaded = load_config(RunConfig, None, flags)
+    parts = build.build_parts(build.Place(config=loaded.config, base=Path()))
+    ours = await RolloutService(parts.context).infer(requests(6), CONFIG)
+    keys = ("messages", "response_token_ids", "response_loss_mask", "rollout_logprobs", "rollout_infos", "stop_reason")
+    assert [{k: r.outputs[0][k] for k in keys} for r in theirs] == [{k: o[k] for k in keys} for o in ours]
+    assert [r.outputs[0]["response"]["id"] for r in theirs] == [f"u{i}" for i in range(6)]
+    assert all(o["rollout_infos"] == {"seen": 1, "num_turns": 3} for o in ours)
+
+
+def test_a_failing_episode_is_a_reply_and_the_batch_lives(server: str):
+    batch = [*requests(2), *[{**r, "uuid": "bad"} for r in requests(1, mode="break")], {"message": []}]
+    replies = RolloutClient(server).infer(batch, {**CONFIG, "max_tokens": 4, "seed": 3})
+    assert [r.error is None for r in replies[:2]] == [True, True]
+    assert all(r.outputs[0]["rollout_infos"]["num_turns"] == 3 for r in replies[:2])
+    assert "messages" in (replies[3].error or "")
+    assert "on fire" in (replies[2].error or "")
+    assert not any(map(any, replies[2].outputs[0]["response_loss_mask"])), "nothing of it is trained"
+
+
+def test_the_endpoints_of_a_trainer(server: str):
+    assert httpx.get(f"{server}/health/").json() == {"status": "ok"}
+    assert httpx.get(f"{server}/get_world_size/").json() == {"world_size": 1}
+    assert httpx.post(f"{server}/get_engine_type/").json()["enable_multi_turn"] is True
+    assert "model.embed_tokens.weight" in httpx.get(f"{server}/get_model_state_keys/").json()["keys"]
+    assert httpx.post(f"{server}/reset_prefix_cache/").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"{", "not JSON"),
+        (b'{"infer_requests": 3}', "list of requests"),
+        (b'{"infer_requests": [], "request_config": {"n": 2}}', "request_config.n is 2"),
+        (b'{"infer_requests": [], "request_config": {"temprature": 1}}', "temperature"),
+        (b'{"infer_requests": [], "timeout_s": -1}', "positive"),
+    ],
+)
+def test_a_wrong_request_is_a_sentence(server: str, body: bytes, says: str):
+    reply = httpx.post(f"{server}/infer/", content=body)
+    assert reply.status_code == 422 and says in reply.json()["detail"]
+
+
+def test_pushed_weights_are_served(server: str):
+    client = RolloutClient(server)
+    tokenizer = tiny_tokenizer()
+    first, second = (tiny_model(tokenizer, seed=seed).state_dict() for seed in (0, 1))
+    (push,) = client.push_weights(second, version=1)
+    assert push.has_changed and push.after["version"] == 1
+    (back,) = client.push_weights(first, version=2)
+    assert back.after["logprobs"] == pytest.approx(push.before["logprobs"], abs=1e-6)
+    with pytest.raises(EngineError, match="shape"):
+        client.push_weights({"model.embed_tokens.weight": torch.zeros(2, 2)}, version=3)
+
+
+def test_sigterm_lets_episodes_go_after_their_grace(flags: list[str]):
+    served = Process([*flags, "rollout.sampling.temperature=0"], "--grace", "1")
+    replies: list[object] = []
+    asking = threading.Thread(target=lambda: replies.extend(RolloutClient(served.url).infer(requests(2, mode="sleep"))))
+    asking.start()
+    asking.join(2)
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(15) == 0, "".join(served.lines)
+    asking.join(5)
+    assert [r.error for r in replies] == ["the server was stopped before the episode was over"] * 2  # type: ignore[attr-defined]
+
+
+async def test_thirty_random_schedulers_leave_the_same_through_http():
+    model = tiny_model(tiny_tokenizer())
+    for seed in range(30):
+        plan, request = random_plan(seed), requests(1)
+        ours = await RolloutService(plan_context(plan, scheduler=PlanScheduler(plan))).infer(request, CONFIG)
+        service = RolloutService(plan_context(plan, scheduler=PlanScheduler(plan)))
+        transport = httpx.ASGITransport(create_app(service, model=model))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            theirs = (await http.post("/infer/", json={"infer_requests": request, "request_config": CONFIG})).json()
+        for outputs in (ours, theirs):
+            for output in outputs:
+                output["response"].pop("created", None)
+                for choice in output["response"]["choices"]:
+                    choice.pop("id", None)
+        assert theirs == ours
+
+
+async def test_a_token_is_demanded_and_bodies_have_a_limit():
+    plan = random_plan(0)
+    service = RolloutService(plan_context(plan, scheduler=PlanScheduler(plan)))
+    app = create_app(service, model=torch.nn.Linear(1, 1), token="secret", max_json_bytes=100)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        assert (await http.get("/health/")).status_code == 401
+        http.headers["Authorization"] = "Bearer secret"
+        assert (await http.get("/health/")).status_code == 200
+        assert (await http.post("/infer/", content=b"x" * 200)).status_code == 413
+
+
+def test_beyond_this_machine_a_token_is_needed():
+    check_exposure("127.0.0.1", None)
+    with pytest.raises(ConfigError, match="POLYTURN_TOKEN"):
+        check_exposure("0.0.0.0", None)
+
+
+def test_a_port_in_use_is_passed_over():
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with bind("127.0.0.1", port) as other:
+            assert isinstance(other, socket.socket) and other.getsockname()[1] != port
+
+
+def test_swift_arguments():
+    written = "--model M --multi_turn_scheduler again --max_turns 3 --external_plugins my.py --use_async_engine true"
+    overrides, options = read_swift([*written.split(), "--port", "9"])
+    assert {'model.path="M"', "rollout.limits.max_turns=3", 'plugins=["my.py"]'} <= set(overrides) and options.port == 9
+    with pytest.raises(ConfigError, match="max_turns"):
+        read_swift(["--model", "M", "--max_turn", "3"])
