@@ -1,0 +1,45 @@
+"""Play 200 random schedulers in process and through the server's HTTP application; print one JSON line.
+
+The model's words are scripted by the prompt, so every difference is the server's. Exit code 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+
+import httpx
+
+from polyturn.serving import RolloutService
+from polyturn.serving.app import create_app
+from polyturn.testing.plans import PlanScheduler, plan_context, random_plan
+from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+
+NUM_PLANS = 200
+KEYS = ("messages", "response_token_ids", "response_loss_mask", "rollout_logprobs", "rollout_infos", "stop_reason", "error")
+
+
+async def main() -> int:
+    """Return how many plans differ."""
+    model, start, num_tokens, different = tiny_model(tiny_tokenizer()), time.perf_counter(), 0, []
+    requests = [{"messages": [{"role": "user", "content": "What is 2+2?"}], "uuid": "u"}]
+    body = {"infer_requests": requests, "request_config": {"seed": 1}}
+    for seed in range(NUM_PLANS):
+        plan = random_plan(seed)
+        here, there = (RolloutService(plan_context(plan, scheduler=PlanScheduler(plan))) for _ in range(2))
+        ours = await here.infer(requests, {"seed": 1})
+        transport = httpx.ASGITransport(create_app(there, model=model))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            theirs = (await http.post("/infer/", json=body)).json()
+        if [{k: o[k] for k in KEYS} for o in ours] != [{k: o[k] for k in KEYS} for o in theirs]:
+            different.append(seed)
+        num_tokens += sum(len(ids) for o in ours for ids in o["response_token_ids"])
+    found = {"plans": NUM_PLANS, "different": different, "tokens": num_tokens, "s": round(time.perf_counter() - start, 2)}
+    print(json.dumps(found))
+    return len(different)
+
+
+if __name__ == "__main__":
+    sys.exit(min(asyncio.run(main()), 1))
