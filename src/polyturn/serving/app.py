@@ -2,6 +2,7 @@
 
     POST /infer/           {"infer_requests": […], "request_config": {…}, "timeout_s": 60}  ->  [output, …]
     POST /update_weights/  ?version=3, the body is a safetensors file                      ->  {"version": 3}
+    POST /init_communicator/, /update_named_param/, …      the same through a process group (see communicator.py)
 
 Bodies are JSON or safetensors, never pickle. A wrong request is answered with a status and a sentence in `detail`.
 """
@@ -17,6 +18,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from polyturn.core.errors import EngineError, PolyturnError, did_you_mean, one_line
+from polyturn.serving.communicator import WeightInbox
 from polyturn.serving.service import RolloutService
 
 MAX_JSON_BYTES = 64 << 20
@@ -46,6 +48,7 @@ def create_app(
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     max_weights = 1 << 16 | 2 * sum(4 * t.numel() for t in model.state_dict().values())
     one_update = asyncio.Lock()
+    inbox = WeightInbox(shapes, lambda weights: service.update_weights(weights, version=service.version + 1))
 
     @app.middleware("http")
     async def admit(request: Request, call_next: Any) -> Response:
@@ -120,26 +123,48 @@ def create_app(
     @app.post("/reset_prefix_cache/")
     async def reset_prefix_cache() -> dict[str, str]:
         async with one_update:
-            await service.context.engine.update_weights(service.version)
+            if not await inbox.settle():  # an update drops them too
+                await service.drop_prefixes()
         return {"message": "prefixes are computed again"}
+
+    @app.post("/init_communicator/")
+    async def init_communicator(request: Request) -> dict[str, str]:
+        body = await _json(request, max_json_bytes)
+        inbox.open(str(body.get("host", "127.0.0.1")), int(body["port"]), int(body.get("world_size", 2)))
+        return {"message": "the server waits for the trainer at this address"}
+
+    @app.post("/update_named_param/")
+    async def update_named_param(request: Request) -> dict[str, str]:
+        inbox.expect([await _json(request, max_json_bytes)], is_flat=False)
+        return {"message": "send it"}
+
+    @app.post("/update_flattened_params/")
+    async def update_flattened_params(request: Request) -> dict[str, str]:
+        body = await _json(request, max_json_bytes)
+        inbox.expect(body["metadatas"], is_flat=True)
+        return {"message": "send them"}
+
+    @app.post("/process_weights_after_loading/")
+    async def process_weights() -> dict[str, Any]:
+        async with one_update:
+            return {"message": "the weights are served", "num_tensors": await inbox.settle(), "version": service.version}
+
+    @app.post("/close_communicator/")
+    async def close_communicator() -> dict[str, str]:
+        inbox.close()
+        return {"message": "the group is left"}
 
     async def nothing_to_do() -> dict[str, str]:
         return {"message": "there is nothing to do here"}
 
-    for path in ("process_weights_after_loading", "reset_encoder_cache", "reset_mm_cache", "close_communicator"):
+    for path in ("reset_encoder_cache", "reset_mm_cache"):
         app.post(f"/{path}/")(nothing_to_do)
 
-    async def no_communicator() -> None:
-        raise HTTPException(501, "this server takes weights as a safetensors body: POST /update_weights/?version=N")
+    async def no_adapters() -> None:
+        raise HTTPException(501, "this server takes whole weights, no adapters: merge them before the update")
 
-    for path in (
-        "init_communicator",
-        "update_named_param",
-        "update_flattened_params",
-        "update_adapter_param",
-        "update_adapter_flattened_param",
-    ):
-        app.post(f"/{path}/")(no_communicator)
+    for path in ("update_adapter_param", "update_adapter_flattened_param"):
+        app.post(f"/{path}/")(no_adapters)
     return app
 
 

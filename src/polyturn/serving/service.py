@@ -97,6 +97,14 @@ class RolloutService:
         await self.context.engine.update_weights(version, weights=weights)
         self.version = version
 
+    async def drop_prefixes(self) -> None:
+        """Forget what the engine computed for the prompts so far.
+
+        Raises:
+            EngineError: a served engine drops its prefixes only together with its weights.
+        """
+        await self.context.engine.update_weights(self.version)
+
     async def probe(self) -> dict[str, Any]:
         """Return what the model says to a fixed prompt, greedily, with logprobs: two probes differ if its weights do."""
         name = f"probe-{next(self._numbers)}"

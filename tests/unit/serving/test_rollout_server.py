@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +23,10 @@ from polyturn.cli.serve import overrides_of, read_swift
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, EngineError
+from polyturn.engines.launcher import free_port
 from polyturn.serving import RolloutClient, RolloutService
 from polyturn.serving.app import create_app
+from polyturn.serving.communicator import TrainerGroup, flatten
 from polyturn.serving.server import bind, check_exposure
 from polyturn.testing.plans import PlanScheduler, plan_context, random_plan
 from polyturn.testing.tiny import tiny_model, tiny_tokenizer
@@ -124,6 +128,47 @@ def test_the_endpoints_of_a_trainer(server: str):
     assert httpx.post(f"{server}/get_engine_type/").json()["enable_multi_turn"] is True
     assert "model.embed_tokens.weight" in httpx.get(f"{server}/get_model_state_keys/").json()["keys"]
     assert httpx.post(f"{server}/reset_prefix_cache/").status_code == 200
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_weights_arrive_through_a_process_group(server: str, flags: list[str], is_flat: bool):
+    parts = build.build_parts(build.Place(config=load_config(RunConfig, None, flags).config, base=Path()))
+    true = {name: value.detach().clone() for name, value in parts.model.named_parameters()}
+    weights = {name: value + 0.1 * torch.randn_like(value) for name, value in true.items()}
+    before = httpx.post(f"{server}/probe/").json()
+    port = free_port()
+    httpx.post(f"{server}/init_communicator/", json={"host": "127.0.0.1", "port": port, "world_size": 2}).raise_for_status()
+    group = TrainerGroup("127.0.0.1", port, rank=1, world_size=2, timeout_s=30)
+    if is_flat:
+        data, told = flatten(weights)
+        httpx.post(f"{server}/update_flattened_params/", json={"metadatas": told}).raise_for_status()
+        group.broadcast(data)
+    else:
+        for name, value in weights.items():
+            told = {"name": name, "dtype": str(value.dtype), "shape": list(value.shape)}
+            httpx.post(f"{server}/update_named_param/", json=told).raise_for_status()
+            group.broadcast(value.detach().contiguous())
+    done = httpx.post(f"{server}/process_weights_after_loading/", timeout=30).json()
+    assert done["num_tensors"] == len(weights)
+    after = httpx.post(f"{server}/probe/").json()
+    assert after["version"] == before["version"] + 1
+    with torch.no_grad():
+        for name, parameter in parts.model.named_parameters():
+            parameter.copy_(weights[name])
+    ours = asyncio.run(RolloutService(parts.context).probe())
+    assert after["token_ids"] == ours["token_ids"]
+    assert np.allclose(after["logprobs"], ours["logprobs"], atol=1e-5)
+    RolloutClient(server).push_weights(true, version=0)  # the server is everyone's
+
+
+def test_a_parameter_that_the_model_lacks_is_refused_before_anything_is_sent(server: str):
+    port = free_port()
+    httpx.post(f"{server}/init_communicator/", json={"host": "127.0.0.1", "port": port, "world_size": 2}).raise_for_status()
+    TrainerGroup("127.0.0.1", port, rank=1, world_size=2, timeout_s=30)
+    wrong = {"name": "model.embed_token.weight", "dtype": "float32", "shape": [1]}
+    reply = httpx.post(f"{server}/update_named_param/", json=wrong)
+    assert reply.status_code == 422
+    assert "Did you mean 'model.embed_tokens.weight'" in reply.json()["detail"]
 
 
 @pytest.mark.parametrize(
