@@ -65,6 +65,8 @@ SWIFT = Namespace(
     modules={
         "swift.infer_engine.protocol": f"{_SWIFT}.protocol",
         "swift.llm.infer.protocol": f"{_SWIFT}.protocol",
+        "swift.llm.template.utils": f"{_SWIFT}.template",
+        "swift.template.utils": f"{_SWIFT}.template",
         "swift.rollout.multi_turn": f"{_SWIFT}.multi_turn",
         "swift.rollout.gym_env": f"{_SWIFT}.gym_env",
         "swift.plugin.multi_turn": f"{_SWIFT}.multi_turn",

@@ -12,6 +12,7 @@ import pytest
 from polyturn import compat
 from polyturn.batching.loss_scale import build_loss_scale
 from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_scale_map
+from polyturn.compat.swift.template import ContextType
 from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
 from polyturn.rollout.episode import run_episode
@@ -33,10 +34,11 @@ NAMES = {
     "swift.rewards.orm": "ORM AsyncORM orms MathAccuracy",
     "swift.rewards.rm_plugin": "DefaultRMPlugin rm_plugins",
     "swift.rollout.gym_env": "Env envs ContextManager context_managers SimpleMathEnv",
-    "swift.template": "Messages Template Tool",
+    "swift.template": "Messages Template Tool ContextType",
     "swift.utils": "get_logger to_device remove_response",
     "swift.loss_scale": "LossScale loss_scale_map",
-    "swift.llm": "RequestConfig InferRequest PtEngine Template to_device RolloutInferRequest",
+    "swift.llm.template.utils": "ContextType",
+    "swift.llm": "RequestConfig InferRequest PtEngine Template ContextType to_device RolloutInferRequest",
     "swift.llm.infer.protocol": "RolloutInferRequest ChatCompletionResponseChoice RolloutOutput RequestConfig",
 }
 
@@ -130,6 +132,23 @@ async def test_a_loss_scale_of_a_plug_in_becomes_a_mask() -> None:
     weights = scale.weights(trajectory, segment)
     assert "#### 4" in tiny_codec().decode(segment.token_ids[weights > 0])
     assert "so" not in tiny_codec().decode(segment.token_ids[weights > 0])
+
+
+async def test_a_loss_scale_that_asks_for_the_context_type_gets_it() -> None:
+    class LastRound(LossScale):
+        def get_loss_scale(
+            self, context: str, context_type: ContextType, is_last_round: bool, **kwargs: object
+        ) -> tuple[list[str], list[float]]:
+            if context_type == ContextType.RESPONSE:
+                return [context], [float(is_last_round)]
+            return super().get_loss_scale(context, context_type, is_last_round, **kwargs)
+
+    loss_scale_map["of_the_last_round"] = LastRound
+    trajectory = await run_episode(scripted_context(["so #### 4"]), task(), id="e")
+    (segment,) = trajectory.segments
+    scale = build_loss_scale("of_the_last_round", decode=tiny_codec().decode)
+    assert scale is not None
+    assert (scale.weights(trajectory, segment) == segment.loss_weights).all()
 
 
 def test_what_a_model_writes_as_an_observation_is_left_out_by_react() -> None:

@@ -21,7 +21,7 @@ from polyturn.compat.swift.protocol import (
     Tool,
     UsageInfo,
 )
-from polyturn.compat.swift.template import Template
+from polyturn.compat.swift.template import ContextType, Template
 from polyturn.compat.swift.utils import to_device
 from polyturn.core.errors import ConfigError
 
@@ -30,6 +30,7 @@ __all__ = [
     "ChatCompletionResponse",
     "ChatCompletionResponseChoice",
     "ChatMessage",
+    "ContextType",
     "Function",
     "GRPOVllmEngine",
     "InferEngine",

@@ -9,6 +9,7 @@ In reinforcement learning a strategy only masks: everything above 0 is trained. 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from polyturn.batching.loss_scale import SampledTurn
 from polyturn.batching.loss_scale import loss_scale as native
 from polyturn.compat.swift.registry import PluginDict
+from polyturn.compat.swift.template import ContextType
 from polyturn.core.errors import ConfigError
 
 _OBSERVED = re.compile(r"(Observation:)(.*?)(?=\nThought:|\nAction:|\nFinal Answer:|\Z)", re.DOTALL)
@@ -31,7 +33,7 @@ class LossScale:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def get_loss_scale(self, context: str, **kwargs: Any) -> tuple[list[str], list[float]]:
+    def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> tuple[list[str], list[float]]:
         """Return the pieces of a reply, which join to it, and the weight of each."""
         return [context], [1.0]
 
@@ -39,7 +41,7 @@ class LossScale:
 class REACTLossScale(LossScale):
     """Leaves out what a model writes as an observation."""
 
-    def get_loss_scale(self, context: str, **kwargs: Any) -> tuple[list[str], list[float]]:
+    def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> tuple[list[str], list[float]]:
         """Return the text between observations with weight 1, and theirs with 0."""
         pieces, weights, at = [], [], 0
         for found in _OBSERVED.finditer(context):
@@ -67,8 +69,17 @@ def _as_mask(name: str) -> Any:
     return mask
 
 
+def _cut(strategy: Any, turn: SampledTurn) -> tuple[list[str], list[float]]:
+    """Ask a strategy about a reply; releases before 4 also pass what the text is, and whether it is the last round."""
+    if "context_type" in inspect.signature(strategy.get_loss_scale).parameters:
+        cut: tuple[list[str], list[float]] = strategy.get_loss_scale(turn.text, ContextType.RESPONSE, turn.is_last_round)
+    else:
+        cut = strategy.get_loss_scale(turn.text)
+    return cut
+
+
 def _weights(strategy: Any, turn: SampledTurn, *, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    pieces, weights = strategy.get_loss_scale(turn.text)
+    pieces, weights = _cut(strategy, turn)
     if "".join(pieces) != turn.text or len(pieces) != len(weights):
         raise ConfigError(
             f"the loss_scale {name!r} cut a reply into {pieces!r:.100} with {len(weights)} weights; the pieces must join to "

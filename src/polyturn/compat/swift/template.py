@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from polyturn.compat.swift.protocol import Messages, Tool
 
-__all__ = ["Messages", "Prompt", "Template", "TemplateMeta", "Tool", "Word"]
+__all__ = ["ContextType", "Messages", "Prompt", "Template", "TemplateMeta", "Tool", "Word"]
 
 Word = str | list[int]
 Prompt = list[Word]
+
+
+class ContextType(StrEnum):
+    """What a piece of a conversation is; strategies of a loss scale are asked about responses."""
+
+    RESPONSE = "response"
+    SUFFIX = "suffix"
+    OTHER = "other"
 
 
 @dataclass
