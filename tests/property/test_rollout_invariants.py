@@ -117,7 +117,11 @@ class Probe(BaseTool):
         self.ended: Counter[str] = Counter()
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        await behave(self.plan["create"])
+        try:
+            await behave(self.plan["create"])
+        except BaseException:
+            self.begun[str(instance_id)] += 1  # it may have taken something, so it is released under the id it was given
+            raise
         own = f"tool-{instance_id}"
         self.begun[own] += 1
         return own
@@ -145,7 +149,11 @@ class Partner(BaseInteraction):
         self.ended: Counter[str] = Counter()
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        await behave(self.plan["start"])
+        try:
+            await behave(self.plan["start"])
+        except BaseException:
+            self.begun[str(instance_id)] += 1
+            raise
         own = f"partner-{instance_id}"
         self.begun[own] += 1
         return own
