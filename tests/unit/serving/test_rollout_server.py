@@ -253,7 +253,17 @@ def test_a_port_in_use_is_passed_over():
 
 def test_swift_arguments():
     written = "--model M --multi_turn_scheduler again --max_turns 3 --external_plugins my.py --use_async_engine true"
-    overrides, options = read_swift([*written.split(), "--port", "9"])
-    assert {'model.path="M"', "rollout.limits.max_turns=3", 'plugins=["my.py"]'} <= set(overrides) and options.port == 9
+    loaded, options = read_swift([*written.split(), "--port", "9", "--api_key", "secret"])
+    assert (loaded.config.rollout.scheduler, loaded.config.rollout.limits.max_turns) == ("again", 3)
+    assert [Path(plugin).name for plugin in loaded.config.plugins] == ["my.py"]
+    assert (options.host, options.port, options.find_token()) == ("127.0.0.1", 9, "secret")
     with pytest.raises(ConfigError, match="max_turns"):
         read_swift(["--model", "M", "--max_turn", "3"])
+
+
+def test_an_environment_of_swift_rollout_brings_its_scheduler():
+    loaded, _ = read_swift(
+        ["--model", "M", "--use_gym_env", "true", "--gym_env", "lake", "--max_turns", "3", "--vllm_enforce_eager", "true"]
+    )
+    assert loaded.config.rollout.scheduler == "gym_scheduler"
+    assert loaded.config.rollout.scheduler_kwargs["gym_env"] == "lake"
