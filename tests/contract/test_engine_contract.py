@@ -166,6 +166,14 @@ async def test_an_update_in_the_middle_of_a_completion_loses_nothing_and_is_told
         assert late.max() < 1e-4
 
 
+async def test_prefixes_are_forgotten_when_the_served_version_is_named_again(sampling_engine):
+    await sampling_engine.generate(ask("first", max_tokens=2, prompt=range(1, 60)))
+    await sampling_engine.update_weights(0)
+    again = await sampling_engine.generate(ask("again", max_tokens=2, prompt=range(1, 60)))
+    assert again.info["prefilled_tokens"] == 59
+    assert again.policy_versions == ((0, 0),)
+
+
 async def test_an_id_beyond_the_vocabulary_never_reaches_the_model(sampling_engine):
     with pytest.raises(EngineError, match="vocabulary"):
         await sampling_engine.generate(ask(prompt=(1, 2, VOCAB)))

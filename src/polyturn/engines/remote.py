@@ -147,6 +147,10 @@ class RemoteEngine(ABC):
         """Let the server load the checkpoint in `folder`, drop what it computed before, and call itself `version`."""
 
     @abstractmethod
+    async def _forget(self) -> None:
+        """Let the server drop the prefixes that it has computed."""
+
+    @abstractmethod
     async def _resume(self) -> None:
         """Let the server's requests go on."""
 
@@ -195,9 +199,15 @@ class RemoteEngine(ABC):
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
         """Serve `version` from now on: pause, load, drop what was computed before, resume.
 
+        The version that is served already, without weights, only drops what was computed before.
+
         Raises:
             EngineError: there are no weights to send or no place to write them, or the server refused.
         """
+        if weights is None and version == self.version:
+            await self._started()
+            await self._forget()
+            return
         if weights is None or self._files is None:
             raise EngineError(
                 f"the {self.name} engine at {self.url} runs in a process of its own and needs the weights themselves"
@@ -340,7 +350,7 @@ class RemoteEngine(ABC):
                         raise EngineError(
                             f"{self.url}{path} answered {reply.status}: {content[:500].decode('utf-8', 'replace')}"
                         )
-                    return orjson.loads(content) if content else None
+                    return orjson.loads(content) if content and "json" in reply.content_type else None
             except aiohttp.ClientConnectorError as problem:  # nothing was sent
                 if attempt == _CONNECT_TRIES - 1:
                     raise EngineLostError(f"{self.url} cannot be reached ({one_line(problem)})") from problem

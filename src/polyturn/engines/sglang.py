@@ -89,5 +89,8 @@ class SglangEngine(RemoteEngine):
         if not reply["success"]:
             raise EngineError(f"{self.url} did not take the weights of version {version}: {reply['message']}")
 
+    async def _forget(self) -> None:
+        await self._post("/flush_cache?timeout=30")  # it waits for the requests that run
+
     async def _resume(self) -> None:
         await self._post("/continue_generation", {})

@@ -76,9 +76,12 @@ class VllmEngine(RemoteEngine):
     async def _load(self, folder: Path, version: int) -> None:
         rpc = {"method": "polyturn_load_weights", "kwargs": {"folder": str(folder)}, "timeout": _LOAD_TIMEOUT_S}
         await self._post("/collective_rpc", rpc, timeout_s=_LOAD_TIMEOUT_S)
-        if not (await self._post("/reset_prefix_cache?reset_running_requests=true"))["success"]:
-            raise EngineError(f"{self.url} keeps what it computed with the weights before version {version}")
+        await self._forget()
         await self._post("/update_weight_version", {"new_version": str(version)})
+
+    async def _forget(self) -> None:
+        if not (await self._post("/reset_prefix_cache?reset_running_requests=true"))["success"]:
+            raise EngineError(f"{self.url} keeps the prefixes that it computed before")
 
     async def _resume(self) -> None:
         await self._post("/resume")
