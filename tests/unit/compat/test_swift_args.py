@@ -223,7 +223,7 @@ def test_arguments_that_ask_for_what_is_not_here(arguments: dict[str, Any], says
     ],
 )
 def test_arguments_that_are_ignored_say_why(name: str, value: Any) -> None:
-    notices = translate(per_device_train_batch_size=8, **{name: value}).notices()
+    notices = translate(per_device_train_batch_size=8, **{"multi_turn_scheduler": None, name: value}).notices()
     assert any(name in notice for notice in notices), notices
 
 
@@ -259,6 +259,15 @@ def test_a_file_is_read_with_overrides_and_numbers_in_any_writing(tmp_path: Path
         read(tmp_path / "b.yaml")
     with pytest.raises(ConfigError, match="the argument model is missing"):
         to_native(parse([]))
+
+
+def test_a_scheduler_that_only_the_server_was_given_is_asked_for() -> None:
+    line = "--model m/x --vllm_mode server --reward_funcs accuracy --per_device_train_batch_size 8"
+    flags = line.split()
+    with pytest.raises(ConfigError, match=r"write here what `swift rollout` was given"):
+        to_native(parse(flags))
+    assert at(to_native(parse([*flags, "--multi_turn_scheduler", "mine"])).native, "rollout.scheduler") == "mine"
+    to_native(parse([*flags, "--multi_turn_scheduler", "null"]))
 
 
 # swift rollout

@@ -172,4 +172,10 @@ def to_native(tree: Composed) -> Translation:
     """
     if not tree.values.get("model"):
         raise ConfigError("the argument model is missing; name a folder or hub id of a model")
+    if tree.values.get("vllm_mode") == "server" and not tree.origin.keys() & {"multi_turn_scheduler", "gym_env"}:
+        raise ConfigError(
+            "vllm_mode is 'server' and multi_turn_scheduler is missing. The scheduler runs in this process and no server is "
+            "asked, so write here what `swift rollout` was given: multi_turn_scheduler, max_turns, external_plugins; or "
+            "multi_turn_scheduler=null for single turns"
+        )
     return translate(tree, keys=table(), converters=CONVERTERS)
