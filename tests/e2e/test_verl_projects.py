@@ -141,7 +141,8 @@ def test_tools_under_the_key_of_the_translated_document(project: Path, tmp_path:
     config = rollout(multi_turn=True, name="sglang", tool_kwargs={"tools_config_file": str(path)})
     turns = "actor_rollout_ref.rollout.multi_turn"
     checks = f"{turns}.tokenization_sanity_check_mode=ignore_strippable"
-    train(config, project, "tool", tmp_path, checks, f"{turns}.use_inference_chat_template=True")
+    found = train(config, project, "tool", tmp_path, checks, f"{turns}.use_inference_chat_template=True")
+    assert all(t.task.tools == ("calc_gsm8k_reward",) for t in found)
 
 
 def test_the_training_command_of_the_interaction_document(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -128,7 +128,9 @@ def test_a_tilde_removes_a_key_or_a_section(tmp_path: Path):
 
 
 def test_choices_of_hydra_itself_are_none_of_our_business(tmp_path: Path):
-    composed(write(tmp_path, main=PLAIN), "hydra/job_logging=disabled", "actor@actor_rollout_ref.actor=dp_actor")
+    path = write(tmp_path, main=PLAIN)
+    chosen = composed(path, "hydra/job_logging=disabled", "actor@actor_rollout_ref.actor=dp_actor")
+    assert "hydra" not in chosen and chosen["actor_rollout_ref"] == composed(path)["actor_rollout_ref"]
 
 
 @pytest.mark.parametrize(
