@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from polyturn.algorithms.losses import PolicyLoss
     from polyturn.training.local import LocalPolicy
     from polyturn.training.loop import Trainer, TrainObserver, WeightChannel
+    from polyturn.training.update import Update
 
 
 def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per_batch: int) -> LocalPolicy:
@@ -69,12 +70,11 @@ def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per
 
 def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
     """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
-    from polyturn.batching.loss_scale import build_loss_scale
     from polyturn.training.checkpoint import Checkpoints
     from polyturn.training.loop import LoopSettings, Trainer
 
     place, config = parts.place, parts.place.config
-    train, evaluation, algorithm = config.train, config.evaluation, config.algorithm
+    train, evaluation = config.train, config.evaluation
     policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
     return Trainer(
         LoopSettings(
@@ -83,13 +83,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             group_size=train.group_size,
             seed=config.seed,
             shuffle=config.data.shuffle,
-            minibatches=train.minibatches,
             max_staleness=train.max_staleness,
-            temperature=config.rollout.sampling.temperature,
-            loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
-            drop_zero_variance=algorithm.drop_zero_variance and train.group_size > 1,
-            needs_reference=algorithm.kl_coef > 0,
-            uses_engine_logprobs=algorithm.old_logprobs == "engine",
             eval_before=evaluation.before,
             eval_every=evaluation.every,
             eval_limit_during=evaluation.limit_during,
@@ -97,14 +91,13 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             patience=evaluation.patience,
             checkpoint_every=train.checkpoint_every,
         ),
-        policy=policy,
+        update=build_update(parts, policy),
         pool=RolloutPool(
             parts.context,
             max_concurrent=config.rollout.max_concurrent,
             max_failed_share=config.rollout.max_failed_share,
         ),
         tasks=tasks.train,
-        estimator=build_estimator(place),
         eval_sets=tasks.eval_sets,
         checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints),
         export=exporter(parts),
@@ -113,6 +106,28 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         channel=_channel(parts, policy),
         fingerprint=parts.context.codec.fingerprint,
         sampler=build_sampler(place, tasks.train),
+    )
+
+
+def build_update(parts: Parts, policy: LocalPolicy) -> Update:
+    """Make what turns the groups of a step into new parameters."""
+    from polyturn.batching.loss_scale import build_loss_scale
+    from polyturn.training.update import Update, UpdateSettings
+
+    place, config = parts.place, parts.place.config
+    train, algorithm = config.train, config.algorithm
+    return Update(
+        policy,
+        estimator=build_estimator(place),
+        settings=UpdateSettings(
+            minibatches=train.minibatches,
+            temperature=config.rollout.sampling.temperature,
+            loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
+            drop_zero_variance=algorithm.drop_zero_variance and train.group_size > 1,
+            is_stale=train.max_staleness > 0,
+            needs_reference=algorithm.kl_coef > 0,
+            uses_engine_logprobs=algorithm.old_logprobs == "engine",
+        ),
     )
 
 

@@ -14,24 +14,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from polyturn.algorithms.advantages import Estimator, assign_advantages
-from polyturn.batching.filters import filter_groups, filter_samples
-from polyturn.batching.loss_scale import LossScale
-from polyturn.batching.samples import dropped_by_scale, to_samples
 from polyturn.buffer.group_buffer import GroupBuffer
 from polyturn.core.aio import first_error
-from polyturn.core.arrays import Floats
-from polyturn.core.errors import CheckpointError, TrainingError
-from polyturn.core.metrics import Metrics, Sum, merge, reduce
-from polyturn.core.protocols import Policy
-from polyturn.core.sample import TrainSample
+from polyturn.core.errors import CheckpointError
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
@@ -41,7 +32,7 @@ from polyturn.rollout.context import derive_seed
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.checkpoint import Checkpoints
-from polyturn.training.rollout_metrics import rollout_metrics
+from polyturn.training.update import Update
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +59,7 @@ class LoopSettings:
     group_size: int
     seed: int = 0
     shuffle: bool = True
-    minibatches: int = 1
     max_staleness: int = 0
-    temperature: float = 1.0
-    loss_scale: LossScale | None = None
-    """Which sampled tokens are trained; None is all but those that a scheduler masked."""
-    drop_zero_variance: bool = True
-    needs_reference: bool = False
-    uses_engine_logprobs: bool = False
-    """Take the engine's logprobs as the old ones instead of computing them."""
     eval_before: bool = True
     eval_every: int = 0
     eval_limit_during: int | None = None
@@ -118,11 +101,10 @@ class Trainer:
         self,
         settings: LoopSettings,
         *,
-        policy: Policy,
+        update: Update,
         channel: WeightChannel,
         pool: RolloutPool,
         tasks: Sequence[Task],
-        estimator: Estimator,
         eval_sets: Sequence[EvalSet],
         checkpoints: Checkpoints,
         export: Callable[[Path], object],
@@ -133,11 +115,11 @@ class Trainer:
     ) -> None:
         self.settings = settings
         self.state = LoopState()
-        self.policy = policy
+        self.update = update
+        self.policy = update.policy
         self._channel = channel
         self._pool = pool
         self._tasks = tasks
-        self._estimator = estimator
         self._eval_sets = list(eval_sets)
         self.checkpoints = checkpoints
         self._export = export
@@ -203,7 +185,7 @@ class Trainer:
             while state.step < settings.steps:
                 clock = _StepClock(self._engine_busy_s)
                 groups = await buffer.take()
-                metrics = self._step(groups)
+                metrics = self.update.run(groups, step=state.step)
                 state.step += 1
                 try:
                     await self._channel.publish(state.step)
@@ -248,54 +230,6 @@ class Trainer:
         sampler = self._new_sampler()
         sampler.seek(self.state.step * self.settings.groups_per_step)
         return sampler
-
-    def _step(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """Take one optimizer step (or `minibatches` of them) on the groups of a step."""
-        settings, began = self.settings, time.perf_counter()
-        parts: list[Metrics] = [rollout_metrics(groups, version=self.state.step)]
-        kept = filter_groups(groups, zero_variance=settings.drop_zero_variance)
-        scale = settings.loss_scale
-        samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature, loss_scale=scale)]
-        parts.append(dropped_by_scale(kept.groups, samples))
-        samples = assign_advantages(kept.groups, samples, estimator=self._estimator)
-        filtered = filter_samples(samples, kept.groups)
-        samples = filtered.samples
-        parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(time.perf_counter() - began)}]
-        if samples:
-            with self._busy() as busy:
-                samples = self._with_scores(samples)
-                for number, share in enumerate(_shares(samples, settings.minibatches)):
-                    found = self.policy.forward_backward(share)
-                    if number and settings.uses_engine_logprobs:
-                        # Behind an update they say how far that went, and not whether trainer and engine agree.
-                        found = {name: value for name, value in found.items() if not name.startswith("policy/rollout_")}
-                    parts += [found, self.policy.optim_step()]
-            parts.append({"time/train_s": Sum(busy.seconds)})
-        else:
-            logger.warning("step %d: no group has anything to learn from; the weights stay as they are", self.state.step + 1)
-        return {"time/train_s": 0.0, **reduce(merge(parts))}
-
-    def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
-        """Add the log-probabilities that the loss needs and that the forward pass of training does not give.
-
-        With one update per step and no staleness, the policy that is trained is the one that sampled, and the loss takes
-        its own log-probabilities, detached, as the old ones.
-        """
-        if self.settings.minibatches > 1 or self.settings.max_staleness > 0:
-            scores = self._engine_logprobs(samples) if self.settings.uses_engine_logprobs else self.policy.score(samples)
-            samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
-        if self.settings.needs_reference:
-            scores = self.policy.score(samples, reference=True)
-            samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
-        return samples
-
-    def _engine_logprobs(self, samples: Sequence[TrainSample]) -> list[Floats]:
-        missing = next((s.id for s in samples if s.rollout_logprobs is None), None)
-        if missing is not None:
-            raise TrainingError(
-                f"algorithm.old_logprobs is 'engine' and sample {missing} came without logprobs; set it to 'trainer'"
-            )
-        return [s.rollout_logprobs for s in samples if s.rollout_logprobs is not None]
 
     async def _is_done(self) -> bool:
         """Validate and save where it is time to; return whether training ends early."""
@@ -365,17 +299,6 @@ class Trainer:
         }
         self.checkpoints.save(self.state.step, state, export=self._export, is_best=is_best)
 
-    @contextmanager
-    def _busy(self) -> Iterator[_Busy]:
-        busy, began = _Busy(), time.perf_counter()
-        yield busy
-        busy.seconds = time.perf_counter() - began
-
-
-@dataclass(slots=True)
-class _Busy:
-    seconds: float = 0.0
-
 
 class _StepClock:
     """Wall time of a step, and how much of it the engine was busy."""
@@ -396,13 +319,3 @@ def _other_share(metrics: Mapping[str, float]) -> float:
     """Return the share of a step's wall time outside generation, forward and backward."""
     wall = metrics["time/step_s"]
     return max(0.0, wall - metrics["time/generate_s"] - metrics["time/train_s"]) / wall if wall else 0.0
-
-
-def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
-    """Cut samples into `count` shares; those of one trajectory stay together."""
-    keys = list(dict.fromkeys((s.id.group, s.id.trajectory) for s in samples))
-    share_of = {key: index * count // len(keys) for index, key in enumerate(keys)}
-    shares: list[list[TrainSample]] = [[] for _ in range(count)]
-    for sample in samples:
-        shares[share_of[sample.id.group, sample.id.trajectory]].append(sample)
-    return [s for s in shares if s]

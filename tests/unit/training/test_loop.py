@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.loop import LoopSettings, Trainer
+from polyturn.training.update import Update, UpdateSettings
 from polyturn.training.weight_sync import SharedWeights
 
 Event = tuple[Any, ...]
@@ -122,14 +124,18 @@ class Rig:
 
         context.engine.update_weights = update_weights  # type: ignore[method-assign]
         self.context = context
-        values = {"steps": 3, "groups_per_step": 2, "group_size": 4, "drop_zero_variance": False, **settings}
+        values = {"steps": 3, "groups_per_step": 2, "group_size": 4, **settings}
+        own = {f.name for f in fields(UpdateSettings)}
+        steps = UpdateSettings(
+            **{"drop_zero_variance": False, "is_stale": bool(values.get("max_staleness"))}
+            | {name: values.pop(name) for name in list(values) if name in own}
+        )
         self.trainer = Trainer(
             LoopSettings(**values),
-            policy=self.policy,  # type: ignore[arg-type]
+            update=Update(self.policy, estimator=partial(grpo), settings=steps),  # type: ignore[arg-type]
             channel=SharedWeights(context.engine),
             pool=RolloutPool(context, max_failed_share=max_failed_share),
             tasks=[task(f"What is 2+2 ({i})?", id=f"t{i}") for i in range(num_tasks)],
-            estimator=partial(grpo),
             eval_sets=[
                 EvalSet(name=name, tasks=[task(id=f"e{i}") for i in range(4)], sampling=SamplingParams(temperature=0))
                 for name in eval_sets
