@@ -1,0 +1,124 @@
+"""Update: from the groups of one step to new parameters. What is computed, in which order, and nothing about when.
+
+    groups -> filters -> samples -> scores (old, reference) -> advantages -> filters -> loss, backward -> optimizer
+
+Scores come before advantages, because an estimator may read values and a reward may hold a KL term. Everything runs in one
+go, without giving up the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from polyturn.algorithms.advantages import Estimator, assign_advantages
+from polyturn.batching.filters import filter_groups, filter_samples
+from polyturn.batching.loss_scale import LossScale
+from polyturn.batching.samples import dropped_by_scale, to_samples
+from polyturn.core.arrays import Floats
+from polyturn.core.errors import TrainingError
+from polyturn.core.metrics import Metrics, Sum, merge, reduce
+from polyturn.core.protocols import Policy
+from polyturn.core.sample import TrainSample
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.training.rollout_metrics import rollout_metrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """What one step computes beside the loss itself."""
+
+    minibatches: int = 1
+    """Optimizer updates per step, each on its share of the trajectories."""
+    temperature: float = 1.0
+    loss_scale: LossScale | None = None
+    """Which sampled tokens are trained; None is all but those that a scheduler masked."""
+    drop_zero_variance: bool = True
+    is_stale: bool = False
+    """Whether trajectories may come from earlier weights than those that are trained."""
+    needs_reference: bool = False
+    uses_engine_logprobs: bool = False
+    """Take the engine's logprobs as the old ones instead of computing them."""
+
+
+class Update:
+    """Takes the optimizer steps of a run, one call for each."""
+
+    def __init__(self, policy: Policy, *, estimator: Estimator, settings: UpdateSettings | None = None) -> None:
+        self.policy = policy
+        self._estimator = estimator
+        self._settings = settings or UpdateSettings()
+
+    def run(self, groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str, float]:
+        """Take one optimizer step (or `minibatches` of them) on the groups of a step, and return its metrics.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite, or the samples lack what the loss needs.
+        """
+        settings, began = self._settings, time.perf_counter()
+        parts: list[Metrics] = [rollout_metrics(groups, version=step)]
+        kept = filter_groups(groups, zero_variance=settings.drop_zero_variance)
+        scale = settings.loss_scale
+        samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature, loss_scale=scale)]
+        parts.append(dropped_by_scale(kept.groups, samples))
+        prepare_s, train_s = time.perf_counter() - began, 0.0
+        began = time.perf_counter()
+        samples = self._with_scores(samples)
+        train_s += time.perf_counter() - began
+        began = time.perf_counter()
+        samples = assign_advantages(kept.groups, samples, estimator=self._estimator)
+        filtered = filter_samples(samples, kept.groups)
+        prepare_s += time.perf_counter() - began
+        parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
+        if filtered.samples:
+            began = time.perf_counter()
+            for number, share in enumerate(_shares(filtered.samples, settings.minibatches)):
+                found = self.policy.forward_backward(share)
+                if number and settings.uses_engine_logprobs:
+                    # Behind an update they say how far that went, and not whether trainer and engine agree.
+                    found = {name: value for name, value in found.items() if not name.startswith("policy/rollout_")}
+                parts += [found, self.policy.optim_step()]
+            train_s += time.perf_counter() - began
+        else:
+            logger.warning("step %d: no group has anything to learn from; the weights stay as they are", step + 1)
+        parts.append({"time/train_s": Sum(train_s)})
+        return reduce(merge(parts))
+
+    def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
+        """Add the log-probabilities that the loss needs and that the forward pass of training does not give.
+
+        With one update per step and no staleness, the policy that is trained is the one that sampled, and the loss takes
+        its own log-probabilities, detached, as the old ones.
+        """
+        settings = self._settings
+        if not samples:
+            return samples
+        if settings.minibatches > 1 or settings.is_stale:
+            scores = self._engine_logprobs(samples) if settings.uses_engine_logprobs else self.policy.score(samples)
+            samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
+        if settings.needs_reference:
+            scores = self.policy.score(samples, reference=True)
+            samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
+        return samples
+
+    def _engine_logprobs(self, samples: Sequence[TrainSample]) -> list[Floats]:
+        missing = next((s.id for s in samples if s.rollout_logprobs is None), None)
+        if missing is not None:
+            raise TrainingError(
+                f"algorithm.old_logprobs is 'engine' and sample {missing} came without logprobs; set it to 'trainer'"
+            )
+        return [s.rollout_logprobs for s in samples if s.rollout_logprobs is not None]
+
+
+def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
+    """Cut samples into `count` shares; those of one trajectory stay together."""
+    keys = list(dict.fromkeys((s.id.group, s.id.trajectory) for s in samples))
+    share_of = {key: index * count // len(keys) for index, key in enumerate(keys)}
+    shares: list[list[TrainSample]] = [[] for _ in range(count)]
+    for sample in samples:
+        shares[share_of[sample.id.group, sample.id.trajectory]].append(sample)
+    return [s for s in shares if s]
