@@ -2,7 +2,8 @@
 #   make install   .venv with exactly the versions of constraints.txt
 #   make check     ruff, formatting, mypy
 #   make test      install, check, and every test except the slow ones
-#   make engines   environments for the real vLLM and SGLang servers, under the user's cache (about 2.5 minutes, once)
+#   make engines   environments for the real vLLM and SGLang servers, under the user's cache (about 2.5 minutes, once);
+#                  `make test` uses those that are there, and .ci/run builds them where it can
 #   make demo      train the quickstart from scratch
 #   make bench     every benchmark; results in benchmarks/results/DATE.json
 #   make verify    the slow tests, the demo for three seeds with its controls, then the benchmarks
@@ -31,7 +32,7 @@ test: check
 	$(BIN)/pytest
 
 engines:
-	$(PYTHON) scripts/engines/build.py
+	@failed=0; for engine in vllm sglang; do $(PYTHON) scripts/engines/build.py $$engine || failed=1; done; exit $$failed
 
 demo: $(STAMP)
 	$(BIN)/polyturn train examples/quickstart/config.yaml
