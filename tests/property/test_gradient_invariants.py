@@ -20,7 +20,8 @@ from polyturn.algorithms.losses import ppo_clip
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny import tiny_model
-from polyturn.training.local import LocalPolicy, LossSettings
+from polyturn.training.local import LocalPolicy
+from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 
 torch.set_num_threads(1)

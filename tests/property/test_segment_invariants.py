@@ -36,7 +36,8 @@ from polyturn.testing.episodes import scripted_context, task, turn_ids
 from polyturn.testing.tiny import tiny_model, tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.train import CHAT_TEMPLATE
-from polyturn.training.local import LocalPolicy, LossSettings
+from polyturn.training.local import LocalPolicy
+from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 
 torch.set_num_threads(1)

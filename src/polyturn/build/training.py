@@ -19,7 +19,7 @@ from polyturn.core.signature import has_parameter
 from polyturn.core.task import Task
 from polyturn.data.conversations import generate_conversations, read_conversations
 from polyturn.rollout.pool import RolloutPool
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per_batch: int) -> LocalPolicy:
     """Make the trainer's side of the model, over the same parameters."""
     from polyturn.batching.layout import LayoutSettings
-    from polyturn.training.local import LocalPolicy, LossSettings
+    from polyturn.training.local import LocalPolicy
+    from polyturn.training.loss_terms import LossSettings
     from polyturn.training.optim import OptimSettings
 
     algorithm = parts.place.config.algorithm

@@ -14,7 +14,8 @@ from polyturn.core.metrics import merge, reduce
 from polyturn.core.protocols import Policy
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny import tiny_model
-from polyturn.training.local import LocalPolicy, LossSettings
+from polyturn.training.local import LocalPolicy
+from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 
 torch.set_num_threads(1)

@@ -1,0 +1,207 @@
+"""What each token contributes to the loss of one micro-batch, and the figures that are read off on the way.
+
+    targets (logprobs, advantages, old, reference)  ->  policy loss + kl_coef * KL - entropy_coef * entropy   [S]
+
+Separate from the policy because nothing here knows how a micro-batch came about or what happens to its gradient: terms are
+per token, their coefficients were normalised over the global batch before, and so gradients of micro-batches add up (I7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyturn.algorithms.aggregate import MODES, SEGMENT_WEIGHTS
+from polyturn.algorithms.kl import kl_estimators
+from polyturn.algorithms.losses import PolicyLoss, bind, ppo_clip
+from polyturn.batching.layout import MicroBatch
+from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError, did_you_mean
+from polyturn.core.metrics import Max, Mean, Metrics, Sum
+from polyturn.core.sample import TrainSample
+from polyturn.training.forward import TargetScores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """The loss: sum over tokens of coef * (policy_loss + kl_coef * kl - entropy_coef * entropy)."""
+
+    policy_loss: PolicyLoss = ppo_clip
+    """What a token contributes; it is offered the clips below, by their names."""
+    policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Options of its own."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: str = "token-mean"
+    """One of `algorithms.aggregate.MODES`."""
+    segment_weight: str = "per_token"
+    """One of `algorithms.aggregate.SEGMENT_WEIGHTS`."""
+    norm_length: float | None = None
+    """The constant of seq-mean-token-sum-norm; None takes the longest trajectory of the batch."""
+    kl_coef: float = 0.0
+    """Above 0 the loss holds the policy near the reference."""
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    old_logprobs: Literal["sample", "rollout"] = "sample"
+    """The denominator of the ratio. "sample": the samples' old_logprobs; where the whole batch has none it is on-policy by
+    definition, the ratio is 1 and only its gradient counts, which is right for exactly one update on fresh rollouts.
+    "rollout": the engine's own logprobs, which saves a forward pass where engine and trainer agree."""
+
+    def __post_init__(self) -> None:
+        if self.aggregation not in MODES:
+            raise UnknownNameError(
+                f"there is no aggregation mode {self.aggregation!r}.{did_you_mean(self.aggregation, MODES)}"
+            )
+        if self.segment_weight not in SEGMENT_WEIGHTS:
+            raise UnknownNameError(
+                f"there is no segment weight {self.segment_weight!r}.{did_you_mean(self.segment_weight, SEGMENT_WEIGHTS)}"
+            )
+        if self.old_logprobs not in ("sample", "rollout"):
+            raise ConfigError(f"loss.old_logprobs is {self.old_logprobs!r}; it must be 'sample' or 'rollout'")
+        if not 0 <= self.clip_low <= 1 or not self.clip_high >= 0:
+            raise ConfigError(
+                f"the clip range is [1 - {self.clip_low}, 1 + {self.clip_high}]; it must hold 1 and stay above 0"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip is {self.dual_clip}; it must be above 1, or None")
+        kl_estimators.resolve(self.kl_estimator)
+
+
+class Terms(NamedTuple):
+    """What a loss says about the targets of one micro-batch."""
+
+    loss_S: Tensor
+    stats_S: dict[str, Tensor]
+    """Detached figures per target, averaged over the targets of the step under their names."""
+    parts_S: dict[str, Tensor]
+    """Detached addends of `loss_S`, summed with the coefficients under their names."""
+    own_S: Tensor | None = None
+    """Detached log-probabilities under the weights that the step began with, where the engine's are there to compare."""
+
+
+class PolicyTerms:
+    """The terms of the policy's loss, with their options bound."""
+
+    def __init__(self, settings: LossSettings, *, reference: Callable[[MicroBatch], Tensor] | None = None) -> None:
+        """Bind `settings`.
+
+        Args:
+            settings: The loss.
+            reference: Gives [S] the reference's log-probabilities where the samples bring none; None where there is none.
+
+        Raises:
+            ConfigError: a KL term without a reference, or an option that the policy loss does not take.
+        """
+        if settings.kl_coef and reference is None:
+            raise ConfigError(f"kl_coef is {settings.kl_coef} and there is no reference policy; pass reference=True")
+        clips = {"clip_low": settings.clip_low, "clip_high": settings.clip_high, "dual_clip": settings.dual_clip}
+        self._settings = settings
+        self._reference = reference
+        self._policy_loss = bind(settings.policy_loss, offered=clips, kwargs=settings.policy_loss_kwargs)
+        self._kl = kl_estimators.resolve(settings.kl_estimator)
+
+    def __call__(self, batch: MicroBatch, scores: TargetScores) -> Terms:
+        """Return the terms of one micro-batch.
+
+        Raises:
+            TrainingError: the samples lack advantages, or the log-probabilities that the settings ask for.
+        """
+        settings = self._settings
+        logprobs_S = scores.logprobs_S
+        if batch.advantages_S is None:
+            raise TrainingError("the samples have no advantages; run an advantage estimator before forward_backward")
+        old_S = self._old_logprobs(batch, logprobs_S)
+        policy = self._policy_loss(logprobs_S, old_S, batch.advantages_S, torch.from_numpy(batch.sample_S).to(old_S.device))
+        loss_S = policy.loss_T
+        parts_S = {"loss/policy": loss_S.detach()}
+        stats_S = {f"policy/{name}": value for name, value in policy.stats.items()}
+        stats_S["policy/advantage"] = batch.advantages_S
+        own_S: Tensor | None = None
+        if batch.rollout_logprobs_S is not None:
+            # Old ones that are the engine's own would only agree with themselves.
+            is_ours = batch.old_logprobs_S is not None and not torch.equal(batch.old_logprobs_S, batch.rollout_logprobs_S)
+            own_S = batch.old_logprobs_S if is_ours else logprobs_S.detach()
+        if settings.kl_coef:
+            kl_S = self._kl(logprobs_S, self._ref_logprobs(batch))
+            loss_S = loss_S + settings.kl_coef * kl_S
+            parts_S["loss/kl"] = settings.kl_coef * kl_S.detach()
+            stats_S["policy/kl_to_reference"] = kl_S.detach()
+        if scores.entropy_S is not None:
+            stats_S["policy/entropy"] = scores.entropy_S.detach()
+            if settings.entropy_coef:
+                loss_S = loss_S - settings.entropy_coef * scores.entropy_S
+                parts_S["loss/entropy"] = -settings.entropy_coef * scores.entropy_S.detach()
+        return Terms(loss_S, stats_S, parts_S, own_S)
+
+    def _old_logprobs(self, batch: MicroBatch, logprobs_S: Tensor) -> Tensor:
+        if self._settings.old_logprobs == "sample":
+            return logprobs_S.detach() if batch.old_logprobs_S is None else batch.old_logprobs_S
+        if batch.rollout_logprobs_S is None:
+            raise TrainingError(
+                "loss.old_logprobs is 'rollout' and the engine returned no logprobs; use an engine that returns them, or "
+                "'sample' with old_logprobs from Policy.score"
+            )
+        return batch.rollout_logprobs_S
+
+    def _ref_logprobs(self, batch: MicroBatch) -> Tensor:
+        if batch.ref_logprobs_S is not None:
+            return batch.ref_logprobs_S
+        assert self._reference is not None  # checked where the KL coefficient is known
+        with torch.no_grad():
+            return self._reference(batch)
+
+
+def sft_terms(batch: MicroBatch, scores: TargetScores) -> Terms:
+    """Return the cross-entropy of each target."""
+    loss_S = -scores.logprobs_S
+    return Terms(loss_S, {}, {"loss/sft": loss_S.detach()})
+
+
+def batch_metrics(batch: MicroBatch, scores: TargetScores, terms: Terms, total: float) -> Metrics:
+    """Return the sums of one micro-batch, read from the device in one go."""
+    names = [*terms.stats_S, *terms.parts_S]
+    values = [v.sum() for v in terms.stats_S.values()]
+    values += [(v * batch.loss_coef_S).sum() for v in terms.parts_S.values()]
+    numbers = dict(zip(names, torch.stack(values).tolist(), strict=True))
+    metrics: Metrics = {name: Mean(numbers[name], batch.num_targets) for name in terms.stats_S}
+    metrics |= {name: Sum(numbers[name]) for name in terms.parts_S}
+    metrics["loss/total"] = Sum(total)
+    metrics["loss/micro_batches"] = Sum(1)
+    metrics["tokens/trained"] = Sum(batch.num_targets)
+    metrics["tokens/processed"] = Sum(batch.num_tokens)
+    metrics["tokens/padding_share"] = Mean(batch.input_ids_BT.numel() - batch.num_tokens, batch.input_ids_BT.numel())
+    if "policy/ratio" in terms.stats_S:
+        metrics["policy/ratio_max"] = Max(float(terms.stats_S["policy/ratio"].max()))
+    return metrics
+
+
+def as_step(metrics: Metrics) -> Metrics:
+    """Turn the summed losses of one optimizer step into means, so that several steps in one line are averaged."""
+    is_loss = {n for n, m in metrics.items() if n.startswith("loss/") and isinstance(m, Sum) and n != "loss/micro_batches"}
+    return {name: Mean(m.value) if name in is_loss else m for name, m in metrics.items()}
+
+
+def non_finite_message(
+    samples: Sequence[TrainSample], batch: MicroBatch, scores: TargetScores, terms: Terms, *, step: int
+) -> str:
+    """Name the first target whose term is not finite and the numbers it was made of."""
+    bad = torch.nonzero(~torch.isfinite(terms.loss_S.detach() * batch.loss_coef_S)).flatten().tolist()
+    s = bad[0] if bad else 0
+    arrays = {
+        "advantage": batch.advantages_S,
+        "old_logprob": batch.old_logprobs_S,
+        "rollout_logprob": batch.rollout_logprobs_S,
+        "ref_logprob": batch.ref_logprobs_S,
+    }
+    numbers = "".join(f", {name} {float(a[s]):g}" for name, a in arrays.items() if a is not None)
+    sample = samples[int(batch.sample_S[s])]
+    return (
+        f"the loss is not finite at optimizer step {step}: {len(bad)} of {batch.num_targets} tokens of a "
+        f"micro-batch, first token {int(batch.token_S[s])} of sample {'/'.join(map(str, sample.id))} with loss "
+        f"{terms.loss_S[s].item():g}, logprob {scores.logprobs_S[s].item():g}{numbers}; if the logprob is not finite "
+        "look at the parameters (loss/grad_norm and loss/lr of the steps before), otherwise at where it comes from"
+    )
