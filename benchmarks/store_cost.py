@@ -26,7 +26,8 @@ from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import RolloutPool
-from polyturn.store.parquet_store import ParquetStore, open_store
+from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 from polyturn.testing.tiny import tiny_tokenizer
 from polyturn.tokens.codec import Codec

@@ -33,6 +33,7 @@ _WHERE = {
     "MultiTurnScheduler": "polyturn.rollout.scheduler",
     "Reply": "polyturn.rollout.scheduler",
     "Episode": "polyturn.rollout.episode",
+    "open_store": "polyturn.store.stored_run",
 }
 
 __all__ = ["__version__", *_WHERE]
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from polyturn.interactions.base import BaseInteraction
     from polyturn.rollout.episode import Episode
     from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+    from polyturn.store.stored_run import open_store
     from polyturn.tools.base import BaseTool
     from polyturn.tools.function import tool
 

@@ -4,7 +4,7 @@ import pytest
 from engine_servers import interpreter, why_not
 
 from polyturn.cli.main import main
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command, write_tiny_run
 
 WIDER = ("model.init.hidden_size=64", "model.init.head_dim=32", "model.init.intermediate_size=64")

@@ -16,7 +16,7 @@ import pytest
 
 from polyturn.cli import train as train_command
 from polyturn.cli.main import main
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command, write_tiny_run
 from polyturn.training.checkpoint import Checkpoints
 

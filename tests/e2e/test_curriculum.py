@@ -10,7 +10,7 @@ import pytest
 from polyturn.cli.main import main
 from polyturn.core.registry import import_attr
 from polyturn.core.trajectory import Trajectory
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command
 
 CONFIG = Path(__file__).parents[2] / "examples" / "curriculum" / "config.yaml"

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from polyturn.cli.main import main
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command
 from polyturn.testing.vision import tiny_vision_model, vision_tokenizer
 

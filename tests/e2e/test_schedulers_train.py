@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command, write_tiny_run
 
 PATIENT = """

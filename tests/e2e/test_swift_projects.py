@@ -18,7 +18,7 @@ from polyturn import compat
 from polyturn.cli.main import main
 from polyturn.compat.swift.args.document import argument_table
 from polyturn.core.trajectory import Trajectory
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command
 from polyturn.testing.tiny import tiny_model, tiny_tokenizer
 

@@ -19,7 +19,7 @@ import torch
 import polyturn.compat
 from polyturn.cli import verl
 from polyturn.core.trajectory import Trajectory
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.testing.tiny import tiny_model, tiny_tokenizer
 
 TOOLS = '''

@@ -23,7 +23,7 @@ from polyturn.cli import verl
 from polyturn.cli.main import main
 from polyturn.core.registry import import_attr
 from polyturn.core.trajectory import Trajectory
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command
 from polyturn.testing.tiny import tiny_model, tiny_tokenizer
 

@@ -13,7 +13,7 @@ from polyturn.cli.console import Output
 from polyturn.core.errors import DataError
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 
 COLOURS = {"system": "dim", "user": "cyan", "tool": "yellow", "assistant": "green"}
 

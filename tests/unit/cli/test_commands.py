@@ -20,7 +20,7 @@ from polyturn.cli import train as train_command
 from polyturn.cli.main import main
 from polyturn.cli.runs import model_folder, new_run_folder
 from polyturn.core.errors import CheckpointError
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import Called, call_command, write_tiny_run
 from polyturn.tracking.console import Progress
 

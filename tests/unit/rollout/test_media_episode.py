@@ -31,7 +31,8 @@ from polyturn.rollout.episode import run_episode
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import ImageTools
-from polyturn.store.parquet_store import ParquetStore, open_store
+from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.stored_run import open_store
 from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor

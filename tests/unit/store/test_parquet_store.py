@@ -30,7 +30,8 @@ from polyturn.core.trajectory import (
     TrajectoryGroup,
     Turn,
 )
-from polyturn.store.parquet_store import ParquetStore, open_store
+from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.stored_run import open_store
 
 TASK = Task(
     id="train-0",
@@ -107,7 +108,7 @@ def test_what_was_recorded_comes_back_equal_and_can_be_chosen_by_column(tmp_path
     ]
     row = run.table().slice(0, 1).to_pylist()[0]
     assert (row["task_id"], row["data_source"], row["group"]) == ("train-0", "openai/gsm8k", "g0")
-    assert (row["num_turns"], row["num_sampled_tokens"], row["components"]) == (1, 2, '{"outcome": 1.0}')
+    assert (row["num_turns"], row["num_sampled_tokens"], row["components"]) == (1, 2, [("outcome", 1.0)])
     assert "payload" not in row
 
 

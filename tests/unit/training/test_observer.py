@@ -12,7 +12,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.report import report
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
-from polyturn.store.parquet_store import open_store
+from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.jsonl import read_metrics

@@ -1,0 +1,312 @@
+"""StoredRun: the recorded trajectories of a run, while it goes on and after.
+
+    run = polyturn.open_store("runs/quickstart")
+    run.table()                                       one row a trajectory, an Arrow table
+    run.filter("reward < 1 and num_tool_errors > 0")  the same, narrowed; conditions are DuckDB's SQL
+    run.trajectory("g5/2")                            one, equal to what was recorded
+
+The table of choosing columns is held in memory and grows by `refresh`, which reads new parts only; tokens and text are read
+from the files when they are asked for. A damaged part is skipped with a warning and costs no other one. A step that was
+taken again after a resume is recorded twice; the later record counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
+from polyturn.core.serde import from_json
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.store.parquet_store import FOLDER, list_parts
+from polyturn.store.schema import INDEX_COLUMNS, KEY, METADATA_KEY, SCHEMA, VERSION, StoredTrajectory, from_row, upgrade
+
+logger = logging.getLogger(__name__)
+
+_PART, _ROW = "__part", "__row"
+
+
+class StoredRun:
+    """The recorded trajectories of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the choosing columns of every part in `folder`, the folder of a run."""
+        self.folder = folder
+        self.problems: dict[str, str] = {}
+        """Part -> why it cannot be read."""
+        self._parts: dict[str, pa.Table] = {}
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._table = self._joined()
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Read what was written since the last time; return whether anything was."""
+        stamps = {}
+        for path in list_parts(self.folder / FOLDER):
+            try:
+                about = path.stat()
+            except FileNotFoundError:
+                continue  # joined with others since it was listed
+            stamps[path.name] = (about.st_mtime_ns, about.st_size)
+        if stamps == self._stamps:
+            return False
+        same = [name for name, stamp in stamps.items() if self._stamps.get(name) == stamp]
+        kept = {name: self._parts[name] for name in same if name in self._parts}
+        for name in stamps:
+            if name not in kept and (table := self._read_index(name)) is not None:
+                kept[name] = table
+        self._parts = {name: kept[name] for name in stamps if name in kept}
+        self._stamps = stamps
+        self.problems = {name: why for name, why in self.problems.items() if name in stamps}
+        self._table = self._joined()
+        return True
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return the choosing columns, or some of them, in the order of recording."""
+        return self._table.select(list(columns or INDEX_COLUMNS))
+
+    def to_pandas(self) -> Any:
+        """Return `table()` as a pandas frame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            return self.table().to_pandas()
+        except ModuleNotFoundError as problem:
+            raise ConfigError("pandas is not installed; pip install pandas, or use table()") from problem
+
+    def filter(self, condition: str) -> StoredRun:
+        """Return the rows for which `condition`, an SQL condition over the columns of `table()`, holds.
+
+        Raises:
+            DataError: the condition is not valid; the message says where.
+            ConfigError: DuckDB is not installed.
+        """
+        found = self.sql(f"select {_PART}, {_ROW} from trajectories where ({condition})")
+        chosen = set(zip(found[_PART].to_pylist(), found[_ROW].to_pylist(), strict=True))
+        places = zip(self._table[_PART].to_pylist(), self._table[_ROW].to_pylist(), strict=True)
+        mask = pa.array([place in chosen for place in places], pa.bool_())
+        return self._narrowed(self._table.filter(mask))
+
+    def sql(self, query: str) -> pa.Table:
+        """Return what an SQL query over the table `trajectories` (the columns of `table()`) gives.
+
+        Raises:
+            DataError: the query is not valid.
+            ConfigError: DuckDB is not installed.
+        """
+        try:
+            import duckdb
+        except ModuleNotFoundError as problem:
+            raise ConfigError(
+                "conditions need DuckDB; pip install 'polyturn[view]', or filter table() yourself"
+            ) from problem
+        with duckdb.connect(config={"enable_external_access": "false"}) as connection:
+            connection.register("trajectories", self._table)
+            try:
+                return connection.sql(query).to_arrow_table()
+            except duckdb.Error as problem:
+                raise DataError(
+                    f"the condition or query is not valid: {one_line(problem)}. Columns: {', '.join(INDEX_COLUMNS)}"
+                ) from problem
+
+    def select(self, *, step: int | None = None, split: str | None = None, **equal: Any) -> StoredRun:
+        """Return the rows whose columns have these values; None leaves a column open."""
+        mask = self._mask(step=step, split=split, **equal)
+        return self._narrowed(self._table.filter(mask))
+
+    def trajectory(self, id: str, step: int | None = None, split: str | None = None) -> Trajectory:
+        """Return the trajectory `id`, the one recorded last where `step` and `split` leave a choice.
+
+        Raises:
+            DataError: there is none.
+        """
+        return self.record(id, step=step, split=split).trajectory
+
+    def record(self, id: str, *, step: int | None = None, split: str | None = None) -> StoredTrajectory:
+        """Return the trajectory `id` with its place in the run and what training made of it.
+
+        Raises:
+            DataError: there is none.
+        """
+        rows = self._table.filter(self._mask(id=id, step=step, split=split))
+        if not rows.num_rows:
+            of = "".join(f", {name} {value!r}" for name, value in (("step", step), ("split", split)) if value is not None)
+            known = pc.unique(self._table["id"]).to_pylist()
+            raise DataError(f"no trajectory {id!r}{of} is recorded in {self.folder}.{did_you_mean(id, known)}")
+        last = rows.slice(rows.num_rows - 1)
+        part = last[_PART][0].as_py()
+        found = self._read_rows(part, [last[_ROW][0].as_py()])
+        if not found:
+            raise DataError(
+                f"the trajectory {id!r} is in {self.folder / FOLDER / part}, which cannot be read: {self.problems.get(part)}"
+            )
+        return found[0]
+
+    def records(self) -> Iterator[StoredTrajectory]:
+        """Yield every trajectory with its place in the run, part by part."""
+        for part, rows in self._by_part():
+            yield from self._read_rows(part, rows)
+
+    def trajectories(self, *, step: int | None = None, split: str | None = None) -> Iterator[Trajectory]:
+        """Yield every trajectory, or those of one step or split."""
+        for record in self.select(step=step, split=split).records():
+            yield record.trajectory
+
+    def groups(self, *, step: int | None = None, split: str | None = None) -> Iterator[TrajectoryGroup]:
+        """Yield every group, or those of one step or split, part by part."""
+        chosen = self.select(step=step, split=split)
+        for part, rows in chosen._by_part():
+            groups: dict[tuple[str, int, str], list[Trajectory]] = {}
+            for record in self._read_rows(part, rows):
+                groups.setdefault((record.split, record.step, record.group), []).append(record.trajectory)
+            for (_, _, group), members in groups.items():
+                yield TrajectoryGroup(id=group, task=members[0].task, trajectories=tuple(members))
+
+    def _narrowed(self, table: pa.Table) -> StoredRun:
+        other = StoredRun.__new__(StoredRun)
+        other.folder, other.problems = self.folder, self.problems
+        other._parts, other._stamps, other._table = {}, self._stamps, table
+        return other
+
+    def _mask(self, **wanted: Any) -> pa.Array:
+        mask = pa.array(np.ones(len(self), np.bool_))
+        for name, value in wanted.items():
+            if name not in INDEX_COLUMNS:
+                raise DataError(f"there is no column {name!r}.{did_you_mean(name, INDEX_COLUMNS)}")
+            if value is not None:
+                mask = pc.and_(mask, pc.fill_null(pc.equal(self._table[name], value), False))
+        return mask
+
+    def _by_part(self) -> Iterator[tuple[str, list[int]]]:
+        places: dict[str, list[int]] = {}
+        for part, row in zip(self._table[_PART].to_pylist(), self._table[_ROW].to_pylist(), strict=True):
+            places.setdefault(part, []).append(row)
+        yield from places.items()
+
+    def _joined(self) -> pa.Table:
+        """Join the parts' tables; of rows that were recorded twice the later one stays."""
+        tables = [_LISTED.empty_table(), *self._parts.values()]
+        everything = pa.concat_tables(tables).combine_chunks()
+        numbered = everything.select(KEY).append_column("at", pa.array(np.arange(everything.num_rows)))
+        last = numbered.group_by(KEY).aggregate([("at", "max")])["at_max"]
+        if len(last) == everything.num_rows:
+            return everything
+        return everything.take(pa.array(np.sort(last.to_numpy())))
+
+    def _read_index(self, name: str) -> pa.Table | None:
+        def read(path: Path) -> pa.Table:
+            file = pq.ParquetFile(path)
+            present = set(file.schema_arrow.names)
+            table = upgrade(file.read(columns=[c for c in INDEX_COLUMNS if c in present]))
+            places = {_PART: pa.array([name] * table.num_rows, pa.string()), _ROW: pa.array(np.arange(table.num_rows))}
+            for column, values in places.items():
+                table = table.append_column(column, values)
+            return table.cast(_LISTED)
+
+        return self._try(name, read)
+
+    def _read_rows(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
+        """Return rows of one part, in this order; nothing where the part is damaged."""
+
+        def read(path: Path) -> list[StoredTrajectory]:
+            file = pq.ParquetFile(path)
+            version = (file.schema_arrow.metadata or {}).get(METADATA_KEY.encode(), b"1").decode()
+            if version == "1":
+                return _first_version(file, rows)
+            if version > VERSION:
+                raise DataError(f"it is of version {version} and this polyturn reads up to {VERSION}; use a newer one")
+            return _second_version(file, rows)
+
+        if not (self.folder / FOLDER / part).exists():
+            return self._read_moved(part, rows)
+        return self._try(part, read) or []
+
+    def _read_moved(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
+        """Return rows of a part that was joined with others since it was listed, from where they are now."""
+        mine = self._table.filter(pc.equal(self._table[_PART], part)).to_pylist()
+        key_of = {row[_ROW]: tuple(row[name] for name in KEY) for row in mine}
+        now = StoredRun(self.folder)
+        places = {tuple(row[name] for name in KEY): row for row in now._table.to_pylist()}
+        found = []
+        for row in rows:
+            place = places.get(key_of[row])
+            if place is not None and place[_PART] != part:
+                found += now._read_rows(place[_PART], [place[_ROW]])
+        return found
+
+    def _try(self, name: str, read: Callable[[Path], Any]) -> Any:
+        path = self.folder / FOLDER / name
+        try:
+            return read(path)
+        except FileNotFoundError:
+            return None  # joined with others since it was listed
+        except (pa.ArrowException, OSError, KeyError, ValueError, DataError) as problem:
+            if name not in self.problems:
+                logger.warning(
+                    "%s is damaged and was skipped (%s); the other parts are not affected", path, one_line(problem)
+                )
+            self.problems[name] = one_line(problem)
+            return None
+
+
+_LISTED = pa.schema([*(SCHEMA.field(name) for name in INDEX_COLUMNS), (_PART, pa.string()), (_ROW, pa.int64())])
+
+
+def open_store(run_folder: str | Path) -> StoredRun:
+    """Open the recorded trajectories of the run in `run_folder`.
+
+    Raises:
+        DataError: the run recorded none.
+    """
+    run_folder = Path(run_folder)
+    if not (run_folder / FOLDER).is_dir():
+        inside = sorted(p.name for p in run_folder.iterdir()) if run_folder.is_dir() else "nothing, it does not exist"
+        raise DataError(f"{str(run_folder)!r} holds no recorded trajectories ({FOLDER}/); it holds {inside}")
+    return StoredRun(run_folder)
+
+
+_ARRAY_COLUMNS = ("ids", "logprobs", "weights", "advantages", "policy_logprobs", "trained_weights")
+
+
+def _second_version(file: pq.ParquetFile, rows: Sequence[int]) -> list[StoredTrajectory]:
+    starts = np.cumsum([0, *(file.metadata.row_group(i).num_rows for i in range(file.num_row_groups))])
+    found: dict[int, StoredTrajectory] = {}
+    for number in range(file.num_row_groups):
+        inside = [row for row in rows if starts[number] <= row < starts[number + 1]]
+        if not inside:
+            continue
+        table = file.read_row_group(number).take(pa.array([row - int(starts[number]) for row in inside]))
+        arrays = {name: table[name].combine_chunks() for name in _ARRAY_COLUMNS}
+        plain = table.drop_columns(list(_ARRAY_COLUMNS)).to_pylist()
+        for place, (row, values) in enumerate(zip(inside, plain, strict=True)):
+            for name, column in arrays.items():
+                values[name] = column[place].values.to_numpy() if column[place].is_valid else None
+            found[row] = from_row(values)
+    return [found[row] for row in rows]
+
+
+def _first_version(file: pq.ParquetFile, rows: Sequence[int]) -> list[StoredTrajectory]:
+    """Read rows whose trajectory is one JSON text, as the first version of the store wrote them."""
+    table = file.read(columns=["payload", "group", "step", "split"]).take(pa.array(rows, pa.int64()))
+    return [
+        StoredTrajectory(
+            trajectory=from_json(Trajectory, json.loads(row["payload"])),
+            group=row["group"],
+            step=row["step"],
+            split=row["split"],
+        )
+        for row in table.to_pylist()
+    ]

@@ -1,0 +1,164 @@
+"""Reading a run: while it is written, narrowed by conditions, from earlier versions, and with what training made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_parquet_store import TASK, group, trajectory
+
+import polyturn
+from polyturn.core.errors import DataError
+from polyturn.core.serde import to_json
+from polyturn.core.trajectory import SpanSource, TrajectoryGroup
+from polyturn.store.parquet_store import ParquetStore, StoreSettings, list_parts
+from polyturn.store.schema import Trained
+from polyturn.store.stored_run import open_store
+
+
+def write(folder: Path, *, steps: int = 3, settings: StoreSettings | None = None, size: int = 2) -> None:
+    with ParquetStore(folder, settings) as store:
+        for step in range(steps):
+            store.add(group(f"g{step}", size=size, reward=float(step)), step=step, split="train")
+            store.flush()
+
+
+def test_a_run_is_narrowed_by_sql_conditions_and_by_values(tmp_path: Path) -> None:
+    write(tmp_path)
+    run = polyturn.open_store(tmp_path)
+    assert [t.id for t in run.filter("reward >= 1 and num_turns = 1").trajectories()] == ["g1/0", "g1/1", "g2/0", "g2/1"]
+    assert [g.id for g in run.select(step=2).groups()] == ["g2"]
+    assert [t.id for t in run.filter("step > 0").select(group="g2").trajectories()] == ["g2/0", "g2/1"]
+    best = run.sql("select step, max(reward) as best from trajectories group by step order by step")
+    assert best.to_pylist() == [{"step": 0, "best": 0.0}, {"step": 1, "best": 1.0}, {"step": 2, "best": 2.0}]
+    with pytest.raises(DataError, match=r"not valid: .*rewrd.* Columns: id, group, step"):
+        run.filter("rewrd > 1")
+    with pytest.raises(DataError, match=r"there is no column 'stepp'. Did you mean 'step'"):
+        run.select(stepp=1)
+
+
+def test_a_condition_reads_and_writes_no_file(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "secret.csv").write_text("a\n1\n")
+    with pytest.raises(DataError, match="not valid"):
+        open_store(tmp_path).sql(f"select * from read_csv('{tmp_path}/secret.csv')")
+    with pytest.raises(DataError, match="not valid"):
+        open_store(tmp_path).sql(f"copy trajectories to '{tmp_path}/out.csv'")
+
+
+def test_what_training_made_of_a_trajectory_stands_on_its_sampled_tokens(tmp_path: Path) -> None:
+    trained = Trained(advantages=np.float32([0.5, -0.5]), policy_logprobs=np.float32([-1, -2]), weights=np.float32([0, 1]))
+    with ParquetStore(tmp_path) as store:
+        store.add(group(size=2), step=1, split="train", trained={"g0/0": trained, "g0/1": Trained(dropped="zero_variance")})
+    first, second = open_store(tmp_path).records()
+    assert first.trained.advantages is not None and first.trained.weights is not None
+    on_tokens = first.on_tokens(0, first.trained.advantages)
+    sampled = first.trajectory.segments[0].sampled_mask
+    assert np.isnan(on_tokens[~sampled]).all() and on_tokens[sampled].tolist() == [0.5, -0.5]
+    assert first.trained.weights.tolist() == [0, 1] and second.trained.dropped == "zero_variance"
+    rows = open_store(tmp_path).table(["num_trained_tokens", "dropped"]).to_pylist()
+    assert rows == [{"num_trained_tokens": 1, "dropped": None}, {"num_trained_tokens": 0, "dropped": "zero_variance"}]
+
+
+def test_a_run_that_goes_on_is_read_as_far_as_it_is_written(tmp_path: Path) -> None:
+    with ParquetStore(tmp_path) as store:
+        store.add(group("g0"), step=0, split="train")
+        store.flush()
+        run = open_store(tmp_path)
+        assert len(run) == 2 and not run.refresh()
+        store.add(group("g1"), step=1, split="train")
+        store.flush()
+        assert run.refresh() and len(run) == 4
+
+
+def test_small_parts_are_joined_and_a_reader_that_listed_them_before_still_finds_each(tmp_path: Path) -> None:
+    write(tmp_path, steps=3)
+    before = open_store(tmp_path)
+    with ParquetStore(tmp_path, StoreSettings(join_at=2)) as store:
+        for step in range(3, 7):
+            store.add(group(f"g{step}", reward=1.0), step=step, split="train")
+            store.flush()
+            if step == 3:
+                before = open_store(tmp_path)
+    assert [p.name for p in list_parts(tmp_path / "trajectories")] == [f"part-{n:05d}.parquet" for n in (0, 1, 2, 4, 6)]
+    assert before.trajectory("g3/1").id == "g3/1", "its part is gone, its record is not"
+    after = open_store(tmp_path)
+    assert [g.id for g in after.groups()] == [f"g{i}" for i in range(7)]
+    assert after.trajectory("g4/0").same_as(trajectory("g4/0", reward=1.0))
+
+
+def test_a_kill_between_joining_and_deleting_leaves_nothing_twice(tmp_path: Path) -> None:
+    write(tmp_path, steps=2)
+    folder = tmp_path / "trajectories"
+    parts = list_parts(folder)
+    joined = pa.concat_tables([pq.read_table(p) for p in parts])
+    pq.write_table(joined, parts[-1])
+    (folder / ".part-00009.parquet.tmp").write_bytes(b"half")
+    assert [g.id for g in open_store(tmp_path).groups()] == ["g0", "g1"]
+    ParquetStore(tmp_path).close()
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_the_oldest_training_parts_go_when_the_store_is_too_large_and_evaluations_stay(tmp_path: Path) -> None:
+    with ParquetStore(tmp_path, StoreSettings(max_bytes=1)) as store:
+        store.add(group("e0"), step=0, split="eval/greedy")
+        store.flush()
+        for step in range(3):
+            store.add(group(f"g{step}"), step=step, split="train")
+            store.flush()
+    assert [g.id for g in open_store(tmp_path).groups()] == ["e0", "g2"]
+
+
+def test_a_share_of_the_groups_is_the_same_share_every_time_and_evaluations_are_whole(tmp_path: Path) -> None:
+    kept = []
+    for name in ("a", "b"):
+        with ParquetStore(tmp_path / name, StoreSettings(share=0.25)) as store:
+            for i in range(400):
+                store.add(
+                    TrajectoryGroup(id=f"g{i}", task=TASK, trajectories=(trajectory(f"g{i}/0"),)), step=0, split="train"
+                )
+            store.add(group("e"), step=0, split="eval/greedy")
+        kept.append([g.id for g in open_store(tmp_path / name).groups()])
+    assert kept[0] == kept[1]
+    assert 70 <= len(kept[0]) - 1 <= 130 and kept[0][-1] == "e"
+
+
+def test_a_store_of_the_first_version_is_read_beside_the_present_one(tmp_path: Path) -> None:
+    write(tmp_path, steps=1)
+    old = trajectory("g7/0")
+    row = {"id": "g7/0", "group": "g7", "step": 7, "split": "train", "task_id": "train-0", "data_source": "openai/gsm8k",
+           "reward": 1.0, "components": '{"outcome": 1.0}', "stop_reason": "env_done", "error": None, "num_turns": 1,
+           "num_sampled_tokens": 2, "payload": json.dumps(to_json(old))}  # fmt: skip
+    table = pa.Table.from_pylist([row]).replace_schema_metadata({"polyturn_store": "1"})
+    pq.write_table(table, tmp_path / "trajectories" / "part-00007.parquet")
+    run = open_store(tmp_path)
+    assert run.trajectory("g7/0").same_as(old)
+    assert run.filter("step = 7").table(["components", "num_tokens"]).to_pylist() == [
+        {"components": [("outcome", 1.0)], "num_tokens": None}
+    ]
+
+
+def test_a_store_of_a_later_version_is_named_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, steps=1)
+    part = tmp_path / "trajectories" / "part-00000.parquet"
+    pq.write_table(pq.read_table(part).replace_schema_metadata({"polyturn_store": "9"}), part)
+    run = open_store(tmp_path)
+    assert len(run) == 2
+    with pytest.raises(DataError, match=r"part-00000\.parquet, which cannot be read: .*it is of version 9 .* use a newer one"):
+        run.trajectory("g0/0")
+    assert "version 9 and this polyturn reads up to 2" in caplog.text
+
+
+def test_other_tools_read_tokens_and_messages_without_us(tmp_path: Path) -> None:
+    write(tmp_path, steps=1)
+    table = pq.read_table(tmp_path / "trajectories" / "part-00000.parquet")
+    row = table.slice(0, 1).to_pylist()[0]
+    recorded = trajectory("g0/0", reward=0.0)
+    assert row["ids"] == [i for s in recorded.segments for i in s.token_ids.tolist()]
+    assert [s["source"] for s in row["spans"]][:3] == [SpanSource.PROMPT.value, SpanSource.SAMPLED.value, "observation"]
+    assert [(m["turn"], m["role"]) for m in row["messages"]] == [(-1, "user"), (0, "assistant"), (0, "tool")]
+    assert (row["tool_calls"][0]["name"], json.loads(row["tool_calls"][0]["arguments"])) == ("calc", {"a": 1})
