@@ -148,7 +148,7 @@ def test_a_store_of_a_later_version_is_named_as_such(tmp_path: Path, caplog: pyt
     pq.write_table(pq.read_table(part).replace_schema_metadata({"polyturn_store": "9"}), part)
     run = open_store(tmp_path)
     assert len(run) == 2
-    with pytest.raises(DataError, match=r"part-00000\.parquet, which cannot be read: .*it is of version 9 .* use a newer one"):
+    with pytest.raises(DataError, match=r"part-00000\.parquet, which cannot be read: .*of version 9 .* use a newer one"):
         run.trajectory("g0/0")
     assert "version 9 and this polyturn reads up to 2" in caplog.text
 
