@@ -56,10 +56,11 @@ class _Shared:
     """What an episode and its forks have in common."""
 
     environment: Environment
+    root_id: str
     turns: list[LiveTurn] = field(default_factory=list)
     """All turns, in the order in which they were completed."""
-    episodes: list[Episode] = field(default_factory=list)
-    """The episode, then its forks."""
+    forks: list[Episode] = field(default_factory=list)
+    """Not the episode itself: it would hold itself, and stay in memory until the garbage collector looks for cycles."""
     prompt: tuple[Message, ...] | None = None
     """What the model was shown first, once it was; the task's own unless a plug-in changed it."""
     prompt_tokens: int = 0
@@ -91,8 +92,7 @@ class Episode:
         self._transcript = Transcript(
             context.encoder_for(task), context.parser, task.prompt, renders_history=context.renders_history
         )
-        self._shared = _Shared(environment=Environment(context, task, id=id))
-        self._shared.episodes.append(self)
+        self._shared = _Shared(environment=Environment(context, task, id=id), root_id=id)
         self._pending_user_reply = False
         self._user_turns = 0
         self._response_tokens = 0
@@ -336,10 +336,10 @@ class Episode:
             raise LifecycleError(f"episode {self.id!r} cannot be forked before it has a prompt; call `prepare` first")
         if agent is not None and messages is None:
             raise SchedulerError(f"the agent {agent!r} needs messages of its own; pass its system and user message")
-        number = len(self._shared.episodes)
+        number = len(self._shared.forks) + 1
         other = Episode.__new__(Episode)
         other.__dict__.update(self.__dict__)
-        other.id = f"{self._shared.episodes[0].id}#{number}"
+        other.id = f"{self._shared.root_id}#{number}"
         other.lifecycle = Lifecycle()
         other._seed = derive_seed(self._seed, "fork", number)
         given = None if messages is None else [Message.from_openai(m) for m in messages]
@@ -348,7 +348,7 @@ class Episode:
         if agent is not None:
             other._response_tokens = other._user_turns = 0
             other._pending_user_reply = False
-        self._shared.episodes.append(other)
+        self._shared.forks.append(other)
         return other
 
     def wait(self, awaitable: Awaitable[_Result]) -> _Result:
@@ -414,7 +414,7 @@ class Episode:
         for future in list(self._shared.waiting):
             future.cancel()
         problems = await self._shared.environment.close()
-        for episode in self._shared.episodes:
+        for episode in (self, *self._shared.forks):
             try:
                 await self._context.engine.end_session(episode.id)
             except EngineError as problem:
@@ -424,10 +424,11 @@ class Episode:
     def end(self, state: RequestState) -> None:
         """Move to the state that ends it, forks included."""
         self.lifecycle.move(state)
-        for fork in self._shared.episodes[1:]:
+        for fork in self._shared.forks:
             if state is RequestState.COMPLETED:
                 fork.lifecycle.move(RequestState.SCORING)
             fork.lifecycle.move(state)
+        self._shared.forks.clear()  # each of them holds what they share
 
     def trajectory(
         self, stop_reason: StopReason, *, error: str | None = None, extra: Mapping[str, float] | None = None
@@ -443,8 +444,8 @@ class Episode:
         }
         if self._shared.num_cut:
             metrics["dropped_cut"] = self._shared.num_cut
-        if len(self._shared.episodes) > 1:
-            metrics["num_forks"] = len(self._shared.episodes) - 1
+        if self._shared.forks:
+            metrics["num_forks"] = len(self._shared.forks)
         for name in ("generate", "tools", "interaction"):
             metrics[f"{name}_s"] = sum(t.timings.get(name, 0.0) for t in turns)
         metrics["prefilled_tokens"] = sum(t.completion.info.get("prefilled_tokens", 0) for t in turns)
@@ -467,7 +468,7 @@ class Episode:
         """
         if not self._shared.turns or not self._context.is_sanity_due():
             return {}
-        checked = [e._transcript for e in self._shared.episodes if e.turns and e._transcript.is_canonical]
+        checked = [e._transcript for e in (self, *self._shared.forks) if e.turns and e._transcript.is_canonical]
         if not checked:
             return {}
         metrics = {"sanity_checked": 1.0}

@@ -246,13 +246,16 @@ class ToolSession:
         self._box.check_abandoned()
         self._messages = messages
         runnable = calls[: self._box.max_parallel_calls]
-        if len(runnable) == 1:
-            answers = [await self._answer(runnable[0])]
-        else:
-            with first_error():
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._answer(call)) for call in runnable]
-            answers = [t.result() for t in tasks]
+        try:
+            if len(runnable) == 1:
+                answers = [await self._answer(runnable[0])]
+            else:
+                with first_error():
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [group.create_task(self._answer(call)) for call in runnable]
+                answers = [t.result() for t in tasks]
+        finally:
+            self._messages = list  # the episode, which it reads, holds this session
         limit = f"at most {self._box.max_parallel_calls} calls a turn are run; make this one again in your next turn"
         answers += [self._failed(call, results.SKIPPED, limit) for call in calls[len(runnable) :]]
         return tuple(answers)

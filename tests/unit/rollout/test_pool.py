@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
 from polyturn.core.errors import RolloutError
 from polyturn.core.generation import GenerateRequest
+from polyturn.core.lifecycle import RequestState
 from polyturn.interactions.base import BaseInteraction
+from polyturn.rollout.episode import Episode
 from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.lifespan import run_and_score
+from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import FailureBudget, RolloutPool
 from polyturn.testing.episodes import scripted_context, task
+from polyturn.tools.gsm8k import Gsm8kTool
 
 
 def specs(num: int, size: int = 1, **fields: Any) -> list[GroupSpec]:
@@ -111,3 +118,26 @@ async def test_only_the_latest_trajectories_count(monkeypatch: pytest.MonkeyPatc
         budget.count(bad)
     with pytest.raises(RolloutError, match="6 of the latest 50"):
         budget.count(bad)
+
+
+@pytest.mark.parametrize(
+    "said", ["#### 3", '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "8"}}\n</tool_call>']
+)
+async def test_an_episode_that_has_ended_is_freed_at_once_and_not_by_the_garbage_collector(said: str):
+    """Else every episode stays in memory, tokens and all, until a full collection, which grows with what else is there."""
+    context = scripted_context([said] * 3, tools=[Gsm8kTool({})], limits=Limits(max_turns=3))
+    gc.collect()
+    gc.disable()
+    try:
+        seen: list[weakref.ref[Episode]] = []
+        for number in range(2):
+            episode = Episode(context, task(id=f"t{number}"), id=f"e{number}")
+            seen.append(weakref.ref(episode))
+            episode.enter()
+            await run_and_score(context, episode)
+            episode.end(RequestState.COMPLETED)
+            del episode
+        await asyncio.sleep(0)
+        assert [ref() for ref in seen] == [None, None]
+    finally:
+        gc.enable()

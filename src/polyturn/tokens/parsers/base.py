@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from polyturn.core.messages import ToolCall
@@ -106,7 +105,8 @@ class TurnParser(ABC):
         for index, call in enumerate(calls):
             own = call.id if call.id and call.id not in taken else self.call_id(id_prefix, index)
             taken.add(own)
-            out.append(replace(call, id=own))
+            # Spelled out because `dataclasses.replace` costs a third of reading the call.
+            out.append(ToolCall(id=own, name=call.name, arguments=call.arguments, raw=call.raw, error=call.error))
         return tuple(out)
 
 

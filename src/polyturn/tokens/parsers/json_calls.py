@@ -51,7 +51,7 @@ def loads(text: str) -> Any:
 
 def _decode(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite, strict=False)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as problem:
         raise BadJsonError(f"{problem.msg} at character {problem.pos}") from problem
     except RecursionError as problem:
@@ -68,6 +68,9 @@ def _finite(digits: str) -> float:
     if math.isinf(value := float(digits)):
         raise ValueError(f"{digits[:20]} is too large")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, strict=False)
 
 
 def find_end(text: str, start: int) -> int | None:

@@ -62,7 +62,7 @@ def split_reasoning(
         call_tags: What opens and closes a call.
         is_open: The text begins inside reasoning.
     """
-    if not tags.opens:
+    if not tags.opens or not (is_open or tags.opens in text or tags.closes in text):
         return None, text
     found = list(_tags(tags, call_tags).finditer(text))
     is_open = is_open and not text.lstrip().startswith(tags.opens)
