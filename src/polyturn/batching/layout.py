@@ -69,6 +69,8 @@ class MicroBatch:
     old_logprobs_S: Tensor | None
     ref_logprobs_S: Tensor | None
     rollout_logprobs_S: Tensor | None
+    correction_S: Tensor | None
+    marks_S: Tensor | None
     sample_S: NDArray[np.int64]
     """[S] the sample that each target belongs to, an index into the list that was laid out."""
     token_S: NDArray[np.int64]
@@ -150,6 +152,8 @@ def layout(
                 old_logprobs_S=take(optional["old_logprobs"]) if optional["old_logprobs"] else None,
                 ref_logprobs_S=take(optional["ref_logprobs"]) if optional["ref_logprobs"] else None,
                 rollout_logprobs_S=take(optional["rollout_logprobs"]) if optional["rollout_logprobs"] else None,
+                correction_S=take(optional["correction"]) if optional["correction"] else None,
+                marks_S=take(optional["marks"]) if optional["marks"] else None,
                 sample_S=np.repeat(np.asarray(rows, dtype=np.int64), counts),
                 token_S=token_S,
                 media_inputs=row_inputs,
@@ -173,7 +177,7 @@ def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, len
     return [flat[a:b] for a, b in itertools.pairwise(starts)]
 
 
-_OPTIONAL = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+_OPTIONAL = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "correction", "marks")
 
 
 def _all_or_none(samples: Sequence[TrainSample], name: str) -> list[Floats] | None:

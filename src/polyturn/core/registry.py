@@ -38,15 +38,17 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, T] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers its argument under `name`.
+    def register(self, name: str, *, replace: bool = False) -> Callable[[T], T]:
+        """Return a decorator that registers its argument under `name`; with `replace` whatever has that name gives way.
 
         Raises:
             ConfigError: the name is taken by something else.
         """
 
         def add(entry: T) -> T:
-            if self._entries.setdefault(name, entry) is not entry:
+            if replace:
+                self._entries[name] = entry
+            elif self._entries.setdefault(name, entry) is not entry:
                 raise ConfigError(f"{self.kind}: the name {name!r} is registered already, as {self._entries[name]!r}")
             return entry
 

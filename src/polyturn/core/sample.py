@@ -30,7 +30,17 @@ class SampleId(NamedTuple):
     segment: int
 
 
-_FLOATS = ("loss_weights", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages")
+_FLOATS = (
+    "loss_weights",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "rewards",
+    "advantages",
+    "correction",
+    "marks",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +59,10 @@ class TrainSample(Record):
     values: NDArray[np.float32] | None = None
     rewards: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
+    correction: NDArray[np.float32] | None = None
+    """What each token's policy loss is multiplied by, because another policy sampled it (`algorithms/correction.py`)."""
+    marks: NDArray[np.float32] | None = None
+    """1 at the tokens that the policy loss treats apart (`algorithms.losses.marks`)."""
     versions: NDArray[np.int32] | None = None
     """The policy version of each sampled token, -1 elsewhere."""
     reward: float = 0.0

@@ -115,8 +115,9 @@ class PolicyTerms:
         if batch.advantages_S is None:
             raise TrainingError("the samples have no advantages; run an advantage estimator before forward_backward")
         old_S = self._old_logprobs(batch, logprobs_S)
-        policy = self._policy_loss(logprobs_S, old_S, batch.advantages_S, torch.from_numpy(batch.sample_S).to(old_S.device))
-        loss_S = policy.loss_T
+        sequence_S = torch.from_numpy(batch.sample_S).to(old_S.device)
+        policy = self._policy_loss(logprobs_S, old_S, batch.advantages_S, sequence_S, batch.marks_S)
+        loss_S = policy.loss_T if batch.correction_S is None else policy.loss_T * batch.correction_S
         parts_S = {"loss/policy": loss_S.detach()}
         stats_S = {f"policy/{name}": value for name, value in policy.stats.items()}
         stats_S["policy/advantage"] = batch.advantages_S

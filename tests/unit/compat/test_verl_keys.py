@@ -40,6 +40,8 @@ MAPPED: list[tuple[str, str, Any]] = [
     ("trainer.val_before_train=False", "evaluation.before", False),
     # the loss
     (f"{ACTOR}.policy_loss.loss_mode=mine.py:loss", "algorithm.loss", "mine.py:loss"),
+    (f"{ACTOR}.policy_loss.loss_mode=clip_cov", "algorithm.loss", "clip_cov"),
+    (f"{ACTOR}.policy_loss.loss_mode=gspo", "algorithm.aggregate", "seq-mean-token-mean"),
     # many turns
     (f"{TURNS}.max_assistant_turns=5", "rollout.limits.max_turns", 5),
     (f"{TURNS}.max_turns=6", "rollout.limits.max_turns", 6),
@@ -188,7 +190,6 @@ IGNORED = [
     "actor_rollout_ref.ref.fsdp_config.param_offload=True",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
     "critic.optim.lr=1e-5",
-    f"{ACTOR}.tau_pos=1.0",
     f"{ROLLOUT}.use_torch_compile=True",
     "reward.num_workers=8",
     "reward.reward_model.model_path=null",
@@ -270,7 +271,7 @@ REJECTED = [
     ("actor_rollout_ref.ref.megatron.param_offload=True", "Megatron"),
     (f"{ACTOR}.ppo_epochs=2", "ppo_mini_batch_size"),
     (f"{ACTOR}.ppo_mini_batch_size=2000", "from 1 to data.train_batch_size, which is 1024"),
-    (f"{ACTOR}.policy_loss.loss_mode=gspo", "register"),
+    (f"{ACTOR}.policy_loss.loss_mode=gspoo", "Did you mean 'gspo'"),
     ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
     ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
     ("algorithm.adv_estimator=gae", "critic"),

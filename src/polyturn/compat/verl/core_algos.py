@@ -120,12 +120,11 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvFn:
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Return a decorator that registers a policy loss, here and natively; a name that is taken is replaced here."""
+    """Return a decorator that registers a policy loss, here and natively; what has that name gives way."""
 
     def add(fn: PolicyLossFn) -> PolicyLossFn:
         POLICY_LOSS_REGISTRY[name] = fn
-        if name not in losses.policy_losses:
-            losses.policy_losses.register(name)(as_policy_loss(fn))
+        losses.policy_losses.register(name, replace=True)(as_policy_loss(fn))
         return fn
 
     return add

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.algorithms.advantages import advantages
-from polyturn.algorithms.losses import policy_losses
+from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.core.errors import did_you_mean, one_line
 from polyturn.tokens.parsers import parsers
 
@@ -27,6 +27,8 @@ ACTOR = "actor_rollout_ref.actor"
 NO_LIMIT_CHARS = 1_000_000
 KEEP_ALL = 1_000_000
 _OWN = "one of your own is named as file.py:function, or by its name where it was registered before the run begins"
+_MEANS_OF_SEQUENCES = ("gspo", "sapo", "geo_mean")
+"""Policy losses that are always averaged over sequences."""
 NATIVE_LOOPS = ("single_turn_agent", "tool_agent")
 
 
@@ -355,12 +357,19 @@ def policy_loss(s: Source) -> None:
     if name == "vanilla":
         return
     if name not in policy_losses and ":" not in name:
-        s.refuse(key, f"of verl's own losses vanilla is here; {_OWN}.{did_you_mean(name, ['vanilla', *policy_losses])}")
+        known = sorted({"vanilla", *policy_losses})
+        s.refuse(key, f"there is no such policy loss; {_OWN}.{did_you_mean(name, known)}")
         return
     _put_function(s, "algorithm.loss", name, by=key)
+    if name in _MEANS_OF_SEQUENCES:
+        s.put("algorithm.aggregate", "seq-mean-token-mean", by=key)
     section = key.removesuffix("loss_mode")
     of_section = {k.removeprefix(section): v for k, v in s.found.items() if k.startswith(section)}
-    if own := {k: v for k, v in of_section.items() if k not in ("loss_mode", "_target_")}:
+    own = {k: v for k, v in of_section.items() if k not in ("loss_mode", "_target_")}
+    if name in policy_losses:  # the section holds the options of every loss
+        own |= {k: v for k in ("tau_pos", "tau_neg") if (v := s.get(f"{ACTOR}.{k}")) is not None}
+        own = {k: v for k, v in own.items() if takes_option(policy_losses.resolve(name), k)}
+    if own:
         s.put("algorithm.loss_kwargs", own, by=key)
 
 

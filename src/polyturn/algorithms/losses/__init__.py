@@ -1,0 +1,46 @@
+"""Policy losses: per-token terms, before any weight or mean.
+
+    token.py        ppo_clip (dapo), policy_gradient (gpg), cispo, sapo, none      the ratio of one token
+    sequence.py     gspo, gspo_sequence, geo_mean                                  the ratio of a sequence
+    covariance.py   clip_cov, kl_cov                                               a few tokens of the step apart
+
+Separate from aggregation: a loss here says what one token contributes, `aggregate.py` says how much each token counts, and
+the trainer's loss is the sum of both multiplied. So no loss needs to know a batch, and gradients of micro-batches add up.
+"""
+
+from polyturn.algorithms.losses.base import (
+    MAX_LOG_RATIO,
+    PolicyLoss,
+    Selection,
+    TokenLoss,
+    bind,
+    marks,
+    policy_losses,
+    selection_of,
+    takes_option,
+)
+from polyturn.algorithms.losses.covariance import clip_cov, kl_cov
+from polyturn.algorithms.losses.sequence import geo_mean, gspo, gspo_sequence
+from polyturn.algorithms.losses.token import cispo, none, policy_gradient, ppo_clip, sapo
+
+__all__ = [
+    "MAX_LOG_RATIO",
+    "PolicyLoss",
+    "Selection",
+    "TokenLoss",
+    "bind",
+    "cispo",
+    "clip_cov",
+    "geo_mean",
+    "gspo",
+    "gspo_sequence",
+    "kl_cov",
+    "marks",
+    "none",
+    "policy_gradient",
+    "policy_losses",
+    "ppo_clip",
+    "sapo",
+    "selection_of",
+    "takes_option",
+]

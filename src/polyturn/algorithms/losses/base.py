@@ -1,0 +1,130 @@
+"""What a policy loss is, and the parts that several are made of.
+
+Separate from aggregation: a loss here says what one token contributes, `aggregate.py` says how much each token counts, and
+the trainer's loss is the sum of both multiplied. So no loss needs to know a batch, and gradients of micro-batches add up.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.core.registry import Registry
+from polyturn.core.signature import has_parameter, takes_any_keyword
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are clamped to this before `exp`: beyond it nothing is trained anyway, and exp(89) is infinite in float32."""
+
+
+class TokenLoss(NamedTuple):
+    """What a policy loss returns, one entry per token."""
+
+    loss_T: Tensor
+    stats: dict[str, Tensor]
+    """Detached [T] figures to be averaged over tokens: clip_fraction, ratio, approx_kl."""
+
+
+PolicyLoss = Callable[..., TokenLoss]
+"""(logprobs_T, old_logprobs_T, advantages_T, **options) -> TokenLoss. One that has a parameter `sequence_T` is also told
+which tokens belong together: equal numbers for the tokens of one sample (a segment, never cut by a micro-batch). One with
+`marks_T` is told which tokens its selection chose (`marks`)."""
+
+policy_losses: Registry[PolicyLoss] = Registry("policy_losses")
+
+
+Selection = Callable[..., NDArray[np.bool_]]
+"""(old_logprobs_N, advantages_N, rng, **options) -> [N] which of all trained tokens of a step are marked."""
+
+_selections: dict[PolicyLoss, Selection] = {}
+
+
+def marks(selection: Selection) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Return a decorator for a loss with a parameter `marks_T`: [T] 1 at the tokens that `selection` chose of a whole step.
+
+    A loss sees one micro-batch; what it wants to know of the batch as a whole must be known before that is cut (I7).
+    """
+
+    def add(loss: PolicyLoss) -> PolicyLoss:
+        _selections[loss] = selection
+        return loss
+
+    return add
+
+
+def selection_of(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> Selection | None:
+    """Return the selection that `loss` needs, with those of its options that are for it; None if it needs none."""
+    selection = _selections.get(loss)
+    if selection is None:
+        return None
+    return functools.partial(selection, **{k: v for k, v in kwargs.items() if has_parameter(selection, k)})
+
+
+def takes_option(loss: PolicyLoss, name: str) -> bool:
+    """Return whether `name` is an option of `loss` or of its selection."""
+    selection = _selections.get(loss)
+    is_its_own = has_parameter(loss, name) or takes_any_keyword(loss)
+    return is_its_own or (selection is not None and has_parameter(selection, name))
+
+
+def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
+    """Return [T] log(probability / old probability), clamped to `MAX_LOG_RATIO`."""
+    return (logprobs_T - old_logprobs_T.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def ratio_stats(log_ratio_T: Tensor, is_clipped_T: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the figures that every loss with a ratio reports."""
+    log_T = log_ratio_T.detach()
+    # k3 of the policy that sampled against the present one, Schulman 2020: E_old[(r - 1) - log r].
+    stats = {"ratio": log_T.exp(), "approx_kl": torch.expm1(log_T) - log_T}
+    return stats if is_clipped_T is None else {"clip_fraction": is_clipped_T.to(log_T.dtype), **stats}
+
+
+def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Return [T] for each token the mean of `values_T` over the tokens of its sequence."""
+    _, row_T, count_B = torch.unique(sequence_T, return_inverse=True, return_counts=True)
+    sums_B = values_T.new_zeros(len(count_B)).index_add(0, row_T, values_T)
+    return (sums_B / count_B)[row_T]
+
+
+def bind(loss: PolicyLoss, *, offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> PolicyLoss:
+    """Return `loss` with its options, to be called as (logprobs_T, old_logprobs_T, advantages_T, sequence_T, marks_T).
+
+    Args:
+        loss: The policy loss.
+        offered: What every loss may use; it gets those that it has a parameter for.
+        kwargs: Options of its own, which win.
+
+    Raises:
+        ConfigError: neither it nor its selection has a parameter for one of `kwargs`.
+    """
+    selection = _selections.get(loss)
+    for name in kwargs:
+        if not takes_option(loss, name):
+            known = [n for fn in (loss, selection) if fn is not None for n in inspect.signature(fn).parameters]
+            options = [n for n in known if not n.endswith(("_T", "_N")) and n != "rng"]
+            raise ConfigError(f"the policy loss takes no option {name!r}.{did_you_mean(name, options)}")
+    own = kwargs if takes_any_keyword(loss) else {k: v for k, v in kwargs.items() if has_parameter(loss, k)}
+    bound = {**{k: v for k, v in offered.items() if has_parameter(loss, k)}, **own}
+    needs_sequences = has_parameter(loss, "sequence_T")
+
+    def call(
+        logprobs_T: Tensor,
+        old_logprobs_T: Tensor,
+        advantages_T: Tensor,
+        sequence_T: Tensor,
+        marks_T: Tensor | None = None,
+    ) -> TokenLoss:
+        told = {"sequence_T": sequence_T} if needs_sequences else {}
+        if selection is not None:
+            told["marks_T"] = torch.zeros_like(advantages_T) if marks_T is None else marks_T
+        return loss(logprobs_T, old_logprobs_T, advantages_T, **told, **bound)
+
+    return call

@@ -1,0 +1,111 @@
+"""Policy losses that treat the few tokens apart which drive entropy down: those of the largest covariance.
+
+    c_t = (A_t - mean A) (logprob_t - mean logprob)       means over all trained tokens of the optimizer step
+
+Source: Cui et al. 2025 (The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models), equations 10 to 13.
+A micro-batch knows neither mean nor rank, so tokens are chosen before the step is cut, from the log-probabilities that it
+starts with. On fresh rollouts those are the policy's own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyturn.algorithms.losses.base import TokenLoss, log_ratio, marks, policy_losses, ratio_stats
+from polyturn.algorithms.losses.token import clipped
+
+
+def covariance(old_logprobs_N: NDArray[np.float64], advantages_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [N] each token's share of the covariance between log-probability and advantage."""
+    centred: NDArray[np.float64] = (advantages_N - advantages_N.mean()) * (old_logprobs_N - old_logprobs_N.mean())
+    return centred
+
+
+def choose_within(
+    old_logprobs_N: NDArray[np.float64],
+    advantages_N: NDArray[np.float64],
+    rng: np.random.Generator,
+    *,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+) -> NDArray[np.bool_]:
+    """Mark a share `clip_cov_ratio` of all tokens (at least one), drawn from those with clip_cov_lb < c < clip_cov_ub."""
+    value_N = covariance(old_logprobs_N, advantages_N)
+    able = np.flatnonzero((value_N > clip_cov_lb) & (value_N < clip_cov_ub))
+    count = max(int(clip_cov_ratio * len(value_N)), 1)
+    marked_N = np.zeros(len(value_N), bool)
+    marked_N[rng.permutation(able)[:count]] = True
+    return marked_N
+
+
+def choose_largest(
+    old_logprobs_N: NDArray[np.float64],
+    advantages_N: NDArray[np.float64],
+    rng: np.random.Generator,
+    *,
+    kl_cov_ratio: float = 2e-4,
+) -> NDArray[np.bool_]:
+    """Mark the share `kl_cov_ratio` of all tokens (at least one) with the largest c."""
+    value_N = covariance(old_logprobs_N, advantages_N)
+    marked_N = np.zeros(len(value_N), bool)
+    marked_N[np.argsort(-value_N, kind="stable")[: max(int(kl_cov_ratio * len(value_N)), 1)]] = True
+    return marked_N
+
+
+@policy_losses.register("clip_cov")
+@marks(choose_within)
+def clip_cov(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    marks_T: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> TokenLoss:
+    """Return PPO's clipped loss, and 0 at the marked tokens.
+
+    Source: Cui et al. 2025, equations 10 and 11 (Clip-Cov).
+
+    Args:
+        logprobs_T: [T] log-probabilities under the policy, with gradient.
+        old_logprobs_T: [T] those of the policy that the ratio compares with.
+        advantages_T: [T].
+        marks_T: [T] 1 at the tokens that `choose_within` marked.
+        clip_low: How far below 1 the ratio may go.
+        clip_high: How far above 1.
+    """
+    log_T = log_ratio(logprobs_T, old_logprobs_T)
+    loss_T, is_clipped_T = clipped(log_T.exp(), advantages_T, clip_low=clip_low, clip_high=clip_high)
+    stats = {**ratio_stats(log_T, is_clipped_T), "marked_share": marks_T}
+    return TokenLoss(torch.where(marks_T != 0, 0.0 * loss_T, loss_T), stats)
+
+
+@policy_losses.register("kl_cov")
+@marks(choose_largest)
+def kl_cov(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    marks_T: Tensor,
+    ppo_kl_coef: float = 1.0,
+) -> TokenLoss:
+    """Return -r A, and -r A + ppo_kl_coef |logprob - old_logprob| at the marked tokens.
+
+    Source: Cui et al. 2025, equations 12 and 13 (KL-Cov).
+
+    Args:
+        logprobs_T: [T] log-probabilities under the policy, with gradient.
+        old_logprobs_T: [T] those of the policy that the ratio compares with.
+        advantages_T: [T].
+        marks_T: [T] 1 at the tokens that `choose_largest` marked.
+        ppo_kl_coef: How strongly a marked token is held where it was.
+    """
+    log_T = log_ratio(logprobs_T, old_logprobs_T)
+    loss_T = -advantages_T * log_T.exp() + marks_T * ppo_kl_coef * log_T.abs()
+    return TokenLoss(loss_T, {**ratio_stats(log_T), "marked_share": marks_T})

@@ -1,0 +1,141 @@
+"""Policy losses whose ratio is that of one token.
+
+r = exp(logprob - old_logprob)      A = advantage      sg = without gradient
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyturn.algorithms.losses.base import TokenLoss, log_ratio, policy_losses, ratio_stats
+from polyturn.core.errors import ConfigError
+
+
+class Clipped(NamedTuple):
+    """A clipped objective."""
+
+    loss_T: Tensor
+    is_clipped_T: Tensor
+
+
+def clipped(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float) -> Clipped:
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and where the clip decides."""
+    open_T = -advantages_T * ratio_T
+    bounded_T = -advantages_T * ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return Clipped(torch.maximum(open_T, bounded_T), bounded_T > open_T)
+
+
+@policy_losses.register("dapo")
+@policy_losses.register("ppo_clip")
+def ppo_clip(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> TokenLoss:
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprob - old_logprob).
+
+    Source: Schulman et al. 2017 (PPO), equation 7; separate bounds: Yu et al. 2025 (DAPO), equation 8. DAPO's loss is this
+    one with clip_high above clip_low and the aggregation token-mean.
+
+    Args:
+        logprobs_T: [T] log-probabilities under the policy, with gradient.
+        old_logprobs_T: [T] those of the policy that the ratio compares with.
+        advantages_T: [T].
+        clip_low: How far below 1 the ratio may go.
+        clip_high: How far above 1.
+        dual_clip: c > 1 bounds the loss of a negative advantage to -c A (Ye et al. 2020, equation 5); None leaves it open.
+    """
+    log_ratio_T = log_ratio(logprobs_T, old_logprobs_T)
+    loss_T, is_clipped_T = clipped(log_ratio_T.exp(), advantages_T, clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is not None:
+        bound_T = -advantages_T * dual_clip
+        is_bounded_T = (advantages_T < 0) & (bound_T < loss_T)
+        loss_T = torch.where(is_bounded_T, bound_T, loss_T)
+        is_clipped_T = is_clipped_T | is_bounded_T
+    return TokenLoss(loss_T, ratio_stats(log_ratio_T, is_clipped_T))
+
+
+@policy_losses.register("gpg")
+@policy_losses.register("policy_gradient")
+def policy_gradient(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> TokenLoss:
+    """Return -A logprob, the plain policy gradient: no ratio, no clip, right on policy only.
+
+    Source: Williams 1992 (REINFORCE); without anything around it: Chu et al. 2025 (GPG), equation 4.
+
+    Args:
+        logprobs_T: [T] log-probabilities under the policy, with gradient.
+        old_logprobs_T: [T] those of the policy that sampled, for the figures alone.
+        advantages_T: [T].
+    """
+    return TokenLoss(-advantages_T * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T)))
+
+
+@policy_losses.register("cispo")
+def cispo(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.28,
+) -> TokenLoss:
+    """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: the weight is clipped, and no token loses its gradient.
+
+    Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5; a clip_low of 1 is no lower bound, as there.
+
+    Args:
+        logprobs_T: [T] log-probabilities under the policy, with gradient.
+        old_logprobs_T: [T] those of the policy that the ratio compares with.
+        advantages_T: [T].
+        clip_low: How far below 1 the weight may go.
+        clip_high: How far above 1.
+    """
+    log_ratio_T = log_ratio(logprobs_T, old_logprobs_T)
+    ratio_T = log_ratio_T.detach().exp()
+    weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return TokenLoss(-weight_T * advantages_T * logprobs_T, ratio_stats(log_ratio_T, weight_T != ratio_T))
+
+
+@policy_losses.register("sapo")
+def sapo(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> TokenLoss:
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A: a gate that closes softly around r = 1 takes the place of the clip.
+
+    Source: Gao et al. 2025 (Soft Adaptive Policy Optimization), equations 5 and 6; tau is tau_pos where A > 0 and tau_neg
+    elsewhere. The gradient at r = 1 is that of r A.
+
+    Args:
+        logprobs_T: [T] log-probabilities under the policy, with gradient.
+        old_logprobs_T: [T] those of the policy that the ratio compares with.
+        advantages_T: [T].
+        tau_pos: How fast the gate closes for tokens to be made likelier.
+        tau_neg: The same for tokens to be made less likely; above tau_pos for stability.
+
+    Raises:
+        ConfigError: a temperature is not positive.
+    """
+    if not (tau_pos > 0 and tau_neg > 0):
+        raise ConfigError(f"sapo has tau_pos {tau_pos} and tau_neg {tau_neg}; both must be above 0")
+    log_ratio_T = log_ratio(logprobs_T, old_logprobs_T)
+    tau_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
+    gate_T = torch.sigmoid(tau_T * (log_ratio_T.exp() - 1.0)) * (4.0 / tau_T)
+    return TokenLoss(-gate_T * advantages_T, ratio_stats(log_ratio_T))
+
+
+@policy_losses.register("none")
+def none(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> TokenLoss:
+    """Return 0: rewards teach nothing, and what remains is distillation, KL and entropy."""
+    return TokenLoss(0.0 * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T)))

@@ -1,0 +1,206 @@
+"""Every policy loss against its definition, written out token by token in plain Python, with its gradient in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from polyturn.algorithms.losses import MAX_LOG_RATIO, bind, policy_losses, selection_of
+from polyturn.algorithms.losses.covariance import choose_largest, choose_within, covariance
+from polyturn.core.errors import ConfigError
+
+SEQUENCES = [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
+LOW, HIGH = 0.2, 0.28
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return max(low, min(high, value))
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def sequence_of(t: int) -> list[int]:
+    return next(s for s in SEQUENCES if t in s)
+
+
+def ppo_clip(new, old, adv, t, marks):
+    r = math.exp(new[t] - old[t])
+    return -min(r * adv[t], clip(r, 1 - LOW, 1 + HIGH) * adv[t])
+
+
+def policy_gradient(new, old, adv, t, marks):
+    return -adv[t] * new[t]
+
+
+def cispo(new, old, adv, t, marks, frozen):
+    return -clip(math.exp(frozen[t] - old[t]), 1 - LOW, 1 + HIGH) * adv[t] * new[t]
+
+
+def sapo(new, old, adv, t, marks):
+    r = math.exp(new[t] - old[t])
+    tau = 1.0 if adv[t] > 0 else 1.05
+    return -adv[t] * 4 / tau / (1 + math.exp(-tau * (r - 1)))
+
+
+def gspo_sequence(new, old, adv, t, marks):
+    s = math.exp(mean(new[i] - old[i] for i in sequence_of(t)))
+    return -min(s * adv[t], clip(s, 1 - LOW, 1 + HIGH) * adv[t])
+
+
+def gspo(new, old, adv, t, marks, frozen):
+    s = math.exp(mean(frozen[i] - old[i] for i in sequence_of(t))) * math.exp(new[t] - frozen[t])
+    return -min(s * adv[t], clip(s, 1 - LOW, 1 + HIGH) * adv[t])
+
+
+def geo_mean(new, old, adv, t, marks):
+    logs = []
+    for i in sequence_of(t):
+        sign = 1 if adv[i] >= 0 else -1
+        ratio = new[i] - old[i]
+        logs.append(sign * min(sign * ratio, sign * clip(ratio, -LOW, HIGH)))
+    return -mean(adv[i] for i in sequence_of(t)) * math.exp(mean(logs))
+
+
+def clip_cov(new, old, adv, t, marks):
+    return 0.0 if marks[t] else ppo_clip(new, old, adv, t, marks)
+
+
+def kl_cov(new, old, adv, t, marks):
+    return -adv[t] * math.exp(new[t] - old[t]) + marks[t] * abs(new[t] - old[t])
+
+
+def none(new, old, adv, t, marks):
+    return 0.0
+
+
+DEFINITIONS = {
+    "ppo_clip": ppo_clip,
+    "dapo": ppo_clip,
+    "policy_gradient": policy_gradient,
+    "gpg": policy_gradient,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gspo": gspo,
+    "gspo_sequence": gspo_sequence,
+    "geo_mean": geo_mean,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "none": none,
+}
+FREEZES = {"cispo", "gspo"}
+"""Their definitions hold a copy of the log-probabilities that has no gradient."""
+
+
+def arrays(seed: int):
+    rng = np.random.default_rng(seed)
+    old = rng.normal(-2, 1, 12)
+    return old + rng.normal(0, 0.3, 12), old, rng.normal(size=12), (rng.random(12) < 0.3).astype(float)
+
+
+def defined(name: str, new, old, adv, t, marks, frozen) -> float:
+    told = {"frozen": frozen} if name in FREEZES else {}
+    return DEFINITIONS[name](new, old, adv, t, marks, **told)
+
+
+def of_library(name: str, new, old, adv, marks):
+    loss = bind(policy_losses.resolve(name), offered={"clip_low": LOW, "clip_high": HIGH}, kwargs={})
+    leaf = torch.tensor(new, requires_grad=True)
+    sequence = torch.tensor([SEQUENCES.index(sequence_of(t)) for t in range(len(new))])
+    return leaf, loss(leaf, torch.tensor(old), torch.tensor(adv), sequence, torch.tensor(marks))
+
+
+def test_every_loss_has_a_definition_here():
+    own = {name for name in policy_losses if policy_losses.resolve(name).__module__.startswith("polyturn.algorithms")}
+    assert own == set(DEFINITIONS)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_loss_of_each_token_is_its_definition(name, seed):
+    new, old, adv, marks = arrays(seed)
+    _, found = of_library(name, new, old, adv, marks)
+    expected = [defined(name, new, old, adv, t, marks, new) for t in range(12)]
+    assert found.loss_T.tolist() == pytest.approx(expected, abs=1e-12)
+    assert all(not v.requires_grad and v.shape == (12,) for v in found.stats.values())
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_the_gradient_is_that_of_the_definition(name):
+    """Central differences of the weighted sum; weights are those of a mean over sequences."""
+    new, old, adv, marks = arrays(3)
+    weights = np.array([1 / len(sequence_of(t)) / len(SEQUENCES) for t in range(12)])
+    leaf, found = of_library(name, new, old, adv, marks)
+    (found.loss_T * torch.tensor(weights)).sum().backward()
+    for i in range(12):
+        sides = []
+        for step in (1e-6, -1e-6):
+            moved = new.copy()
+            moved[i] += step
+            sides.append(sum(weights[t] * defined(name, moved, old, adv, t, marks, new) for t in range(12)))
+        assert leaf.grad[i].item() == pytest.approx((sides[0] - sides[1]) / 2e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_on_policy_every_loss_has_the_plain_policy_gradient(name):
+    """With a ratio of 1 and one advantage a sequence: -A times the gradient of the log-probability."""
+    new, _, _, _ = arrays(4)
+    adv = np.array([[0.7, -1.3, 0.4, 1.1][SEQUENCES.index(sequence_of(t))] for t in range(12)])
+    leaf, found = of_library(name, new, new, adv, np.zeros(12))
+    found.loss_T.sum().backward()
+    assert leaf.grad.tolist() == pytest.approx((0 * adv if name == "none" else -adv).tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_an_extreme_ratio_stays_finite(name):
+    new, old, adv, marks = arrays(5)
+    leaf, found = of_library(name, new.astype(np.float32), (old - 1e4).astype(np.float32), adv.astype(np.float32), marks)
+    found.loss_T.sum().backward()
+    assert torch.isfinite(found.loss_T).all() and torch.isfinite(leaf.grad).all()
+    assert math.exp(MAX_LOG_RATIO) < 3e38
+
+
+def test_the_two_forms_of_gspo_agree_where_a_sequence_has_one_advantage():
+    """Zheng et al. 2025, section 4.3."""
+    new, old, _, marks = arrays(6)
+    adv = np.array([[0.7, -1.3, 0.4, 1.1][SEQUENCES.index(sequence_of(t))] for t in range(12)])
+    grads = []
+    for name in ("gspo", "gspo_sequence"):
+        leaf, found = of_library(name, new, old, adv, marks)
+        found.loss_T.sum().backward()
+        grads.append(leaf.grad)
+    assert torch.allclose(grads[0], grads[1], atol=1e-12)
+
+
+def test_clip_cov_marks_tokens_of_a_band():
+    """Cui et al. 2025, equation 10: a share of all tokens, at least one, drawn from those with lb < c < ub."""
+    rng = np.random.default_rng(0)
+    old, adv = rng.normal(-2, 1, 1000), rng.normal(size=1000)
+    value = covariance(old, adv)
+    assert value == pytest.approx([(a - adv.mean()) * (o - old.mean()) for a, o in zip(adv, old, strict=True)])
+    marked = choose_within(old, adv, np.random.default_rng(1), clip_cov_ratio=0.01, clip_cov_lb=0.5, clip_cov_ub=2.0)
+    assert marked.sum() == 10 and ((value[marked] > 0.5) & (value[marked] < 2.0)).all()
+    assert choose_within(old, adv, np.random.default_rng(1), clip_cov_ratio=0.0).sum() == 1
+    assert not choose_within(old, adv, np.random.default_rng(1), clip_cov_lb=1e9, clip_cov_ub=2e9).any()
+
+
+def test_kl_cov_marks_the_largest():
+    rng = np.random.default_rng(0)
+    old, adv = rng.normal(-2, 1, 1000), rng.normal(size=1000)
+    marked = choose_largest(old, adv, rng, kl_cov_ratio=0.005)
+    assert set(np.flatnonzero(marked)) == set(np.argsort(covariance(old, adv))[-5:])
+
+
+def test_options_go_to_the_loss_or_to_its_selection():
+    loss = policy_losses.resolve("clip_cov")
+    assert selection_of(loss, kwargs={"clip_cov_ratio": 0.5}) is not None
+    assert selection_of(policy_losses.resolve("ppo_clip"), kwargs={}) is None
+    bind(loss, offered={}, kwargs={"clip_cov_ratio": 0.5, "clip_low": 0.1})
+    with pytest.raises(ConfigError, match=r"no option 'clip_cov_ration'.*clip_cov_ratio"):
+        bind(loss, offered={}, kwargs={"clip_cov_ration": 0.5})
+    of_sapo = bind(policy_losses.resolve("sapo"), offered={}, kwargs={"tau_pos": 0})
+    with pytest.raises(ConfigError, match="tau_pos 0"):
+        of_sapo(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.zeros(1))
