@@ -104,7 +104,7 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
         ),
         tools=tools,
         interactions=build_interactions(place),
-        rewarder=build_rewarder(place, scores_turns=scheduler.scores_turns),
+        rewarder=build_rewarder(place, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward),
         scheduler=scheduler,
         limits=_limits(config.rollout.limits, max_context),
         sampling=sampling_params(config.rollout.sampling, config.rollout.limits),
@@ -164,8 +164,8 @@ def build_interactions(place: Place) -> Mapping[str, Any]:
     return initialize_interactions_from_config({"interaction": source}, base=place.base)
 
 
-def build_rewarder(place: Place, *, scores_turns: bool = False) -> RewardRouter:
-    """Make what scores finished trajectories; `scores_turns` says whether the run's scheduler scores turns."""
+def build_rewarder(place: Place, *, scores_turns: bool = False, may_be_given: bool = False) -> RewardRouter:
+    """Make what scores finished trajectories; the flags say what the run's scheduler scores."""
     reward = place.config.reward
     return RewardRouter(
         {source: _reward_ref(target) for source, target in reward.routes.items()},
@@ -187,6 +187,7 @@ def build_rewarder(place: Place, *, scores_turns: bool = False) -> RewardRouter:
             slots=threading.Semaphore(reward.sandbox.max_concurrent),
         ),
         scores_turns=scores_turns,
+        may_be_given=may_be_given,
         base=place.base,
     )
 

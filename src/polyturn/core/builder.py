@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -64,6 +64,14 @@ class _Open:
         self.length = length
 
 
+class Place(NamedTuple):
+    """Where a builder stands, to be taken up again by `fork` when it has gone on."""
+
+    segment: int
+    length: int
+    num_media: int
+
+
 class TrajectoryBuilder:
     """Collects the tokens of one episode into segments."""
 
@@ -105,19 +113,27 @@ class TrajectoryBuilder:
         """Whether this place is in a segment; a new builder, and another agent's, must `open` one first."""
         return self._current >= 0
 
-    def fork(self, *, agent: str | None = None) -> TrajectoryBuilder:
+    @property
+    def place(self) -> Place:
+        """Where this builder stands."""
+        return Place(self._current, self._length, self._num_media)
+
+    def fork(self, *, agent: str | None = None, at: Place | None = None) -> TrajectoryBuilder:
         """Return a second place to append at.
 
         Args:
             agent: None goes on from here; another name starts without context, and its first segment remembers that it was
                 called from here.
+            at: A place where this builder stood, to go on from instead of here; nothing before it may have been cut since.
         """
-        segment = self._open_segment()
-        segment.pinned = max(segment.pinned, self._length)
+        self._open_segment()
+        here = at or self.place
+        segment = self._segments[here.segment]
+        segment.pinned = max(segment.pinned, here.length)
         other = TrajectoryBuilder(agent=agent or self.agent)
         other._segments = self._segments
         if agent is None:
-            other._current, other._length, other._num_media = self._current, self._length, self._num_media
+            other._current, other._length, other._num_media = here
         else:
             other._origin = Branch(self._current, self._length)
         return other

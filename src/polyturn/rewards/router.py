@@ -75,6 +75,7 @@ class RewardRouter:
         overlong: Overlong | None = None,
         sandbox: Sandbox | None = None,
         scores_turns: bool = False,
+        may_be_given: bool = False,
         base: Path | None = None,
     ) -> None:
         """Resolve every route.
@@ -91,6 +92,7 @@ class RewardRouter:
             overlong: The penalty for long responses.
             sandbox: Where programs run, for functions that have a parameter `sandbox`.
             scores_turns: Whether the run's scheduler scores turns, for tasks that nothing else scores.
+            may_be_given: Whether the run's scheduler may say what an episode is worth, so that tasks need nothing else.
             base: The folder that relative file paths start from.
 
         Raises:
@@ -105,6 +107,7 @@ class RewardRouter:
         self._aggregate = _AGGREGATES[interaction_aggregate]
         self._overlong = overlong
         self._scores_turns = scores_turns
+        self._may_be_given = may_be_given
         self.running = Running()
         """The episodes that run; whoever runs one holds `running.one()` until it is scored."""
         options, sandbox = calls or CallOptions(), sandbox or Sandbox(url=None)
@@ -142,23 +145,37 @@ class RewardRouter:
             DataError: a task has nothing that could score it.
         """
         for task in tasks:
-            target = self._target(task)
+            try:
+                target = self._target(task)
+            except UnknownNameError:
+                if self._may_be_given:
+                    continue
+                raise
             if isinstance(target, RewardFunction):
                 target.require()
             has_tools = bool(tools if task.tools is None else task.tools)
-            if (target == "interaction" and task.interaction is None) or (target == "tools" and not has_tools):
+            is_alone = target == "tools" and not has_tools and not self._may_be_given
+            if (target == "interaction" and task.interaction is None) or is_alone:
                 raise DataError(
                     f"task {task.id!r} has nothing that scores it (data_source {task.data_source!r}, interaction "
                     f"{task.interaction and task.interaction.name!r}, tools {task.tools}); give its row a data_source with "
                     "a reward, an interaction or tools"
                 )
 
-    async def score(self, trajectory: Trajectory, tool_rewards: Mapping[str, float | None] | None = None) -> Reward:
+    async def score(
+        self,
+        trajectory: Trajectory,
+        tool_rewards: Mapping[str, float | None] | None = None,
+        *,
+        outcome: tuple[float, Mapping[str, Any]] | None = None,
+    ) -> Reward:
         """Return the reward of a finished trajectory.
 
         Args:
             trajectory: The record; its turns carry the scores of the interaction and of the tool calls.
             tool_rewards: What each tool's `calc_reward` returned.
+            outcome: The score and what is recorded beside it, where the episode's scheduler gave them: no reward function is
+                asked then.
 
         Raises:
             RewardError: the reward function raised, was late or returned no finite number, or there is none.
@@ -169,8 +186,8 @@ class RewardRouter:
         steps = [s for name, s in scores if name.startswith("tool/")]
         given = [s for name, s in scores if not name.startswith("tool/")]
         said = self._aggregate(turns) if turns else None
-        outcome, info = await self._outcome(trajectory, said, math.fsum(given), of_tools, tool_rewards or {})
-        components = {"outcome": outcome, "tool_step": math.fsum(steps), **of_tools}
+        value, info = outcome or await self._outcome(trajectory, said, math.fsum(given), of_tools, tool_rewards or {})
+        components = {"outcome": value, "tool_step": math.fsum(steps), **of_tools}
         if said is not None:
             components["interaction"] = said
         if given:
@@ -194,7 +211,9 @@ class RewardRouter:
         try:
             target = self._target(trajectory.task)
         except UnknownNameError as problem:
-            raise RewardError(str(problem)) from problem
+            raise RewardError(self._unscored(trajectory) or str(problem)) from problem
+        if target == "tools" and not of_tools and (missing := self._unscored(trajectory)) is not None:
+            raise RewardError(missing)
         if isinstance(target, RewardFunction):
             return await target(trajectory, tool_rewards=tool_rewards)
         if target == "interaction":
@@ -203,6 +222,15 @@ class RewardRouter:
         if target == "turns":
             return given, {}
         return math.fsum(of_tools.values()), {}
+
+    def _unscored(self, trajectory: Trajectory) -> str | None:
+        """Return what is wrong where the scheduler should have said what an episode is worth."""
+        if not self._may_be_given:
+            return None
+        return (
+            f"nothing says what the episode of task {trajectory.task.id!r} is worth: its agent returned None and posted no "
+            f"reward, and no reward function scores the data_source {trajectory.task.data_source!r}"
+        )
 
     def _target(self, task: Task) -> RewardFunction | str:
         if task.data_source is not None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from polyturn.core.errors import InteractionError
 from polyturn.core.generation import SamplingParams
@@ -31,6 +33,9 @@ from polyturn.tokens.parsers import ToolCallParser
 from polyturn.tools.executor import ToolBox
 
 logger = logging.getLogger(__name__)
+
+MAX_TOOL_SETS = 256
+"""Sets of tools that agents bring, for which an encoder is kept."""
 
 
 @dataclass(kw_only=True)
@@ -71,6 +76,8 @@ class RolloutContext:
     _num_finished: int = 0
     _warned: set[str] = field(default_factory=set)
     _encoders: dict[tuple[str, ...], MediaEncoder] = field(default_factory=dict)
+    _brought: dict[tuple[str, ...], MediaEncoder] = field(default_factory=dict)
+    """Encoders by the schemas of tools that agents brought."""
     _live_ids: set[tuple[str, str]] = field(default_factory=set)
     _partners: dict[str, Interaction] = field(default_factory=dict)
 
@@ -81,14 +88,26 @@ class RolloutContext:
         """Return the encoder for the tools that the task may call."""
         names = self.tools.select(task)
         if names not in self._encoders:
-            self._encoders[names] = MediaEncoder(
-                self.codec,
-                tools=self.tools.schemas_of(task),
-                media=self.media,
-                escape_prompts=self.escape_prompts,
-                escape_observations=self.escape_observations,
-            )
+            self._encoders[names] = self._encoder(self.tools.schemas_of(task))
         return self._encoders[names]
+
+    def encoder_listing(self, tools: Sequence[Mapping[str, Any]]) -> MediaEncoder:
+        """Return the encoder for tools that an agent brings, as schemas in OpenAI's function form."""
+        key = (json.dumps(tools, sort_keys=True),)
+        encoder = self._brought.pop(key, None) or self._encoder(tools)
+        self._brought[key] = encoder  # the most recently used stands last
+        if len(self._brought) > MAX_TOOL_SETS:
+            del self._brought[next(iter(self._brought))]
+        return encoder
+
+    def _encoder(self, tools: Sequence[Mapping[str, Any]]) -> MediaEncoder:
+        return MediaEncoder(
+            self.codec,
+            tools=tools,
+            media=self.media,
+            escape_prompts=self.escape_prompts,
+            escape_observations=self.escape_observations,
+        )
 
     @property
     def media_token_ids(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -42,13 +42,30 @@ from polyturn.rollout.history import shorten
 from polyturn.rollout.lifespan import run_and_score
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
-from polyturn.rollout.transcript import Prompt, Transcript
+from polyturn.rollout.stop_strings import Stopped, generate_until
+from polyturn.rollout.transcript import Mark, Prompt, Transcript
 from polyturn.tokens import sanity
 from polyturn.tokens.codec import Codec
 
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+
+
+class EpisodeMark(NamedTuple):
+    """A place in an episode, right behind a turn."""
+
+    transcript: Mark
+    num_turns: int
+    response_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenReward:
+    """What an agent that judges itself said its episode is worth."""
+
+    score: float
+    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,11 +101,14 @@ class Episode:
         self.task = task
         self.turns: list[LiveTurn] = []
         """The turns of this episode, and those that it had when it was forked."""
+        self.given_reward: GivenReward | None = None
+        """What the scheduler says the episode is worth, in place of the run's reward functions; None leaves it to them."""
         self.lifecycle = Lifecycle()
         self.limits = context.limits
         self._context = context
         self._seed = seed
         self._sampling = sampling or context.sampling
+        self._stops: tuple[str, ...] = ()
         self._transcript = Transcript(
             context.encoder_for(task), context.parser, task.prompt, renders_history=context.renders_history
         )
@@ -192,15 +212,20 @@ class Episode:
         )
         self._move(RequestState.GENERATING)
         began = time.monotonic()
-        completion = await self._context.engine.generate(
-            GenerateRequest(
-                request_id=f"{self.id}/{number}",
-                session_id=self.id,
-                prompt_ids=transcript.context,
-                sampling=sampling,
-                media=transcript.builder.media,
-            )
+        request = GenerateRequest(
+            request_id=f"{self.id}/{number}",
+            session_id=self.id,
+            prompt_ids=transcript.context,
+            sampling=sampling,
+            media=transcript.builder.media,
         )
+        engine, codec = self._context.engine, self._context.codec
+        if self._stops:
+            ended = await generate_until(engine, request, stops=self._stops, codec=codec)
+            self._shared.num_cut += ended.num_dropped
+        else:
+            ended = Stopped(await engine.generate(request), None, 0)
+        completion = ended.completion
         if sampling.banned_token_ids and np.isin(completion.token_ids, sampling.banned_token_ids).any():
             raise EngineError(
                 f"the engine sampled a token that it was told not to (one of {sampling.banned_token_ids}, which stand for "
@@ -217,12 +242,30 @@ class Episode:
             said_before=said_before,
             num_tokens=len(completion.token_ids),
             spans=list(spans),
+            stopped_by=ended.stop,
             timings={"generate": time.monotonic() - began},
         )
         self._response_tokens += len(completion.token_ids)
         self.turns.append(turn)
         self._shared.turns.append(turn)
         return turn
+
+    def sample_as(self, sampling: SamplingParams, *, stops: Sequence[str] = ()) -> None:
+        """Sample the next turns like this, within the limits.
+
+        Args:
+            sampling: Where the temperature is not the run's, the trainer's logprobs are not those of what was sampled.
+            stops: Texts with which a turn ends. The token that completes one is the turn's last; it is kept and trained.
+        """
+        self._sampling, self._stops = sampling, tuple(stops)
+
+    def list_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Let prompts that are rendered from now on list `tools`, schemas in OpenAI's function form, and not the task's."""
+        self._transcript.list_tools(self._context.encoder_listing(tools))
+
+    def mark(self) -> EpisodeMark:
+        """Return where the episode stands, right behind a turn; `fork(at=…)` goes on from there whatever came since."""
+        return EpisodeMark(self._transcript.mark(), len(self.turns), self._response_tokens)
 
     async def call_tools(self, turn: LiveTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
@@ -317,7 +360,13 @@ class Episode:
         turn.observation += (Message(role="assistant", content=text),)
         return Reply(goes_on=True)
 
-    def fork(self, *, agent: str | None = None, messages: Sequence[Message | Mapping[str, Any]] | None = None) -> Episode:
+    def fork(
+        self,
+        *,
+        agent: str | None = None,
+        messages: Sequence[Message | Mapping[str, Any]] | None = None,
+        at: EpisodeMark | None = None,
+    ) -> Episode:
         """Return a second run that goes on from here by itself, with what waits to be shown; drive it as this one.
 
         Its turns belong to the same trajectory, and it shares tools, interaction and reward with it. Limits hold along its
@@ -327,6 +376,7 @@ class Episode:
         Args:
             agent: The name of another agent, whose history begins with `messages`; None is the same agent.
             messages: The history instead of this one's; needed for another agent.
+            at: A place where this episode stood, instead of where it stands now.
 
         Raises:
             LifecycleError: the episode has no prompt yet; `prepare` it first.
@@ -343,8 +393,11 @@ class Episode:
         other.lifecycle = Lifecycle()
         other._seed = derive_seed(self._seed, "fork", number)
         given = None if messages is None else [Message.from_openai(m) for m in messages]
-        other._transcript = self._transcript.fork(agent=agent, messages=given)
+        other._transcript = self._transcript.fork(agent=agent, messages=given, at=None if at is None else at.transcript)
         other.turns = list(self.turns) if agent is None else []
+        if at is not None and agent is None:
+            del other.turns[at.num_turns :]
+            other._response_tokens, other._pending_user_reply = at.response_tokens, False
         if agent is not None:
             other._response_tokens = other._user_turns = 0
             other._pending_user_reply = False

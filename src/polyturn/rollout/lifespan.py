@@ -79,7 +79,9 @@ async def _run_and_score(context: RolloutContext, episode: Episode) -> Trajector
     trajectory = episode.trajectory(stop, error=error, extra=extra)
     if not stop.is_failure:
         try:
-            reward = await context.rewarder.score(trajectory, tool_rewards)
+            given = episode.given_reward
+            outcome = None if given is None else (given.score, given.info)
+            reward = await context.rewarder.score(trajectory, tool_rewards, outcome=outcome)
             trajectory = dataclasses.replace(trajectory, reward=reward)
         except BROKEN:
             raise

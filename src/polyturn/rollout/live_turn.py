@@ -27,6 +27,9 @@ class LiveTurn:
     """What was sampled, as text: reasoning and calls included, without the token that ends a turn."""
     said_before: str = ""
     """What the same message said before, where the turn goes on with one; `message` has both."""
+    stopped_by: str | None = None
+    """The stop string that ended it, with which `text` ends, or which its last token goes beyond; None if something else
+    did."""
     num_tokens: int = 0
     """How many of the sampled tokens are kept."""
     is_continued: bool = False

@@ -80,6 +80,9 @@ class MultiTurnScheduler:
     scores_turns: bool = False
     """Whether it scores turns (`turn.scores`): a task that nothing else scores is then rewarded with their sum."""
 
+    gives_reward: bool = False
+    """Whether it may say itself what an episode is worth (`episode.given_reward`), so that tasks need no other reward."""
+
     def check_task(self, task: Task) -> None:
         """Refuse a task that this scheduler cannot run; called for every task before a run, and never in an episode.
 

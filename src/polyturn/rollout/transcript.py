@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyturn.core.arrays import Ids, ids_array
-from polyturn.core.builder import TrajectoryBuilder
+from polyturn.core.builder import Place, TrajectoryBuilder
 from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.generation import Completion
 from polyturn.core.media import Media
@@ -44,6 +44,18 @@ class Prompt(NamedTuple):
     """Tokens of the whole prompt."""
     media: tuple[Media, ...] = ()
     """The images and other media that `ids` show."""
+
+
+class Mark(NamedTuple):
+    """A place in a transcript right behind a turn, to be taken up again when the transcript has gone on."""
+
+    place: Place
+    messages: list[Message]
+    """The transcript's own list, of which the first `num_messages` count: it only grows, and an edit replaces it."""
+    num_messages: int
+    num_prompt: int
+    last_id: int | None
+    is_canonical: bool
 
 
 class Transcript:
@@ -120,7 +132,16 @@ class Transcript:
         """What the assistant message that goes on says already; "" when the next turn opens one."""
         return self._said if self._is_open_message else ""
 
+    def mark(self) -> Mark:
+        """Return where it stands, right behind a turn."""
+        messages = self._messages
+        return Mark(self.builder.place, messages, len(messages), self.num_prompt, self._last_id, self.is_canonical)
+
     # Writing. None of these encodes a message.
+
+    def list_tools(self, encoder: DeltaEncoder) -> None:
+        """Let prompts that are rendered from now on list the tools of `encoder`."""
+        self._encoder = encoder
 
     def extend_prompt(self, messages: Sequence[Message]) -> None:
         """Add messages to the prompt, before it is shown."""
@@ -297,16 +318,23 @@ class Transcript:
         self._pending, self._addition, self._is_edited, self._given = (), NO_IDS, False, None
         return ref
 
-    def fork(self, *, agent: str | None = None, messages: Sequence[Message] | None = None) -> Transcript:
-        """Return a transcript that goes on from here by itself; with `agent`, one that begins with `messages`."""
+    def fork(
+        self, *, agent: str | None = None, messages: Sequence[Message] | None = None, at: Mark | None = None
+    ) -> Transcript:
+        """Return one that goes on from here, or from `at`, by itself; with `agent`, one that begins with `messages`."""
+        held = self._messages if at is None else at.messages[: at.num_messages]
         other = Transcript(
             self._encoder,
             self._parser,
-            self._messages if messages is None else messages,
+            held if messages is None else messages,
             renders_history=self._renders_history,
-            builder=self.builder.fork(agent=agent),
+            builder=self.builder.fork(agent=agent, at=None if at is None else at.place),
         )
         if agent is not None:
+            return other
+        if at is not None:
+            other._written = self._written
+            other.num_prompt, other.is_canonical, other._last_id = at.num_prompt, at.is_canonical, at.last_id
             return other
         other._written = self._written
         other.num_prompt, other.is_canonical, other._last_id = self.num_prompt, self.is_canonical, self._last_id
