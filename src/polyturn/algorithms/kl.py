@@ -1,4 +1,5 @@
-"""Estimators of KL(policy || reference) from the log-probabilities of sampled tokens, and entropy from logits.
+"""Estimators of KL(policy || reference) from the log-probabilities of sampled tokens, what steers the weight of such a term,
+and entropy from logits.
 
 Source: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). With x sampled from the policy and
 log r = ref_logprob - logprob:
@@ -6,16 +7,24 @@ log r = ref_logprob - logprob:
     k1 = -log r              unbiased, high variance; its gradient is 0 on average, so it is a measure and no loss
     k2 = (log r)^2 / 2       biased, low variance; on policy its gradient is the gradient of the KL
     k3 = (r - 1) - log r     unbiased, low variance, never negative; the term of GRPO's loss (Shao et al. 2024, equation 4)
+    abs = |log r|            a distance, no KL
+
+A trailing "+" is straight-through: the value of the estimator with the gradient of k2. On policy only that gradient is
+right, in expectation the KL's own: k1's is 0 and k3's is that of KL(reference || policy). So "k1+" reads
+as an unbiased KL and trains like one, which is what distillation from a teacher asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from polyturn.algorithms.losses import MAX_LOG_RATIO
+from polyturn.core.errors import ConfigError
 from polyturn.core.registry import Registry
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]
@@ -41,6 +50,98 @@ def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Return [T] (r - 1) - log r with r = ref probability / probability."""
     log_r_T = (ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(log_r_T) - log_r_T
+
+
+@kl_estimators.register("abs")
+def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """Return [T] the absolute difference."""
+    return (logprobs_T - ref_logprobs_T).abs()
+
+
+def straight_through(value: KlEstimator) -> KlEstimator:
+    """Return an estimator with the value of `value` and the gradient of k2."""
+
+    def estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+        through_T = k2(logprobs_T, ref_logprobs_T)
+        return value(logprobs_T, ref_logprobs_T).detach() + through_T - through_T.detach()
+
+    return estimate
+
+
+for _name, _estimator in (("k1", k1), ("k3", k3), ("abs", absolute)):
+    kl_estimators.register(f"{_name}+")(straight_through(_estimator))
+
+
+class KlController(Protocol):
+    """The weight of a KL term over a run."""
+
+    @property
+    def coef(self) -> float:
+        """The weight now."""
+        ...
+
+    def update(self, kl: float, *, num_trajectories: int) -> None:
+        """Take in the mean KL per token of one step and how many trajectories it was measured on."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class FixedKl:
+    """A weight that stays."""
+
+    coef: float
+
+    def update(self, kl: float, *, num_trajectories: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the weight is the configuration's."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AdaptiveKl:
+    """A weight that keeps the KL near a target: coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon).
+
+    Source: Ziegler et al. 2019 (Fine-Tuning Language Models from Human Preferences), section 2.2.
+    """
+
+    coef: float
+    target: float
+    """KL per token, in nats."""
+    horizon: float = 10_000.0
+    """Trajectories after which an error of a fifth or more has changed the weight by a fifth of itself."""
+
+    def __post_init__(self) -> None:
+        if not (self.coef > 0 and self.target > 0 and self.horizon > 0):
+            raise ConfigError(
+                f"an adaptive KL weight needs a start ({self.coef}), a target ({self.target}) and a horizon "
+                f"({self.horizon}) above 0"
+            )
+
+    def update(self, kl: float, *, num_trajectories: int) -> None:
+        """Take in the mean KL per token of one step and how many trajectories it was measured on."""
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * num_trajectories / self.horizon
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weight."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the weight of `state`; without one, with that of the configuration."""
+        self.coef = float(state.get("coef", self.coef))
 
 
 def entropy(log_softmax_SV: Tensor) -> Tensor:

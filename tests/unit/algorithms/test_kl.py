@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from polyturn.algorithms.kl import entropy, k1, k2, k3, kl_estimators
+from polyturn.algorithms.kl import AdaptiveKl, FixedKl, entropy, k1, k2, k3, kl_estimators
+from polyturn.core.errors import ConfigError
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
@@ -51,5 +52,43 @@ def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size():
     assert entropy(torch.log_softmax(torch.zeros(2, 8), -1)).tolist() == pytest.approx([math.log(8)] * 2)
 
 
+@pytest.mark.parametrize("name", ["k1", "k3", "abs"])
+def test_straight_through_keeps_the_value_and_takes_the_gradient_of_the_kl(name):
+    logits = P.log().clone().requires_grad_()
+    logprobs = torch.log_softmax(logits, -1)
+    plain, through = kl_estimators.resolve(name), kl_estimators.resolve(f"{name}+")
+    assert torch.allclose(through(logprobs, Q.log()), plain(logprobs, Q.log()), atol=1e-12)
+    (true,) = torch.autograd.grad((logprobs.exp() * (logprobs - Q.log())).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad((P * through(logprobs, Q.log())).sum(), logits)
+    assert torch.allclose(found, true, atol=1e-12)
+
+
 def test_names():
-    assert list(kl_estimators) == ["k1", "k2", "k3"]
+    assert list(kl_estimators) == ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+
+
+def test_an_adaptive_weight_follows_its_target():
+    """Ziegler et al. 2019, section 2.2: the error is clipped to a fifth and scaled by trajectories over horizon."""
+    control = AdaptiveKl(coef=0.1, target=0.5, horizon=100)
+    control.update(0.55, num_trajectories=10)
+    assert control.coef == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    control.update(50.0, num_trajectories=10)
+    assert control.coef == pytest.approx(0.101 * 1.02)
+    control.update(0.0, num_trajectories=10)
+    assert control.coef == pytest.approx(0.101 * 1.02 * 0.98)
+
+
+def test_a_controller_continues_from_its_state():
+    control, later = AdaptiveKl(coef=0.1, target=0.5), AdaptiveKl(coef=0.7, target=0.5)
+    control.update(1.0, num_trajectories=1000)
+    later.load_state_dict(control.state_dict())
+    assert later.coef == control.coef == pytest.approx(0.102)
+    fixed = FixedKl(coef=0.3)
+    fixed.update(9.0, num_trajectories=10)
+    fixed.load_state_dict(control.state_dict())
+    assert fixed.coef == 0.3
+
+
+def test_an_adaptive_weight_starts_above_zero():
+    with pytest.raises(ConfigError, match="target"):
+        AdaptiveKl(coef=0.1, target=0.0)

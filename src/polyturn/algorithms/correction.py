@@ -1,0 +1,226 @@
+"""Off-policy correction: what a token counts that another policy sampled than the one that is trained.
+
+    mu      sampled it: the engine's weights then, in the engine's arithmetic (rollout_logprobs)
+    pi      the policy at the start of the step, in the trainer's arithmetic (old_logprobs), the "proximal" policy
+    theta   the policy in the middle of its updates, which the policy loss compares with pi
+
+    rho = pi / mu      weights multiply the policy loss; rejected tokens leave it (their loss weight becomes 0)
+
+With any policy loss on top this is decoupled PPO, E_mu[rho min(r A, clip(r) A)] with r = theta / pi (Hilton et al. 2022,
+"Batch size-invariance for policy optimization", equation 3; Fu et al. 2025, AReaL, equation 5). Versions differ per token
+where weights changed in the middle of a completion; rho does not care, because each token brings its own mu.
+
+A sequence is a segment: one sample, its trained tokens. Everything is computed over the whole batch of a step before it is
+cut into micro-batches, so gradients do not depend on the cut (I7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.algorithms.losses import MAX_LOG_RATIO
+from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError, did_you_mean
+from polyturn.core.metrics import Max, Mean, Metrics, Sum
+from polyturn.core.sample import TrainSample
+
+WEIGHTS = ("none", "token", "sequence", "geometric")
+REJECTIONS = (
+    *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""What is held to bounds: an estimate of the divergence of pi from mu, for a token or summed, averaged or maximal over a
+sequence. Of k1 the bounds are those of the ratio, so that seq_mean_k1 bounds the geometric mean of rho."""
+_LAST_LAG = 3
+
+
+class Bounds(NamedTuple):
+    """What is kept lies within."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSettings:
+    """How samples of another policy are weighed and rejected."""
+
+    weight: Literal["none", "token", "sequence", "geometric"] = "token"
+    """token: rho of each token, truncated importance sampling. sequence: the product of rho over the sequence, for each of
+    its tokens; unbiased and of high variance. geometric: the geometric mean of rho over the sequence."""
+    cap: float = 2.0
+    """Weights end here: min(rho, cap), Ionides 2008."""
+    beyond: Literal["truncate", "drop"] = "truncate"
+    """What becomes of a weight above the cap: the cap, or 0."""
+    normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    reject: Mapping[str, Bounds] = field(default_factory=dict)
+    """One of `REJECTIONS` -> bounds. A sequence's leaves with all of its tokens."""
+    veto: float | None = None
+    """A sequence with any rho below this leaves the loss: the trainer finds a token nearly impossible that was sampled."""
+    negative_bound: float | None = None
+    """A sequence whose mean advantage is negative leaves the loss where the mean of log mu - log pi is above this (DeepSeek
+    2025, DeepSeek-V3.2, equation 9): mistakes that this policy no longer makes teach nothing."""
+
+    def __post_init__(self) -> None:
+        if self.weight not in WEIGHTS:
+            raise UnknownNameError(f"there is no correction weight {self.weight!r}.{did_you_mean(self.weight, WEIGHTS)}")
+        if self.beyond not in ("truncate", "drop"):
+            raise ConfigError(f"the correction's `beyond` is {self.beyond!r}; it must be 'truncate' or 'drop'")
+        if not self.cap > 0:
+            raise ConfigError(f"the cap of correction weights is {self.cap}; it must be above 0")
+        for name, (low, high) in self.reject.items():
+            if name not in REJECTIONS:
+                raise UnknownNameError(f"there is no rejection by {name!r}.{did_you_mean(name, REJECTIONS)}")
+            if not low < high or (name.endswith("_k1") and not low <= 1 <= high):
+                raise ConfigError(f"the bounds of {name} are {low} and {high}; what they keep must hold equal policies")
+        if self.veto is not None and not 0 < self.veto < 1:
+            raise ConfigError(f"the correction's veto is {self.veto}; it is a ratio between 0 and 1, for instance 1e-4")
+
+
+class Corrected(NamedTuple):
+    """Samples with `correction`, rejected tokens without weight, and the figures."""
+
+    samples: list[TrainSample]
+    metrics: Metrics
+
+
+def correct(samples: Sequence[TrainSample], settings: CorrectionSettings, *, version: int | None = None) -> Corrected:
+    """Weigh and reject the trained tokens of a step's samples.
+
+    Args:
+        samples: All of the step, with old_logprobs and rollout_logprobs; `negative_bound` needs advantages.
+        settings: How.
+        version: The version of pi; with it, figures tell tokens apart by how many versions they are behind.
+
+    Raises:
+        TrainingError: samples lack log-probabilities.
+    """
+    places = [np.flatnonzero(s.loss_weights) for s in samples]
+    logs = [_log_ratio(s, p) for s, p in zip(samples, places, strict=True)]
+    raw = [_weights(log, settings.weight) for log in logs]
+    limited = [np.where(w > settings.cap, settings.cap if settings.beyond == "truncate" else 0.0, w) for w in raw]
+    num_tokens = sum(len(p) for p in places)
+    if settings.normalize and num_tokens:
+        mean = sum(float(w.sum()) for w in limited) / num_tokens
+        limited = [w / mean if mean > 0 else w for w in limited]
+    kept = [_keep(s, p, log, settings) for s, p, log in zip(samples, places, logs, strict=True)]
+    out = []
+    for sample, place, weight, keep in zip(samples, places, limited, kept, strict=True):
+        correction = np.zeros(len(sample), np.float32)
+        correction[place] = weight
+        loss_weights = sample.loss_weights.copy()
+        loss_weights[place[~keep]] = 0.0
+        arrays = {"correction": correction} if settings.weight != "none" else {}
+        out.append(sample.replace(**arrays) if keep.all() else sample.replace(loss_weights=loss_weights, **arrays))
+    metrics = _divergence(samples, places, logs, version)
+    if num_tokens:
+        metrics |= _weight_figures(raw, limited, settings)
+        lost = [k for k, p in zip(kept, places, strict=True) if len(p)]
+        metrics["tokens/dropped_rejected"] = Sum(sum(int((~k).sum()) for k in lost))
+        metrics["policy/correction_rejected_share"] = Mean(sum(int((~k).sum()) for k in lost), num_tokens)
+        metrics["policy/correction_rejected_sequences"] = Mean(sum(not k.any() for k in lost), len(lost))
+    return Corrected(out, metrics)
+
+
+def _log_ratio(sample: TrainSample, place: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Return [n] log pi - log mu of the trained tokens."""
+    for name, array in (("old_logprobs", sample.old_logprobs), ("rollout_logprobs", sample.rollout_logprobs)):
+        if array is None:
+            raise TrainingError(
+                f"off-policy correction compares old_logprobs with rollout_logprobs, and sample {sample.id} has no {name}"
+            )
+    assert sample.old_logprobs is not None and sample.rollout_logprobs is not None
+    difference = sample.old_logprobs[place].astype(np.float64) - sample.rollout_logprobs[place].astype(np.float64)
+    clamped: NDArray[np.float64] = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clamped
+
+
+def _weights(log: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
+    """Return [n] importance weights: exp(l_t), exp(sum l) or exp(mean l)."""
+    if kind == "none" or not len(log):
+        return np.ones(len(log))
+    if kind == "token":
+        return np.exp(log)
+    value = log.sum() if kind == "sequence" else log.mean()
+    return np.full(len(log), np.exp(np.clip(value, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
+
+
+def measure(log: NDArray[np.float64], name: str) -> NDArray[np.float64]:
+    """Return [n] what `reject` holds to bounds: for k1 the ratio exp(l), for k2 l^2 / 2, for k3 exp(l) - 1 - l."""
+    level, _, kind = name.rpartition("_")
+    value = {"k1": log, "k2": 0.5 * log**2, "k3": np.expm1(log) - log}[kind]
+    if level != "token":
+        over = value.sum() if level == "seq_sum" else value.mean() if level == "seq_mean" else value.max()
+        value = np.full(len(log), over)
+    return np.exp(np.clip(value, -MAX_LOG_RATIO, MAX_LOG_RATIO)) if kind == "k1" else value
+
+
+def _keep(
+    sample: TrainSample, place: NDArray[np.intp], log: NDArray[np.float64], settings: CorrectionSettings
+) -> NDArray[np.bool_]:
+    keep = np.ones(len(place), bool)
+    if not len(place):
+        return keep
+    for name, (low, high) in settings.reject.items():
+        value = measure(log, name)
+        keep &= (value >= low) & (value <= high)
+    if settings.veto is not None and np.exp(log.min()) < settings.veto:
+        keep[:] = False
+    if settings.negative_bound is not None:
+        if sample.advantages is None:
+            raise TrainingError(f"the correction's negative_bound needs advantages, and sample {sample.id} has none")
+        if sample.advantages[place].mean() < 0 and -log.mean() > settings.negative_bound:
+            keep[:] = False
+    return keep
+
+
+def _weight_figures(
+    raw: Sequence[NDArray[np.float64]], limited: Sequence[NDArray[np.float64]], settings: CorrectionSettings
+) -> Metrics:
+    if settings.weight == "none":
+        return {}
+    before, after = np.concatenate(raw), np.concatenate(limited)
+    count, total = len(after), float(after.sum())
+    return {
+        "policy/correction_weight": Mean(total, count),
+        "policy/correction_weight_max": Max(float(before.max())),
+        "policy/correction_capped_share": Mean(int((before > settings.cap).sum()), count),
+        # (sum w)^2 / (n sum w^2), Kong 1992: the share of the tokens that an unweighted batch of equal variance would have.
+        "policy/correction_effective_share": Mean(total**2 / (count * float((after**2).sum())) if total else 0.0),
+    }
+
+
+def _divergence(
+    samples: Sequence[TrainSample],
+    places: Sequence[NDArray[np.intp]],
+    logs: Sequence[NDArray[np.float64]],
+    version: int | None,
+) -> Metrics:
+    """Return how far pi is from mu, before anything is weighed or rejected."""
+    log = np.concatenate([*logs, np.zeros(0)])
+    if not len(log):
+        return {}
+    means = np.array([one.mean() for one in logs if len(one)])
+    sums = np.clip([one.sum() for one in logs if len(one)], -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    metrics: Metrics = {
+        "policy/off_policy_kl": Mean(float(-log.sum()), len(log)),  # k1 of KL(mu || pi)
+        "policy/off_policy_k3": Mean(float((np.expm1(log) - log).sum()), len(log)),
+        "policy/off_policy_chi2": Mean(float(np.expm1(2 * log).sum()), len(log)),  # E_mu[rho^2] - 1
+        "policy/off_policy_chi2_sequence": Mean(float(np.expm1(2 * sums).sum()), len(sums)),
+        # log perplexity under pi less that under mu, per sequence.
+        "policy/off_policy_ppl_gap": Mean(float(-means.sum()), len(means)),
+    }
+    versions = [s.versions[p] for s, p in zip(samples, places, strict=True) if s.versions is not None]
+    if version is not None and len(versions) == len(samples):
+        lags = np.clip(version - np.concatenate(versions), 0, _LAST_LAG)
+        for lag in np.unique(lags).tolist():
+            here = np.abs(log[lags == lag])
+            name = f"policy/off_policy_difference_lag{lag}" + ("plus" if lag == _LAST_LAG else "")
+            metrics[name] = Mean(float(here.sum()), len(here))
+    return metrics
