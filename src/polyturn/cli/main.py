@@ -161,6 +161,21 @@ def show(
 
 
 @app.command()
+def view(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or a folder that holds runs.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The next free one is taken if it is in use.")] = 7860,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token; else one is made where it is needed.")
+    ] = None,
+) -> None:
+    """Look at runs in the browser, while they train and after: curves, conversations, every token."""
+    from polyturn.cli import view as command
+
+    command.run(runs, host=host, port=port, token=None if token_file is None else token_file.read_text().strip())
+
+
+@app.command()
 def check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model or tokenizer.")],
     template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the chat template.")] = None,

@@ -55,7 +55,8 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions) ->
 
 def _serve(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> None:
     try:
-        from polyturn.serving.server import bind, check_exposure, serve
+        from polyturn.serving.address import bind, check_exposure
+        from polyturn.serving.server import serve
     except ModuleNotFoundError as missing:
         raise ConfigError(
             f"{missing.name} is not installed; `pip install 'polyturn[serve]'` brings what a server needs"

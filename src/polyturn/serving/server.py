@@ -7,7 +7,6 @@ then the process ends. A port in use is passed over for the next free one, and t
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from types import FrameType
@@ -15,62 +14,9 @@ from typing import Any
 
 import uvicorn
 
-from polyturn.core.errors import ConfigError
 from polyturn.serving.service import RolloutService
 
 logger = logging.getLogger(__name__)
-
-_NUM_PORTS = 100
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host's address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def check_exposure(host: str, token: str | None) -> None:
-    """Refuse an address that others can reach without a token.
-
-    Raises:
-        ConfigError: it is, or the token is empty.
-    """
-    if token is not None and not token.strip():
-        raise ConfigError("the token is empty; give one that cannot be guessed")
-    if token is None and not is_loopback(host):
-        raise ConfigError(
-            f"the server would listen on {host}, where others can reach it, and has no token; set POLYTURN_TOKEN (or "
-            "--token-file), or listen on 127.0.0.1"
-        )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the port, or to the next free one.
-
-    Raises:
-        ConfigError: the host is not an address of this machine, or no port is free.
-    """
-    last = port if port == 0 else min(port + _NUM_PORTS, 65535)
-    for candidate in range(port, last + 1):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        bound = socket.socket(family)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind((host, candidate))
-            bound.listen(2048)
-        except OSError as problem:
-            bound.close()
-            if candidate == last or not isinstance(problem, OSError) or problem.errno not in (98, 48):
-                raise ConfigError(f"cannot listen on {host}:{candidate}: {problem.strerror}") from problem
-            continue
-        if candidate != port and port != 0:
-            logger.warning("port %d is in use; listening on %d instead", port, candidate)
-        return bound
-    raise AssertionError("the last port is tried")
 
 
 class _Server(uvicorn.Server):

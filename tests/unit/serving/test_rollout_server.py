@@ -25,9 +25,9 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.engines.launcher import free_port
 from polyturn.serving import RolloutClient, RolloutService
+from polyturn.serving.address import bind, check_exposure
 from polyturn.serving.app import create_app
 from polyturn.serving.communicator import TrainerGroup, flatten
-from polyturn.serving.server import bind, check_exposure
 from polyturn.testing.plans import PlanScheduler, plan_context, random_plan
 from polyturn.testing.tiny import tiny_model, tiny_tokenizer
 from polyturn.training import hf

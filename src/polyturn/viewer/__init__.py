@@ -1,0 +1,1 @@
+"""The viewer: a run in the browser, while it trains and after."""

@@ -1,0 +1,105 @@
+"""Token by token: the text of each, and the sentence that says why it was trained or not.
+
+    ids [ 7 301 12 ]  ->  texts [ "Hel" "lo" " ⏎" ]      Every character belongs to one token; a character that several
+                                                         tokens share is shown on the one that completes it.
+
+The sentence is about a span, because all tokens of a span have one origin; where weights differ inside it, about the token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from polyturn.core.errors import one_line
+from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory
+from polyturn.store.schema import Trained
+
+logger = logging.getLogger(__name__)
+
+DROPPED = {
+    "failed": "the trajectory failed and is left out of the loss",
+    "zero_variance": "every member of its group had the same reward, so there was nothing to learn",
+    "truncated": "the trajectory was truncated, and such ones are left out of the loss",
+    "not_taken": "its group was not among those that the step trained on",
+}
+"""`Trained.dropped` -> what a reader is told; another reason is shown as it is."""
+
+
+class TokenTexts:
+    """Decodes the tokens of a run with the tokenizer that lies in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look for the tokenizer of the run in `folder`; without one, tokens are shown as their ids."""
+        self._tokenizer = None
+        places = [folder / "tokenizer", *sorted(folder.glob("checkpoints/step-*/model"), reverse=True)]
+        file = next((p / "tokenizer.json" for p in places if (p / "tokenizer.json").is_file()), None)
+        if file is None:
+            return
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as problem:  # the library raises plain Exception for a damaged file
+            logger.warning("tokens are shown as ids: %s cannot be read (%s)", file, one_line(problem))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the run has a tokenizer."""
+        return self._tokenizer is not None
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token; "" for one that only begins a character."""
+        if self._tokenizer is None:
+            return [f"{i} " for i in ids]
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        out = []
+        for i in ids:
+            try:
+                out.append(stream.step(self._tokenizer, int(i)) or "")
+            except Exception:  # bytes that form no text, which the library reports as a plain Exception
+                stream = DecodeStream(skip_special_tokens=False)
+                out.append("\ufffd")
+        return out
+
+
+def why(trajectory: Trajectory, segment: Segment, span: Span, trained: Trained, *, split: str) -> str:
+    """Return why the tokens of a span were trained or not, in one sentence without its full stop."""
+    if span.source is SpanSource.PROMPT:
+        if segment.parent is not None:
+            return "prompt: this segment continues an edited history, and what it repeats was trained where it was sampled"
+        return "prompt: the task wrote it, and only what the model wrote is trained"
+    if span.source is SpanSource.OBSERVATION:
+        return f"observation: {_who_answered(trajectory, span)} wrote it, and only what the model wrote is trained"
+    if not split.startswith("train"):
+        return "sampled in an evaluation, which trains nothing"
+    if trajectory.is_failed:
+        return f"sampled, not trained: {DROPPED['failed']} ({trajectory.error or trajectory.stop_reason.value})"
+    if trained.dropped is not None:
+        return f"sampled, not trained: {DROPPED.get(trained.dropped, trained.dropped)}"
+    if span.weights is not None and not span.weights.any():
+        return "sampled, not trained: the scheduler gave it the weight 0"
+    return "sampled and trained"
+
+
+def why_weight(recorded: float, used: float) -> str | None:
+    """Return why one token's weight is not the one its span says; None if it is."""
+    if used == recorded:
+        return None
+    if used == 0.0:
+        return "sampled, not trained: algorithm.loss_scale left it out"
+    return f"sampled and trained with the weight {used:g}, which algorithm.loss_scale made of {recorded:g}"
+
+
+def _who_answered(trajectory: Trajectory, span: Span) -> str:
+    if not 0 <= span.turn < len(trajectory.turns):
+        return "the environment"
+    turn = trajectory.turns[span.turn]
+    names = sorted({r.name for r in turn.tool_results if r.name})
+    if names:
+        return f"the tool {', '.join(names)}" if len(names) == 1 else f"the tools {', '.join(names)}"
+    roles = {m.role for m in turn.observation}
+    return "the interaction (a user's reply)" if roles == {"user"} else "the chat template, between two turns,"
