@@ -1,13 +1,13 @@
 """WorkPredictor: how much work an episode still has, learned while episodes run.
 
-Work is seconds in the engine and between turns, without the waiting in the pool's queue. Three sources, from the most to
-the least specific, each counted by how many finished episodes it rests on:
+Work is seconds in the engine and between turns, without the waiting in the pool's queue. What is left is predicted as
 
-    the group's siblings and earlier runs of the task     what they still had to do behind the same number of turns
-    all episodes                                          the same, over everything
-    the episode itself                                    a floor: siblings still running have done at least so much
+    turns still to come    chance to go on after each turn: of the group where it has ended episodes, else of all
+    x work of a turn       of the episode itself, pulled to its group's turns, pulled to those of all
 
-A group is what comes before the last "/" of a session id (`g12/3` is number 3 of group g12).
+Turns teach as soon as they are over, so a group is known after the first turns of a few siblings, long before one of them
+ends; only the number of turns has to wait for ends. A group is what comes before the last "/" of a session id (`g12/3` is
+number 3 of group g12).
 """
 
 from __future__ import annotations
@@ -17,46 +17,76 @@ from dataclasses import dataclass, field
 
 from polyturn.core.generation import GenerateRequest
 
-_PRIOR = 1.0
-"""How many finished episodes of the same task weigh as much as everything that is known of all others."""
+_TURNS_OF_ALL = 2.0
+"""How many turns of a group weigh as much as what is known of all groups."""
+_TURNS_OF_GROUP = 4.0
+"""How many turns of an episode weigh as much as what is known of its group."""
+_ENDS_OF_ALL = 4.0
+"""How many episodes of a group that reached a turn weigh as much as those of all groups."""
 _MAX_TASKS = 100_000
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Work and number of turns, over finished turns."""
+
+    work_s: float = 0.0
+    count: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.work_s += seconds
+        self.count += 1
+
+    def mean(self, otherwise: float, weight: float) -> float:
+        """Return the mean work of a turn, pulled to `otherwise` as by `weight` turns of that length."""
+        return (self.work_s + weight * otherwise) / (self.count + weight)
 
 
 @dataclass(slots=True)
 class _Live:
     """An episode under way."""
 
-    group: str
+    group: _Group
     began: float
     queued_s: float = 0.0
-    marks: list[float] = field(default_factory=list)
-    """Work done when each turn was asked for."""
     work_s: float = 0.0
+    asked_at_s: float = 0.0
+    """Work that it had done when its present turn was asked for."""
+    turn: int = -1
+    is_admitted: bool = False
+    turns: _Turns = field(default_factory=_Turns)
+
+    def end_turn(self) -> float:
+        """Return the work of the turn that is over."""
+        seconds = self.work_s - self.asked_at_s
+        self.turns.add(seconds)
+        return seconds
 
 
 @dataclass(slots=True)
-class _Means:
-    """Remaining work at each turn index, over finished episodes."""
+class _Group:
+    """Episodes of which one tells about the others."""
 
-    sums: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    turns: _Turns = field(default_factory=_Turns)
+    reached: list[int] = field(default_factory=list)
+    """How many episodes asked for turn k."""
+    ended: list[int] = field(default_factory=list)
+    """How many episodes ended with turn k."""
     num_started: int = 0
-    best_live_s: float = 0.0
-    """The most work that any of its episodes has done so far."""
+    still: tuple[int, list[float]] = (-1, [])
+    """(episodes that had ended when this was worked out, turns still to come at turn k, k included)."""
 
-    def add(self, marks: list[float], total: float) -> None:
-        while len(self.sums) < len(marks):
-            self.sums.append(0.0)
-            self.counts.append(0)
-        for turn, done in enumerate(marks):
-            self.sums[turn] += total - done
-            self.counts[turn] += 1
+    def reach(self, turn: int) -> None:
+        while len(self.reached) <= turn:
+            self.reached.append(0)
+            self.ended.append(0)
+        self.reached[turn] += 1
 
-    def at(self, turn: int) -> tuple[float, int]:
-        """Return the mean remaining work at `turn` and on how many episodes it rests."""
-        if turn < len(self.sums) and self.counts[turn]:
-            return self.sums[turn] / self.counts[turn], self.counts[turn]
-        return 0.0, 0
+    def ends_at(self, turn: int, *, otherwise: float, weight: float) -> float:
+        """Return the chance to end with turn `turn`, of those that went on from it or ended."""
+        ended = self.ended[turn] if turn < len(self.ended) else 0
+        went_on = self.reached[turn + 1] if turn + 1 < len(self.reached) else 0
+        return (ended + weight * otherwise) / (ended + went_on + weight)
 
 
 class WorkPredictor:
@@ -64,8 +94,8 @@ class WorkPredictor:
 
     def __init__(self) -> None:
         self._live: dict[str, _Live] = {}
-        self._all = _Means()
-        self._groups: OrderedDict[str, _Means] = OrderedDict()
+        self._all = _Group()
+        self._groups: OrderedDict[str, _Group] = OrderedDict()
         self.num_finished = 0
 
     def arrived(self, request: GenerateRequest, *, now: float) -> None:
@@ -73,17 +103,20 @@ class WorkPredictor:
         live = self._live.get(request.session_id)
         if live is None:
             group = request.session_id.rpartition("/")[0] or request.session_id
-            live = self._live[request.session_id] = _Live(group, now)
-        live.work_s = now - live.began - live.queued_s
-        live.marks.append(live.work_s)
-        means = self._group(live.group)
-        means.best_live_s = max(means.best_live_s, live.work_s)
+            live = self._live[request.session_id] = _Live(self._group(group), now)
+        else:
+            live.work_s = now - live.began - live.queued_s
+            self._end_turn(live)
+        live.asked_at_s = live.work_s
+        live.turn += 1
+        self._all.reach(live.turn)
+        live.group.reach(live.turn)
 
     def admitted(self, request: GenerateRequest, *, waited_s: float) -> None:
         """Note that a turn was sent to a server after `waited_s` in the queue."""
         if (live := self._live.get(request.session_id)) is not None:
-            if not live.queued_s and len(live.marks) == 1:
-                self._group(live.group).num_started += 1
+            live.group.num_started += not live.is_admitted
+            live.is_admitted = True
             live.queued_s += waited_s
 
     def answered(self, request: GenerateRequest, *, now: float) -> None:
@@ -94,35 +127,49 @@ class WorkPredictor:
     def ended(self, session_id: str) -> None:
         """Learn from a session that ended, with its last answer."""
         live = self._live.pop(session_id, None)
-        if live is None or not live.marks:
+        if live is None:
             return
         self.num_finished += 1
-        self._all.add(live.marks, live.work_s)
-        self._group(live.group).add(live.marks, live.work_s)
+        self._end_turn(live)
+        for group in (self._all, live.group):
+            group.ended[live.turn] += 1
 
     def remaining_s(self, request: GenerateRequest) -> float:
         """Return the predicted work of the request's episode from this turn on, in seconds."""
         live = self._live.get(request.session_id)
-        if live is None:
+        if live is None or not self._all.turns.count:
             return 0.0
-        turn = max(len(live.marks) - 1, 0)
-        means = self._group(live.group)
-        common, num_common = self._all.at(turn)
-        own, num_own = means.at(turn)
-        if not num_common and self._all.counts:  # longer than any before: as much again as the last part of the others
-            common = self._all.at(len(self._all.counts) - 1)[0]
-        guess = (own * num_own + common * _PRIOR) / (num_own + _PRIOR)
-        return max(guess, means.best_live_s - live.work_s)
+        of_group = live.group.turns.mean(self._all.turns.work_s / self._all.turns.count, _TURNS_OF_ALL)
+        still = self._still(live.group)
+        return live.turns.mean(of_group, _TURNS_OF_GROUP) * still[min(live.turn, len(still) - 1)]
 
     def num_started(self, request: GenerateRequest) -> int:
         """Return how many episodes of the request's group have been sent to a server."""
         live = self._live.get(request.session_id)
-        return 0 if live is None else self._group(live.group).num_started
+        return 0 if live is None else live.group.num_started
 
-    def _group(self, name: str) -> _Means:
-        means = self._groups.get(name)
-        if means is None:
-            means = self._groups[name] = _Means()
+    def _end_turn(self, live: _Live) -> None:
+        seconds = live.end_turn()
+        self._all.turns.add(seconds)
+        live.group.turns.add(seconds)
+
+    def _still(self, group: _Group) -> list[float]:
+        """Return how many turns a member of `group` is expected to have still, by the index of the present one."""
+        if group.still[0] == self.num_finished:
+            return group.still[1]
+        still = [1.0]
+        for turn in reversed(range(len(self._all.reached))):
+            of_all = self._all.ends_at(turn, otherwise=0.3, weight=1.0)
+            ends = group.ends_at(turn, otherwise=of_all, weight=_ENDS_OF_ALL)
+            still.append(1.0 + (1.0 - ends) * still[-1])
+        still.reverse()
+        group.still = self.num_finished, still
+        return still
+
+    def _group(self, name: str) -> _Group:
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = _Group()
             if len(self._groups) > _MAX_TASKS:
                 self._groups.popitem(last=False)
-        return means
+        return group
