@@ -1,0 +1,330 @@
+"""ProcessEngine: the embedded engine in a process of its own, so that it goes on sampling while this one trains.
+
+    trainer's process                                   engine's process
+    parameters --copy--> slot 1   (memory of both)      samples from slot 0
+    "version 5 is in slot 1"  ----- socket ------>      between two decoding steps: samples from slot 1
+
+Separate from `EmbeddedEngine`, which does the work over there and knows nothing of this. Two processes, because decoding in
+a thread starves behind the trainer's Python. The memory costs two more copies of the weights than an engine that shares the
+trainer's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import IO, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from polyturn.core.errors import ConfigError, EngineError, EngineLostError, one_line
+from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.checks import check_attention, check_request
+from polyturn.engines.process_main import Boot
+from polyturn.engines.slots import EngineStats
+from polyturn.engines.weight_memory import WeightMemory, first_names, tensors_of
+from polyturn.engines.wire import Wire
+from polyturn.tokens.multimodal import MediaProcessor
+
+logger = logging.getLogger(__name__)
+
+_MAIN = "from polyturn.engines.process_main import main; main()"
+_TAIL_BYTES = 4000
+_END_S = 10.0
+"""How long the process may take to end by itself before it is killed."""
+
+
+class ProcessEngine:
+    """An `EmbeddedEngine` in another process; `core.protocols.Engine`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_context: int | None = None,
+        media: MediaProcessor | None = None,
+        num_threads: int | None = None,
+        version: int = 0,
+        **options: Any,
+    ) -> None:
+        """Take the trainer's model; the process is started when it is first asked.
+
+        Args:
+            model: A causal language model. `update_weights` copies its parameters as they are then.
+            max_context: As of `EmbeddedEngine`.
+            media: As of `EmbeddedEngine`.
+            num_threads: Threads of torch there; None takes as many as torch has here.
+            version: The policy version of the parameters now.
+            options: Further arguments of `EmbeddedEngine`.
+
+        Raises:
+            ConfigError: the model has layers other than full attention, or it cannot be sent to another process.
+        """
+        config = model.config.get_text_config()
+        self._max_context = max_context or int(config.max_position_embeddings)
+        check_attention(config.to_dict(), self._max_context)
+        self._vocab_size = int(config.vocab_size)
+        self._model = model
+        self._media = media
+        self._num_threads = num_threads or torch.get_num_threads()
+        self._options = {"max_context": self._max_context, "version": version, **options}
+        self.version = version
+        self.stats = EngineStats()
+        """Of the process, as of its latest answer."""
+        self._structure = _pickled(model, media)
+        self._first_names = first_names(model)
+        self._memory: WeightMemory | None = None
+        self._live_slot = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the engine)
+        self._wire: Wire | None = None
+        self._starting = asyncio.Lock()
+        self._updating = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._live: dict[str, GenerateRequest] = {}
+        self._lost: str | None = None
+        self._is_closed = False
+
+    # core.protocols.Engine.
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Those of the embedded engine."""
+        return EngineCapabilities(
+            seeded=True,
+            logprobs=True,
+            media=self._media is not None,
+            pause_modes=("keep",),
+            max_context=self._max_context,
+        )
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent generating so far, as of the latest answer."""
+        return self.stats.busy_s
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None before it is started."""
+        return None if self._process is None else self._process.pid
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion, as `EmbeddedEngine.generate` does.
+
+        Raises:
+            EngineLostError: the process ended; the message has the last lines that it wrote.
+            EngineError: the request cannot work, or the engine is closed.
+        """
+        if self._is_closed:
+            raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
+        check_request(
+            request,
+            live=self._live,
+            vocab_size=self._vocab_size,
+            max_context=self._max_context,
+            takes_media=self._media is not None,
+        )
+        self._live[request.request_id] = request
+        try:
+            completion: Completion = await self._ask("generate", request)
+            return completion
+        finally:
+            del self._live[request.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; its `generate` returns the tokens so far, with ABORT. Unknown ids are fine."""
+        if request_id in self._live:
+            await self._ask("abort", request_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Give the session's slot back. Unknown ids are fine."""
+        if self._wire is not None and self._lost is None:
+            self._wire.send(("end_session", next(self._numbers), session_id))
+
+    async def update_weights(
+        self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool | None = None
+    ) -> None:
+        """Serve `version` from the next decoding step on; sampling goes on while the weights are copied.
+
+        Args:
+            version: The new policy version.
+            weights: name -> tensor; None takes the parameters of the trainer's model as they are now.
+            keep_kv: As of `EmbeddedEngine`.
+
+        Raises:
+            EngineError: `weights` names a parameter that the model does not have, or the process ended.
+        """
+        await self._started()
+        async with self._updating:
+            memory, slot = self._memory, 1 - self._live_slot
+            assert memory is not None
+            tensors = tensors_of(self._model) if weights is None else self._named(weights)
+            await asyncio.to_thread(memory.write, slot, tensors)
+            await self._ask("update", version, slot, keep_kv)
+            self._live_slot, self.version = slot, version
+
+    async def close(self) -> None:
+        """End the process, and fail what runs there."""
+        self._is_closed = True
+        if self._wire is not None:
+            self._wire.send(("close", next(self._numbers)))
+            self._wire.close()
+        self._fail_all(EngineError("the embedded engine was closed while the request ran"))
+        if self._process is not None:
+            await asyncio.to_thread(_end, self._process)
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        self._log.close()
+
+    # The process.
+
+    async def _started(self) -> None:
+        if self._wire is not None:
+            return
+        async with self._starting:
+            if self._wire is None:
+                await self._start()
+
+    async def _start(self) -> None:
+        """Start the process. It ends with the thread that does this, so that is to be the main one."""
+        memory = self._memory = WeightMemory.of(self._model)
+        memory.write(0, tensors_of(self._model))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self._process = _spawn(theirs, memory=memory.fd, log=self._log)
+        loop = asyncio.get_running_loop()
+        _, wire = await loop.create_unix_connection(lambda: Wire(self._on_message, self._on_end), sock=ours)
+        boot = Boot(
+            memory_fd=memory.fd,
+            places=memory.places,
+            size=memory.size,
+            model=self._structure,
+            device=str(next(self._model.parameters()).device),
+            num_threads=self._num_threads,
+            options=self._options,
+        )
+        self._wire = wire
+        try:
+            await self._send("boot", boot)
+        except EngineError as problem:
+            self._lost = self._lost or f"the process of the embedded engine did not start: {problem}"
+            raise
+        logger.info("the embedded engine runs in a process of its own (%d)", self._process.pid)
+
+    async def _ask(self, kind: str, *rest: object) -> Any:
+        await self._started()
+        return await self._send(kind, *rest)
+
+    async def _send(self, kind: str, *rest: object) -> Any:
+        """Send a question and wait for its answer; a caller that is cancelled withdraws it."""
+        if self._lost is not None:
+            raise EngineLostError(self._lost)
+        assert self._wire is not None
+        number = next(self._numbers)
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._wire.send((kind, number, *rest))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._wire.send(("cancel", number))
+            raise
+        finally:
+            self._asked.pop(number, None)
+
+    def _on_message(self, message: tuple[int, Any, str | None, EngineStats]) -> None:
+        number, value, problem, self.stats = message
+        future = self._asked.get(number)
+        if future is None or future.done():
+            return
+        if problem is None:
+            future.set_result(value)
+        else:
+            future.set_exception(EngineError(problem))
+
+    def _on_end(self) -> None:
+        """Fail everything that waits, with what the process wrote last."""
+        if self._is_closed or self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1.0)
+        status = self._process.returncode
+        self._lost = (
+            f"the process of the embedded engine {'hung up' if status is None else f'ended with status {status}'}"
+            f"{_meaning(status)}; its last lines:\n{self._tail()}"
+        )
+        self._fail_all(EngineLostError(self._lost))
+
+    def _fail_all(self, error: EngineError) -> None:
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _tail(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size
+        data = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        return data.decode("utf-8", "replace").rstrip() or "(it wrote nothing)"
+
+    def _named(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tensors under the names that they have in the memory."""
+        return {self._first_names.get(name, name): tensor for name, tensor in weights.items()}
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the names of a model's tensors in place of the tensors."""
+
+    def __init__(self, file: io.BytesIO, model: PreTrainedModel) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._names = {id(t): ("parameter", name) for name, t in model.named_parameters()}
+        self._names |= {id(t): ("buffer", name) for name, t in model.named_buffers()}
+
+    def persistent_id(self, obj: Any) -> tuple[str, str] | None:
+        return self._names.get(id(obj)) if isinstance(obj, torch.Tensor) else None
+
+
+def _pickled(model: PreTrainedModel, media: MediaProcessor | None) -> bytes:
+    file = io.BytesIO()
+    try:
+        _Pickler(file, model).dump((model, media))
+    except Exception as problem:  # whatever a class's own pickling raises
+        raise ConfigError(
+            f"the model cannot be sent to a process of its own ({one_line(problem)}); set engine.process: shared"
+        ) from problem
+    return file.getvalue()
+
+
+def _spawn(theirs: socket.socket, *, memory: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _MAIN, str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=(theirs.fileno(), memory),
+        start_new_session=True,  # a Ctrl-C is the trainer's to answer
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the process to end by itself; kill it when it does not."""
+    try:
+        process.wait(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _meaning(status: int | None) -> str:
+    return " (killed; the machine may be out of memory)" if status == -9 else ""

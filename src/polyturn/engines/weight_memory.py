@@ -1,0 +1,114 @@
+"""WeightMemory: the weights of a model in memory that two processes share, twice, so that one copy can be read while the
+other is written.
+
+    slot 0   [ embed_tokens | q_proj | k_proj | ... ]   <- the engine samples from this one
+    slot 1   [ embed_tokens | q_proj | k_proj | ... ]   <- the trainer writes the next version here; then they change places
+
+Nobody samples from half-updated weights, because a slot is never written while it is live, and a change of slots costs no
+copy. The memory has no name in the file system: it is gone with the last process that holds it, however that one ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from polyturn.core.errors import EngineError, did_you_mean
+
+_ALIGN = 64
+NUM_SLOTS = 2
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a slot."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightMemory:
+    """Two slots of one model's parameters and buffers."""
+
+    def __init__(self, fd: int, places: Mapping[str, Place], *, size: int) -> None:
+        """Map the memory behind `fd`, a slot of which has `size` bytes."""
+        self.fd = fd
+        self.places = dict(places)
+        self.size = size
+        self._map = mmap.mmap(fd, max(1, NUM_SLOTS * size))
+        self._views: dict[int, dict[str, Tensor]] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Make memory for the tensors of `model`; tied ones have one place."""
+        places, offset = {}, 0
+        for name, tensor in tensors_of(model).items():
+            places[name] = Place(offset, tuple(tensor.shape), tensor.dtype)
+            offset = -(-(offset + tensor.nbytes) // _ALIGN) * _ALIGN
+        fd = _anonymous()
+        os.ftruncate(fd, max(1, NUM_SLOTS * offset))
+        return cls(fd, places, size=offset)
+
+    def views(self, slot: int) -> dict[str, Tensor]:
+        """Return name -> tensor over the memory of a slot."""
+        if slot not in self._views:
+            buffer = memoryview(self._map)
+            views = {}
+            for name, place in self.places.items():
+                count = torch.Size(place.shape).numel()
+                at = slot * self.size + place.offset
+                views[name] = (
+                    torch.frombuffer(buffer, dtype=place.dtype, count=count, offset=at).view(place.shape)
+                    if count
+                    else torch.empty(place.shape, dtype=place.dtype)
+                )
+            self._views[slot] = views
+        return self._views[slot]
+
+    def write(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        """Copy `tensors` into a slot; what they lack comes from the other slot.
+
+        Raises:
+            EngineError: one of them has no place, or another shape.
+        """
+        to, other = self.views(slot), self.views(1 - slot)
+        for name, tensor in tensors.items():
+            if name not in to:
+                raise EngineError(f"the model has no parameter {name!r}.{did_you_mean(name, to)}")
+            if tensor.shape != to[name].shape:
+                raise EngineError(f"the parameter {name!r} has the shape {list(to[name].shape)}, not {list(tensor.shape)}")
+        with torch.no_grad():
+            for name, view in to.items():
+                view.copy_(tensors[name].detach() if name in tensors else other[name])
+
+    def close(self) -> None:
+        """Let go of the memory. Tensors over it stay valid as long as they are held."""
+        self._views.clear()
+        os.close(self.fd)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return name -> every parameter and buffer of `model`, tied ones under their first name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return each name of a parameter or buffer -> the one that `tensors_of` lists its tensor under."""
+    first = {id(tensor): name for name, tensor in tensors_of(model).items()}
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first[id(tensor)] for name, tensor in every}
+
+
+def _anonymous() -> int:
+    """Return a descriptor of memory that has no name."""
+    if sys.platform == "linux":
+        return os.memfd_create("polyturn-weights")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

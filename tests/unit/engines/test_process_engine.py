@@ -1,0 +1,205 @@
+"""The embedded engine in a process of its own: the same answers, weights that change while it samples, and its end.
+
+The process takes seconds to start, so the tests share one where they can, and one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from polyturn.core.errors import EngineError, EngineLostError
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.core.protocols import Engine
+from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.engines.process import ProcessEngine
+from polyturn.engines.weight_memory import WeightMemory, tensors_of
+
+VOCAB = 64
+on_one_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+def model(seed: int = 0) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+MODEL = model()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[ProcessEngine]:
+    torch.set_num_threads(1)
+    made = ProcessEngine(MODEL, num_slots=8, deterministic=True)
+    yield made
+    await made.close()
+
+
+def ask(name: str, *, prompt: object = (1, 2, 3), **sampling: object) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        session_id=name,
+        prompt_ids=list(prompt),  # type: ignore[call-overload]
+        sampling=SamplingParams(**{"max_tokens": 12, "seed": 5, **sampling}),  # type: ignore[arg-type]
+    )
+
+
+def gaps(of: Qwen3ForCausalLM, completion: Completion) -> np.ndarray:
+    """Return how far each logprob is from the model's own."""
+    ids = torch.tensor([[1, 2, 3, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(of(ids).logits[0], dim=-1)
+    own = logprobs[2:-1].gather(1, ids[0, 3:, None])[:, 0].numpy()
+    return np.abs(own - completion.logprobs)
+
+
+@on_one_loop
+async def test_it_is_an_engine_and_answers_bit_for_bit_as_the_one_in_this_process(engine: ProcessEngine):
+    assert isinstance(engine, Engine)
+    here = EmbeddedEngine(MODEL, num_slots=8, deterministic=True)
+    assert engine.capabilities == here.capabilities
+    theirs, ours = [
+        await asyncio.gather(*(e.generate(ask(f"r{i}", seed=i, max_tokens=20)) for i in range(12))) for e in (engine, here)
+    ]
+    for a, b in zip(theirs, ours, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist() and np.array_equal(a.logprobs, b.logprobs)
+    assert engine.busy_s > 0 and engine.stats.completions >= 12
+
+
+@on_one_loop
+async def test_abort_returns_what_there_is_and_cancelling_leaves_it_usable(engine: ProcessEngine):
+    running = asyncio.create_task(engine.generate(ask("long", max_tokens=2000)))
+    await asyncio.sleep(0.05)
+    await engine.abort("long")
+    assert (await running).finish_reason is FinishReason.ABORT
+    running = asyncio.create_task(engine.generate(ask("gone", max_tokens=2000)))
+    await asyncio.sleep(0.02)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await engine.abort("nobody")
+    await engine.end_session("nobody")
+    assert len((await engine.generate(ask("after", max_tokens=3))).token_ids) == 3
+
+
+@on_one_loop
+async def test_new_weights_are_those_of_the_trainers_model_then_and_every_token_says_which_sampled_it(
+    engine: ProcessEngine,
+):
+    before = {name: value.clone() for name, value in MODEL.state_dict().items()}
+    old = model()
+    old.load_state_dict(before)
+    running = asyncio.create_task(engine.generate(ask("long", max_tokens=700)))
+    await asyncio.sleep(0.15)
+    with torch.no_grad():
+        for parameter in MODEL.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    unseen = await engine.generate(ask("unseen", max_tokens=20))
+    assert gaps(old, unseen).max() < 1e-4, "a change that was not published is not seen"
+    await engine.update_weights(7)
+    new = await engine.generate(ask("new", max_tokens=20))
+    assert new.policy_versions == ((0, 7),) and gaps(MODEL, new).max() < 1e-4 < 0.05 < gaps(old, new).max()
+    completion = await running
+    (_, first), (change, second) = completion.policy_versions
+    assert (first, second) == (0, 7) and 0 < change < 700
+    assert gaps(old, completion)[:change].max() < 1e-4
+    assert gaps(MODEL, completion)[change:].max() < 1e-4
+    await engine.update_weights(8, weights=before)
+    assert gaps(old, await engine.generate(ask("back", max_tokens=20))).max() < 1e-4
+    MODEL.load_state_dict(before)
+
+
+@on_one_loop
+async def test_weights_that_the_model_does_not_have_and_requests_that_cannot_work_are_refused(engine: ProcessEngine):
+    with pytest.raises(EngineError, match=r"no parameter 'model.embed_token.weight'. Did you mean"):
+        await engine.update_weights(9, weights={"model.embed_token.weight": torch.zeros(1)})
+    with pytest.raises(EngineError, match="vocabulary ends at 63"):
+        await engine.generate(ask("beyond", prompt=(1, VOCAB)))
+    assert len((await engine.generate(ask("fine", max_tokens=2))).token_ids) == 2
+
+
+@on_one_loop
+async def test_a_process_that_dies_fails_what_runs_with_its_last_words_and_stays_lost():
+    engine = ProcessEngine(MODEL, num_slots=8)
+    await engine.generate(ask("first", max_tokens=1))
+    assert engine.pid is not None
+    os.write(engine._log.fileno(), b"a last word\n")
+    running = asyncio.create_task(engine.generate(ask("long", max_tokens=2000)))
+    await asyncio.sleep(0.05)
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineLostError, match=r"(?s)ended with status -9 .*a last word"):
+        await running
+    with pytest.raises(EngineLostError, match="ended with status -9"):
+        await engine.update_weights(1)
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate(ask("late"))
+
+
+def test_it_dies_with_the_process_that_started_it():
+    code = """
+import asyncio, torch
+from test_process_engine import MODEL, ask
+from polyturn.engines.process import ProcessEngine
+async def main():
+    engine = ProcessEngine(MODEL, num_slots=8)
+    await engine.generate(ask("first", max_tokens=1))
+    print(engine.pid, flush=True)
+    await engine.generate(ask("long", max_tokens=2000, prompt=range(1, 9)))
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(pid)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_slot_of_the_memory_is_whole_and_the_other_one_stays_as_it_is():
+    memory = WeightMemory.of(MODEL)
+    memory.write(0, tensors_of(MODEL))
+    memory.write(1, {"model.norm.weight": torch.full((32,), 7.0)})
+    first, second = memory.views(0), memory.views(1)
+    assert all(torch.equal(first[name], tensor) for name, tensor in tensors_of(MODEL).items())
+    assert all(torch.equal(second[name], first[name]) for name in first if name != "model.norm.weight")
+    assert second["model.norm.weight"].eq(7).all() and not first["model.norm.weight"].eq(7).any()
+    memory.close()
