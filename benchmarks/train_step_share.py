@@ -26,6 +26,7 @@ from typing import Any
 from polyturn import build
 from polyturn.cli.runs import open_place
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.store.schema import Trained
 from polyturn.tracking.jsonl import read_metrics
 from polyturn.training.observer import RunObserver
 from polyturn.training.sft import SftSettings, run_sft
@@ -66,7 +67,9 @@ class TimedObserver(RunObserver):
 
     record_s: list[float]
 
-    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
+    def on_step(
+        self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup], trained: Mapping[str, Trained]
+    ) -> None:
         """A training step is done."""
         began = time.perf_counter()
         super().on_step(step, metrics, groups)

@@ -31,6 +31,7 @@ from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Trajectory
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.prepare import prepare_gsm8k
 from polyturn.evaluation.report import EvalReport
+from polyturn.store.schema import Trained
 from polyturn.training.sft import SftSettings, run_sft
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -76,7 +77,9 @@ class Seen:
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
         assert phase == "rollout"
 
-    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
+    def on_step(
+        self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup], trained: Mapping[str, Trained]
+    ) -> None:
         self.steps.append((dict(metrics), list(groups)))
 
     def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from polyturn import build
 from polyturn.cli.console import Output, stderr_console
-from polyturn.cli.runs import model_folder, new_run_folder, open_place
+from polyturn.cli.runs import keep_tokenizer, model_folder, new_run_folder, open_place
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
 from polyturn.evaluation.evaluate import EvalSet, evaluate
@@ -33,6 +33,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     build.check_run(parts, tasks, name="evaluation.data")
     folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-eval")
     write_resolved(resolved, folder / "config.yaml")
+    keep_tokenizer(parts, folder)
     also = build.build_records(parts, sets)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
         reports = asyncio.run(_all(parts, sets, observer))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polyturn import build
 from polyturn.cli.console import Output, stderr_console
-from polyturn.cli.runs import model_folder, new_run_folder, open_place
+from polyturn.cli.runs import keep_tokenizer, model_folder, new_run_folder, open_place
 from polyturn.cli.show import trajectory_table
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
@@ -30,6 +30,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_ta
     build.check_run(parts, tasks, name="data.train")
     folder = new_run_folder(Path(config.out) / f"{config.name}-rollout")
     write_resolved(resolved, folder / "config.yaml")
+    keep_tokenizer(parts, folder)
 
     async def run_all(observer: RunObserver) -> list[TrajectoryGroup]:
         pool = RolloutPool(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polyturn.build import Place
+from polyturn.build import Parts, Place
 from polyturn.cli.console import quiet_transformers
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
@@ -44,3 +44,8 @@ def model_folder(path: Path | None) -> Path | None:
         if (candidate / "config.json").is_file():
             return candidate
     raise CheckpointError(f"there is no model in {path}; name a folder with config.json, a checkpoint, or a run's folder")
+
+
+def keep_tokenizer(parts: Parts, folder: Path) -> None:
+    """Put the tokenizer beside the records of a run, so that its tokens can be read whatever becomes of the model."""
+    parts.tokenizer.save_pretrained(folder / "tokenizer")

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from polyturn import build
 from polyturn.cli.console import Output, stderr_console
-from polyturn.cli.runs import new_run_folder, open_place
+from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.cli.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import CheckpointError, PolyturnError
@@ -95,6 +95,7 @@ def train(
     if not resume:
         folder = new_run_folder(folder)
     write_resolved(resolved, folder / "config.yaml")
+    keep_tokenizer(parts, folder)
     out.fact("run folder", folder)
     line = shlex.join(again(folder.name))
     also = build.build_records(parts, tasks.eval_sets)
@@ -125,7 +126,7 @@ def train(
     if state.best > 0 and (best := trainer.checkpoints.best()) not in (None, trainer.checkpoints.latest()):
         out.fact("best", f"{best} (success {state.best:.3f})")
     out.fact("trajectories", folder / "trajectories")
-    out.fact("look at them", f"polyturn show {folder}")
+    out.fact("look at them", f"polyturn show {folder}, or in the browser: polyturn view {folder}")
 
 
 class Spent(NamedTuple):

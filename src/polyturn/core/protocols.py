@@ -30,6 +30,8 @@ class EngineCapabilities:
     pause_modes: tuple[str, ...] = ()
     max_context: int | None = None
     """The longest prompt plus completion, in tokens; None when unknown."""
+    priorities: bool = False
+    """Of requests that wait, the one with the highest `priority` goes first."""
 
 
 @runtime_checkable
@@ -149,6 +151,8 @@ class Policy(Protocol):
 
     train_seconds: float
     """Seconds spent in forward and backward so far."""
+    last_logprobs: list[Floats] | None
+    """For each sample of the latest `forward_backward` [T] its log-probabilities under the policy; None if not kept."""
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
         """Return for each sample [T] the log-probability of each token, 0 at index 0 and where nothing is weighted."""

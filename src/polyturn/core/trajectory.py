@@ -190,7 +190,7 @@ class Turn(Record):
     info: Mapping[str, Any] = field(default_factory=dict)
     """The interaction's metadata, and whatever a scheduler keeps about the turn."""
     timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds: "generate", "tools", "interaction"."""
+    """Seconds that "generate", "tools", "interaction" took; "start" is when the turn began, in seconds since 1970."""
     is_continued: bool = False
     """Whether the next turn goes on with the same assistant message, behind the observation; its message holds them all."""
 

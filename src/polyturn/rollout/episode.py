@@ -140,6 +140,11 @@ class Episode:
         return self._shared.environment.has_partner
 
     @property
+    def shows_media(self) -> bool:
+        """Whether messages may show images and other media."""
+        return self._context.media is not None
+
+    @property
     def codec(self) -> Codec:
         """The tokenizer and the chat template of the run."""
         return self._context.codec
@@ -211,7 +216,7 @@ class Episode:
             banned_token_ids=self._sampling.banned_token_ids or self._context.media_token_ids,
         )
         self._move(RequestState.GENERATING)
-        began = time.monotonic()
+        began, start = time.monotonic(), time.time()
         request = GenerateRequest(
             request_id=f"{self.id}/{number}",
             session_id=self.id,
@@ -243,7 +248,7 @@ class Episode:
             num_tokens=len(completion.token_ids),
             spans=list(spans),
             stopped_by=ended.stop,
-            timings={"generate": time.monotonic() - began},
+            timings={"start": start, "generate": time.monotonic() - began},
         )
         self._response_tokens += len(completion.token_ids)
         self.turns.append(turn)
@@ -293,6 +298,10 @@ class Episode:
         self._pending_user_reply = "interaction" in turn.timings
         self._user_turns += self._pending_user_reply
 
+    def read(self, text: str, *, turn: LiveTurn) -> Message:
+        """Read a text as the message of a turn; nothing becomes tokens."""
+        return self._transcript.read(text, turn=turn.index)
+
     def weigh(self, turn: LiveTurn, weights: ArrayLike) -> None:
         """Set the loss weights of a turn's sampled tokens, one for all or one per token; 0 leaves one out of the loss."""
         values = np.asarray(weights, np.float32)
@@ -300,7 +309,9 @@ class Episode:
             values = np.full(turn.num_tokens, values, np.float32)
         self._transcript.builder.reweigh(turn.sampled_spans, values)
 
-    def rewrite(self, messages: Sequence[Message | Mapping[str, Any]], *, goes_on: bool = False) -> Reply:
+    def rewrite(
+        self, messages: Sequence[Message | Mapping[str, Any]], *, goes_on: bool = False, num_prompt: int | None = None
+    ) -> Reply:
         """Replace the history by `messages`; a `step` returns what this returns, or messages to be shown behind them.
 
         The next prompt is a full render. It extends the segment that it continues token for token, or opens a new one, in
@@ -309,11 +320,15 @@ class Episode:
         Args:
             messages: The new history.
             goes_on: The last message is an assistant's and the next turn continues it, whatever the model said before.
+            num_prompt: How many leading messages are their owner's text; the rest is encoded as what an environment says.
+                None leaves it as it was; before the first turn, all of them.
 
         Raises:
             SchedulerError: there is no message, or the last one cannot go on.
         """
         self._transcript.rewrite([Message.from_openai(m) for m in messages], goes_on=goes_on)
+        if num_prompt is not None:
+            self._transcript.num_prompt = num_prompt
         return Reply(goes_on=True)
 
     def show_ids(self, ids: Ids | Sequence[int]) -> None:

@@ -9,7 +9,6 @@ that batch, and the gradients of its micro-batches add up to exactly its gradien
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import time
@@ -23,6 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polyturn.algorithms.aggregate import loss_coefs
+from polyturn.algorithms.kl import FixedKl, KlController
+from polyturn.algorithms.losses import mark, selection_of
 from polyturn.batching.layout import LayoutSettings, MicroBatch, layout, scatter_back
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
@@ -32,6 +33,7 @@ from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
 from polyturn.training.forward import TargetForward, TargetScores
+from polyturn.training.lora import adapter_tensors, base_weights, has_lora, load_adapter_tensors, merged_weights
 from polyturn.training.loss_terms import (
     LossSettings,
     PolicyTerms,
@@ -42,6 +44,7 @@ from polyturn.training.loss_terms import (
     sft_terms,
 )
 from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
+from polyturn.training.reference import FrozenModel, Scorer, make_reference, require_same_vocabulary
 
 MAX_LOGITS = 2**27
 """Default bound on targets times vocabulary in one micro-batch: 512 MiB of float32 logits, held about three times over."""
@@ -74,7 +77,9 @@ class LocalPolicy:
         optim: OptimSettings,
         loss: LossSettings | None = None,
         layout: LayoutSettings | None = None,
-        reference: bool = False,
+        reference: bool | PreTrainedModel = False,
+        teacher: PreTrainedModel | None = None,
+        kl: KlController | None = None,
         media: MediaProcessor | None = None,
     ) -> None:
         """Wrap `model`.
@@ -85,22 +90,30 @@ class LocalPolicy:
             loss: The policy loss; None takes the defaults.
             layout: The size of micro-batches; without a bound on targets, one is set from the vocabulary (`MAX_LOGITS`,
                 `MAX_LOGITS_CPU`).
-            reference: Keep a frozen copy of the model as it is now, for the KL term and `score(…, reference=True)`.
+            reference: Keep the model as it is now (a frozen copy; with LoRA its adapter alone), or another model, for the KL
+                term and `score(…, reference=True)`.
+            teacher: The model to distil from.
+            kl: Steers the weight of the KL term; None keeps it at `loss.kl_coef`.
             media: The model's processor, for samples that show images, videos or sounds; None for text.
 
         Raises:
-            ConfigError: a KL term without a reference.
+            ConfigError: a KL term without a reference, a distillation term without a teacher, or one of another vocabulary.
         """
         self.loss_settings = loss or LossSettings()
-        self._policy_terms = PolicyTerms(self.loss_settings, reference=self._score_reference if reference else None)
         self.model = model.train()
         self.optimizer = Optimizer(model, optim)
         self._forward = TargetForward(model)
-        self._reference: PreTrainedModel | None = None
-        self._reference_forward: TargetForward | None = None
-        if reference:
-            self._reference = copy.deepcopy(model).requires_grad_(False).eval()
-            self._reference_forward = TargetForward(self._reference)
+        self._reference = make_reference(model, self._forward, reference)
+        if teacher is not None:
+            require_same_vocabulary(model, teacher, name="teacher")
+        self._teacher: Scorer | None = None if teacher is None else FrozenModel(teacher, is_kept=False)
+        self.kl = kl or FixedKl(coef=self.loss_settings.kl_coef)
+        self._policy_terms = PolicyTerms(
+            self.loss_settings,
+            reference=None if self._reference is None else self._score_reference,
+            teacher=None if self._teacher is None else self._teacher.logprobs,
+            kl=self.kl,
+        )
         self._media = None if media is None else MediaRows(model, media)
         self._layout = layout or LayoutSettings()
         parameter = next(model.parameters())
@@ -114,6 +127,8 @@ class LocalPolicy:
         """Seconds spent in forward and backward so far, `score` included."""
         self.optim_seconds = 0.0
         """Seconds spent in optimizer steps so far."""
+        self.last_logprobs: list[Floats] | None = None
+        """For each sample of the latest `forward_backward` [T] its log-probabilities under this policy, for the records."""
 
     @property
     def step_count(self) -> int:
@@ -127,12 +142,14 @@ class LocalPolicy:
             ConfigError: `reference` is asked of a policy that was built without one.
         """
         start = time.perf_counter()
-        forward = self._reference_policy() if reference else self._forward
+        logprobs = self._score_reference if reference else self._logprobs
+        if reference:
+            self._reference_policy()
         batches = self._lay_out(samples, [s.loss_weights for s in samples])
         self.model.eval()
         try:
             with torch.no_grad():
-                values = [forward(batch).logprobs_S for batch in batches]
+                values = [logprobs(batch) for batch in batches]
         finally:
             self.model.train()
         scores = scatter_back(batches, values, lengths=[len(s) for s in samples])
@@ -148,9 +165,11 @@ class LocalPolicy:
             coefs: For each sample [T]; None computes them over `samples` by `LossSettings.aggregation`.
 
         Raises:
-            TrainingError: the loss is not finite, or the samples lack what the loss needs. The gradient is cleared.
+            TrainingError: the samples lack what the loss needs. The gradient is cleared. A loss that is not finite makes the
+                step one that `optim_step` skips, or ends the run at.
         """
         settings = self.loss_settings
+        samples = self._with_marks(samples)
         if coefs is None:
             coefs = loss_coefs(
                 samples,
@@ -164,8 +183,7 @@ class LocalPolicy:
     def sft_forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> Metrics:
         """Add the gradient of the weighted cross-entropy over `samples`, averaged over the weight of the whole batch.
 
-        Raises:
-            TrainingError: the loss is not finite. The gradient is cleared.
+        A loss that is not finite makes the step one that `optim_step` skips, or ends the run at.
         """
         if coefs is None:
             coefs = loss_coefs(samples, mode="token-mean")
@@ -175,7 +193,7 @@ class LocalPolicy:
         """Take one optimizer step from the summed gradient, and clear it.
 
         Raises:
-            TrainingError: the gradient is not finite, and such steps are not to be skipped.
+            TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
         """
         start = time.perf_counter()
         metrics = self.optimizer.step()
@@ -185,11 +203,13 @@ class LocalPolicy:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the parameters, the optimizer and, if there is one, the reference."""
-        state = {"model": clone_tensors(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
-        if self._reference is not None:
-            state["reference"] = clone_tensors(self._reference.state_dict())
-        return state
+        """Return copies of the parameters (with LoRA those of the adapter), the optimizer and, where it belongs to no file,
+        the reference."""
+        is_adapted = has_lora(self.model)
+        model = adapter_tensors(self.model) if is_adapted else self.model.state_dict()
+        state = {"model": clone_tensors(model), "optimizer": self.optimizer.state_dict(), "kl": self.kl.state_dict()}
+        reference = None if self._reference is None else self._reference.state_dict()
+        return state if reference is None else {**state, "reference": reference}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, writing every tensor in place.
@@ -197,33 +217,58 @@ class LocalPolicy:
         Raises:
             CheckpointError: the state is of another model, or lacks the reference.
         """
-        if self._reference is not None and "reference" not in state:
+        needs_reference = self._reference is not None and self._reference.state_dict() is not None
+        if needs_reference and "reference" not in state:
             raise CheckpointError("the checkpoint has no reference policy and this run uses one; it was written without KL")
-        try:
-            self.model.load_state_dict(state["model"])
-            if self._reference is not None:
-                self._reference.load_state_dict(state["reference"])
-        except RuntimeError as problem:
-            raise CheckpointError(f"the checkpoint does not fit this model: {problem}") from problem
+        if has_lora(self.model):
+            load_adapter_tensors(self.model, state["model"])
+        else:
+            try:
+                self.model.load_state_dict(state["model"])
+            except RuntimeError as problem:
+                raise CheckpointError(f"the checkpoint does not fit this model: {problem}") from problem
+        if self._reference is not None and needs_reference:
+            self._reference.load_state_dict(state["reference"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.kl.load_state_dict(state.get("kl", {}))
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return name -> parameter, the live tensors without gradient, for an engine."""
-        return {name: value.detach() for name, value in self.model.state_dict().items()}
+        """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""
+        return merged_weights(self.model) if has_lora(self.model) else self.live_weights()
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """Return name -> the live tensor that each of `weights` is, or is made of."""
+        return base_weights(self.model)
 
     def close(self) -> None:
         """Free the gradient and the reference."""
         self.optimizer.zero_grad()
-        self._reference = self._reference_forward = None
+        self._reference = self._teacher = None
 
-    def _reference_policy(self) -> TargetForward:
-        if self._reference_forward is None:
+    def _reference_policy(self) -> Scorer:
+        if self._reference is None:
             raise ConfigError("this policy was built without a reference; pass reference=True")
-        return self._reference_forward
+        return self._reference
 
     def _score_reference(self, batch: MicroBatch) -> Tensor:
-        return self._reference_policy()(batch).logprobs_S
+        return self._reference_policy().logprobs(batch)
+
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        return self._forward(batch).logprobs_S
+
+    def _with_marks(self, samples: Sequence[TrainSample]) -> Sequence[TrainSample]:
+        """Let the policy loss choose the tokens that it treats apart, where it does and nobody has yet."""
+        selection = selection_of(self.loss_settings.policy_loss, kwargs=self.loss_settings.policy_loss_kwargs)
+        if selection is None or all(s.marks is not None for s in samples):
+            return samples
+        if any(s.old_logprobs is None for s in samples):
+            scores = self.score(samples)
+            scored = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
+        else:
+            scored = list(samples)
+        marks = mark(scored, selection, seed=self.step_count)
+        return [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
 
     def _lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
         return layout(samples, coefs=coefs, settings=self._layout, dtype=self._dtype, device=self._device, media=self._media)
@@ -243,6 +288,7 @@ class LocalPolicy:
         parts: list[Metrics] = []
         own: list[Tensor] = []
         self.model.train()
+        problem: str | None = None
         try:
             for batch in batches:
                 start = time.perf_counter()
@@ -250,8 +296,8 @@ class LocalPolicy:
                 terms = terms_of(batch, scores)
                 loss = (terms.loss_S * batch.loss_coef_S).sum()
                 parts.append(batch_metrics(batch, scores, terms, float(loss.detach())))
-                if not math.isfinite(parts[-1]["loss/total"].value):
-                    raise TrainingError(non_finite_message(samples, batch, scores, terms, step=self.step_count))
+                if problem is None and not math.isfinite(parts[-1]["loss/total"].value):
+                    problem = non_finite_message(samples, batch, scores, terms, step=self.step_count)
                 if terms.own_S is not None:
                     own.append(terms.own_S)
                 start = clock.add("time/forward", start)
@@ -264,6 +310,9 @@ class LocalPolicy:
         spent = clock.seconds.get("time/forward", 0.0) + clock.seconds.get("time/backward", 0.0)
         times["time/forward_backward"] = Sum(spent)
         self.train_seconds += spent
+        if problem is not None:
+            self.optimizer.spoil(problem)
+            return {name: m for name, m in as_step(merge(parts)).items() if math.isfinite(m.value)} | times
         if own:
             times |= agreement(samples, scatter_back(batches, own, lengths=[len(s) for s in samples]))
         return as_step(merge(parts)) | times

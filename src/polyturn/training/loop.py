@@ -31,6 +31,7 @@ from polyturn.evaluation.report import EvalReport, report
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
+from polyturn.store.schema import Trained
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.update import Update
 
@@ -43,8 +44,14 @@ class TrainObserver(Protocol):
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
         """A group is done; `phase` is "rollout" or "eval/<set>", `total` the number of groups of the phase."""
 
-    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
-        """A step is done."""
+    def on_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[TrajectoryGroup],
+        trained: Mapping[str, Trained],
+    ) -> None:
+        """A step is done; `trained` says by trajectory id what it made of each."""
 
     def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
         """An evaluation set is done."""
@@ -110,6 +117,7 @@ class Trainer:
         export: Callable[[Path], object],
         observer: TrainObserver,
         engine_busy_s: Callable[[], float],
+        engine_metrics: Callable[[], Mapping[str, float]] = dict,
         fingerprint: str = "",
         sampler: Callable[[], TaskSampler] | None = None,
     ) -> None:
@@ -125,6 +133,7 @@ class Trainer:
         self._export = export
         self._observer = observer
         self._engine_busy_s = engine_busy_s
+        self._engine_metrics = engine_metrics
         self._fingerprint = fingerprint
         self._new_sampler = sampler or partial(TaskSampler, len(tasks), seed=settings.seed, shuffle=settings.shuffle)
         self._running: set[asyncio.Task[None]] = set()
@@ -185,14 +194,15 @@ class Trainer:
             while state.step < settings.steps:
                 clock = _StepClock(self._engine_busy_s)
                 groups = await buffer.take()
-                metrics = self.update.run(groups, step=state.step)
+                metrics, trained = self.update.run(groups, step=state.step)
                 state.step += 1
                 try:
                     await self._channel.publish(state.step)
                 finally:  # the step was taken, so it is recorded, also when the run is cancelled here
                     metrics["time/step_s"], metrics["time/generate_s"] = clock.read()
                     metrics["time/other_share"] = _other_share(metrics)
-                    self._observer.on_step(state.step, metrics, groups)
+                    metrics |= self._engine_metrics()
+                    self._observer.on_step(state.step, metrics, groups, trained)
                 if await self._is_done():
                     break
                 await buffer.advance(state.step)

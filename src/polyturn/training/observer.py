@@ -24,6 +24,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.repeated import flat, repeated_metrics
 from polyturn.evaluation.report import EvalReport
 from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.schema import Trained
 from polyturn.tracking.alarms import Alarms
 from polyturn.tracking.console import ConsoleTracker, Progress
 from polyturn.tracking.dump import TrajectoryDump
@@ -114,10 +115,16 @@ class RunObserver:
         self._advance("rollout", total)
         self._store.add(group, step=0, split="rollout")
 
-    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
-        """A training step is done: its metrics and its trajectories are written."""
+    def on_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[TrajectoryGroup],
+        trained: Mapping[str, Trained] | None = None,
+    ) -> None:
+        """A training step is done: its metrics and its trajectories are written, with what it made of each."""
         self._end_phase()
-        self._record(groups, step=step, split="train")
+        self._record(groups, step=step, split="train", trained=trained)
         if self._also.train_dump is not None:
             self._also.train_dump.write(step, groups)
         self._tracker().log(step, metrics)
@@ -148,9 +155,16 @@ class RunObserver:
             self._metrics = JsonlTracker(self._folder / "metrics.jsonl")
         return self._metrics
 
-    def _record(self, groups: Sequence[TrajectoryGroup], *, step: int, split: str) -> None:
+    def _record(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        *,
+        step: int,
+        split: str,
+        trained: Mapping[str, Trained] | None = None,
+    ) -> None:
         for group in groups:
-            self._store.add(group, step=step, split=split)
+            self._store.add(group, step=step, split=split, trained=trained)
         self._store.flush()
 
     def _advance(self, phase: str, total: int) -> None:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from polyturn.algorithms.advantages import Estimator, assign_advantages
 from polyturn.batching.filters import filter_groups, filter_samples
@@ -23,6 +24,8 @@ from polyturn.core.metrics import Metrics, Sum, merge, reduce
 from polyturn.core.protocols import Policy
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.store.schema import Trained
+from polyturn.training.record import trained_of
 from polyturn.training.rollout_metrics import rollout_metrics
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,14 @@ class UpdateSettings:
     """Take the engine's logprobs as the old ones instead of computing them."""
 
 
+class StepResult(NamedTuple):
+    """What one step did."""
+
+    metrics: dict[str, float]
+    trained: dict[str, Trained]
+    """Trajectory id -> what the step made of it, for the records."""
+
+
 class Update:
     """Takes the optimizer steps of a run, one call for each."""
 
@@ -53,8 +64,8 @@ class Update:
         self._estimator = estimator
         self._settings = settings or UpdateSettings()
 
-    def run(self, groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str, float]:
-        """Take one optimizer step (or `minibatches` of them) on the groups of a step, and return its metrics.
+    def run(self, groups: Sequence[TrajectoryGroup], *, step: int) -> StepResult:
+        """Take one optimizer step (or `minibatches` of them) on the groups of a step.
 
         Raises:
             TrainingError: the loss or the gradient is not finite, or the samples lack what the loss needs.
@@ -74,10 +85,14 @@ class Update:
         filtered = filter_samples(samples, kept.groups)
         prepare_s += time.perf_counter() - began
         parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
+        logprobs: list[Floats] | None = []
+        shares = _shares(filtered.samples, settings.minibatches)
         if filtered.samples:
             began = time.perf_counter()
-            for number, share in enumerate(_shares(filtered.samples, settings.minibatches)):
+            for number, share in enumerate(shares):
                 found = self.policy.forward_backward(share)
+                own = self.policy.last_logprobs
+                logprobs = None if own is None or logprobs is None else [*logprobs, *own]
                 if number and settings.uses_engine_logprobs:
                     # Behind an update they say how far that went, and not whether trainer and engine agree.
                     found = {name: value for name, value in found.items() if not name.startswith("policy/rollout_")}
@@ -86,7 +101,8 @@ class Update:
         else:
             logger.warning("step %d: no group has anything to learn from; the weights stay as they are", step + 1)
         parts.append({"time/train_s": Sum(train_s)})
-        return reduce(merge(parts))
+        order = [sample for share in shares for sample in share]
+        return StepResult(reduce(merge(parts)), trained_of(groups, kept.groups, order, logprobs))
 
     def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Add the log-probabilities that the loss needs and that the forward pass of training does not give.
@@ -116,6 +132,8 @@ class Update:
 
 def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
     """Cut samples into `count` shares; those of one trajectory stay together."""
+    if not samples:
+        return []
     keys = list(dict.fromkeys((s.id.group, s.id.trajectory) for s in samples))
     share_of = {key: index * count // len(keys) for index, key in enumerate(keys)}
     shares: list[list[TrainSample]] = [[] for _ in range(count)]

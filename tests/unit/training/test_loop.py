@@ -23,6 +23,7 @@ from polyturn.evaluation.evaluate import EvalSet
 from polyturn.evaluation.report import EvalReport
 from polyturn.rollout.pool import RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.store.schema import Trained
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.loop import LoopSettings, Trainer
@@ -37,6 +38,7 @@ class NotingPolicy:
 
     def __init__(self, events: list[Event], fail_at: int | None = None) -> None:
         self.steps = 0
+        self.last_logprobs: list[np.ndarray] | None = None
         self.batches: list[list[TrainSample]] = []
         self._events = events
         self._fail_at = fail_at
@@ -73,7 +75,9 @@ class NotingObserver:
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
         self._events.append(("group", group.id, phase, total))
 
-    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
+    def on_step(
+        self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup], trained: Mapping[str, Trained]
+    ) -> None:
         self._events.append(("step", step))
         self.metrics[step] = dict(metrics)
         self.groups[step] = list(groups)
