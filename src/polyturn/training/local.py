@@ -101,9 +101,7 @@ class LocalPolicy:
         """
         self.loss_settings = loss or LossSettings()
         self.model = model.train()
-        self.optimizer = Optimizer(model, optim)
-        self._forward = TargetForward(model)
-        self._reference = make_reference(model, self._forward, reference)
+        self._forward, self._reference, self.optimizer = self._prepare(model, optim, reference)
         if teacher is not None:
             require_same_vocabulary(model, teacher, name="teacher")
         self._teacher: Scorer | None = None if teacher is None else FrozenModel(teacher, is_kept=False)
@@ -246,6 +244,13 @@ class LocalPolicy:
         self.optimizer.zero_grad()
         self._reference = self._teacher = None
 
+    def _prepare(
+        self, model: PreTrainedModel, optim: OptimSettings, reference: bool | PreTrainedModel
+    ) -> tuple[TargetForward, Scorer | None, Optimizer]:
+        """Return the forward pass, the reference and the optimizer, in the order in which they must see the model."""
+        forward = TargetForward(model)
+        return forward, make_reference(model, forward, reference), Optimizer(model, optim)
+
     def _reference_policy(self) -> Scorer:
         if self._reference is None:
             raise ConfigError("this policy was built without a reference; pass reference=True")
@@ -310,9 +315,10 @@ class LocalPolicy:
         spent = clock.seconds.get("time/forward", 0.0) + clock.seconds.get("time/backward", 0.0)
         times["time/forward_backward"] = Sum(spent)
         self.train_seconds += spent
+        self.last_logprobs = scatter_back(batches, own, lengths=[len(s) for s in samples]) if own else None
         if problem is not None:
             self.optimizer.spoil(problem)
             return {name: m for name, m in as_step(merge(parts)).items() if math.isfinite(m.value)} | times
-        if own:
-            times |= agreement(samples, scatter_back(batches, own, lengths=[len(s) for s in samples]))
+        if self.last_logprobs is not None:
+            times |= agreement(samples, self.last_logprobs)
         return as_step(merge(parts)) | times

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyturn.algorithms.aggregate import MODES, SEGMENT_WEIGHTS
-from polyturn.algorithms.kl import kl_estimators
+from polyturn.algorithms.kl import FixedKl, KlController, kl_estimators
 from polyturn.algorithms.losses import PolicyLoss, bind, ppo_clip
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError, did_you_mean
@@ -27,7 +27,7 @@ from polyturn.training.forward import TargetScores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The loss: sum over tokens of coef * (policy_loss + kl_coef * kl - entropy_coef * entropy)."""
+    """The loss: sum over tokens of coef * (policy_loss + kl_coef * kl - entropy_coef * entropy + distill_coef * distill)."""
 
     policy_loss: PolicyLoss = ppo_clip
     """What a token contributes; it is offered the clips below, by their names."""
@@ -46,6 +46,10 @@ class LossSettings:
     """Above 0 the loss holds the policy near the reference."""
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
+    distill_coef: float = 0.0
+    """Above 0 the loss draws the policy to the teacher, on the tokens that the policy sampled."""
+    distill_estimator: str = "k1+"
+    """The estimator of KL(policy || teacher)."""
     old_logprobs: Literal["sample", "rollout"] = "sample"
     """The denominator of the ratio. "sample": the samples' old_logprobs; where the whole batch has none it is on-policy by
     definition, the ratio is 1 and only its gradient counts, which is right for exactly one update on fresh rollouts.
@@ -69,6 +73,7 @@ class LossSettings:
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"dual_clip is {self.dual_clip}; it must be above 1, or None")
         kl_estimators.resolve(self.kl_estimator)
+        kl_estimators.resolve(self.distill_estimator)
 
 
 class Terms(NamedTuple):
@@ -86,23 +91,38 @@ class Terms(NamedTuple):
 class PolicyTerms:
     """The terms of the policy's loss, with their options bound."""
 
-    def __init__(self, settings: LossSettings, *, reference: Callable[[MicroBatch], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        settings: LossSettings,
+        *,
+        reference: Callable[[MicroBatch], Tensor] | None = None,
+        teacher: Callable[[MicroBatch], Tensor] | None = None,
+        kl: KlController | None = None,
+    ) -> None:
         """Bind `settings`.
 
         Args:
             settings: The loss.
             reference: Gives [S] the reference's log-probabilities where the samples bring none; None where there is none.
+            teacher: Gives [S] the teacher's log-probabilities.
+            kl: The weight of the KL term now; None keeps it at `settings.kl_coef`.
 
         Raises:
-            ConfigError: a KL term without a reference, or an option that the policy loss does not take.
+            ConfigError: a KL term without a reference, a distillation term without a teacher, or an option that the policy
+                loss does not take.
         """
         if settings.kl_coef and reference is None:
             raise ConfigError(f"kl_coef is {settings.kl_coef} and there is no reference policy; pass reference=True")
+        if settings.distill_coef and teacher is None:
+            raise ConfigError(f"distill_coef is {settings.distill_coef} and there is no teacher; pass one")
         clips = {"clip_low": settings.clip_low, "clip_high": settings.clip_high, "dual_clip": settings.dual_clip}
         self._settings = settings
         self._reference = reference
         self._policy_loss = bind(settings.policy_loss, offered=clips, kwargs=settings.policy_loss_kwargs)
+        self._teacher = teacher
+        self._control = kl or FixedKl(coef=settings.kl_coef)
         self._kl = kl_estimators.resolve(settings.kl_estimator)
+        self._distill = kl_estimators.resolve(settings.distill_estimator)
 
     def __call__(self, batch: MicroBatch, scores: TargetScores) -> Terms:
         """Return the terms of one micro-batch.
@@ -128,9 +148,16 @@ class PolicyTerms:
             own_S = batch.old_logprobs_S if is_ours else logprobs_S.detach()
         if settings.kl_coef:
             kl_S = self._kl(logprobs_S, self._ref_logprobs(batch))
-            loss_S = loss_S + settings.kl_coef * kl_S
-            parts_S["loss/kl"] = settings.kl_coef * kl_S.detach()
+            loss_S = loss_S + self._control.coef * kl_S
+            parts_S["loss/kl"] = self._control.coef * kl_S.detach()
             stats_S["policy/kl_to_reference"] = kl_S.detach()
+        if settings.distill_coef and self._teacher is not None:
+            distill_S = self._distill(logprobs_S, self._teacher(batch))
+            stats_S["policy/kl_to_teacher"] = distill_S.detach()
+            if batch.correction_S is not None:
+                distill_S = distill_S * batch.correction_S
+            loss_S = loss_S + settings.distill_coef * distill_S
+            parts_S["loss/distill"] = settings.distill_coef * distill_S.detach()
         if scores.entropy_S is not None:
             stats_S["policy/entropy"] = scores.entropy_S.detach()
             if settings.entropy_coef:

@@ -6,6 +6,7 @@ parameter, also not when a state is loaded.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torch import nn
 
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import Mean, Metrics, Sum
+
+logger = logging.getLogger(__name__)
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -38,8 +41,9 @@ class OptimSettings:
     total_steps: int | None = None
     """The steps of the whole run; needed by linear and cosine."""
     min_lr_ratio: float = 0.0
-    non_finite: Literal["error", "skip"] = "error"
-    """A gradient that is not finite ends the run, or its step is skipped and counted (`loss/skipped_steps`)."""
+    max_skipped: int = 3
+    """Steps in a row that are skipped and counted (`loss/skipped_steps`) because loss or gradient is not finite; one more
+    ends the run."""
 
     def __post_init__(self) -> None:
         if self.schedule not in ("constant", "linear", "cosine"):
@@ -49,6 +53,8 @@ class OptimSettings:
                 f"a {self.schedule} schedule needs total_steps above warmup_steps ({self.warmup_steps}), "
                 f"not {self.total_steps}"
             )
+        if self.max_skipped < 0:
+            raise ConfigError(f"max_skipped is {self.max_skipped}; it must be 0 (the first bad step ends the run) or more")
         if not self.lr >= 0:
             raise ConfigError(f"lr is {self.lr}; it must be 0 or more")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
@@ -73,6 +79,8 @@ class Optimizer:
         self.settings = settings
         self.step_count = 0
         """Steps taken or skipped so far; the schedule's clock."""
+        self.skipped_in_a_row = 0
+        self._problem: str | None = None
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         matrices = [p for _, p in self._named if p.ndim > 1]
         vectors = [p for _, p in self._named if p.ndim <= 1]
@@ -88,10 +96,10 @@ class Optimizer:
         )
 
     def step(self) -> Metrics:
-        """Clip the gradient, update the parameters, clear the gradient.
+        """Clip the gradient, update the parameters, clear the gradient; skip a gradient that is not finite.
 
         Raises:
-            TrainingError: the gradient is not finite and `non_finite` is "error"; the parameters are unchanged.
+            TrainingError: so many in a row were not finite that the run ends; the parameters are unchanged.
         """
         params = [p for _, p in self._named]
         norm_tensor = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
@@ -104,10 +112,9 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
-        elif self.settings.non_finite == "error":
-            message = self._non_finite_message(norm)
-            self.zero_grad()
-            raise TrainingError(message)
+            self.skipped_in_a_row = 0
+        else:
+            self._skip(self._problem or self._non_finite_message(norm))
         self.zero_grad()
         self.step_count += 1
         metrics: Metrics = {"loss/lr": Mean(lr), "loss/skipped_steps": Sum(0.0 if is_finite else 1.0)}
@@ -115,13 +122,38 @@ class Optimizer:
             metrics["loss/grad_norm"] = Mean(norm)
         return metrics
 
+    def spoil(self, problem: str) -> None:
+        """Make the next step one that is skipped, on every rank that shares it: the gradient takes no finite value."""
+        self._problem = problem
+        parameter = self._named[0][1]
+        parameter.grad = torch.full_like(parameter, math.nan)
+
+    def _skip(self, problem: str) -> None:
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row <= self.settings.max_skipped:
+            logger.warning(
+                "%s. The step is skipped (%d in a row, the run ends at %d)",
+                problem,
+                self.skipped_in_a_row,
+                self.settings.max_skipped + 1,
+            )
+            return
+        before = self.skipped_in_a_row - 1
+        self.zero_grad()
+        raise TrainingError(problem + (f"; skipped in a row before it: {before}" if before else ""))
+
     def zero_grad(self) -> None:
         """Forget the gradient."""
+        self._problem = None
         self._adamw.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the moments and the schedule's clock, as copies."""
-        return {"adamw": clone_tensors(self._adamw.state_dict()), "step_count": self.step_count}
+        return {
+            "adamw": clone_tensors(self._adamw.state_dict()),
+            "step_count": self.step_count,
+            "skipped": self.skipped_in_a_row,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; the settings stay those given at construction.
@@ -137,13 +169,14 @@ class Optimizer:
         except (ValueError, KeyError) as problem:
             raise CheckpointError(f"the optimizer's state does not fit this model's parameters: {problem}") from problem
         self.step_count = int(state["step_count"])
+        self.skipped_in_a_row = int(state.get("skipped", 0))
 
     def _non_finite_message(self, norm: float) -> str:
         bad = [n for n, p in self._named if p.grad is not None and not torch.isfinite(p.grad).all()]
         named = f"first in {bad[0]!r}, in {len(bad)} of {len(self._named)} tensors" if bad else "only its norm overflows"
         return (
             f"the gradient's norm is {norm} at optimizer step {self.step_count} ({named}): look at the loss metrics of the "
-            "last steps, lower optim.lr, or set optim.non_finite to 'skip' to leave such steps out"
+            "last steps, or lower optim.lr"
         )
 
 

@@ -225,11 +225,29 @@ def test_a_loss_that_is_not_finite_names_step_sample_and_numbers(name, message):
         broken = getattr(batch[2], name).copy()
         broken[5] = float("nan")
         batch[2] = batch[2].replace(**{name: broken})
+    made.optimizer.settings = OptimSettings(max_skipped=0)
+    made.forward_backward(batch)
     with pytest.raises(TrainingError, match="the loss is not finite at optimizer step 1") as caught:
-        made.forward_backward(batch)
+        made.optim_step()
     assert message in str(caught.value)
     assert name == "parameters" or "first token 5 of sample g0/t2/0" in str(caught.value)
     assert all(p.grad is None for p in made.model.parameters())
+
+
+def test_a_step_with_a_bad_loss_is_skipped_and_reports_only_finite_figures():
+    made = policy()
+    before = [p.clone() for p in made.model.parameters()]
+    broken = samples()
+    advantages = broken[2].advantages.copy()
+    advantages[5] = np.inf
+    broken[2] = broken[2].replace(advantages=advantages)
+    found = reduce(merge([made.forward_backward(broken), made.optim_step()]))
+    assert found["loss/skipped_steps"] == 1
+    assert all(math.isfinite(v) for v in found.values())
+    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
+    made.forward_backward(samples())
+    assert reduce(made.optim_step())["loss/skipped_steps"] == 0
+    assert not all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
 
 
 def test_missing_pieces_are_named():

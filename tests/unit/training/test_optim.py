@@ -57,7 +57,7 @@ def test_a_step_is_adam_and_reports_the_norm_before_clipping():
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_names_the_tensor():
     net = Net()
-    optimizer = Optimizer(net, OptimSettings(lr=0.1))
+    optimizer = Optimizer(net, OptimSettings(lr=0.1, max_skipped=0))
     set_grad(net, 1.0)
     net.norm.grad[0] = float("nan")
     with pytest.raises(TrainingError, match=r"optimizer step 0 \(first in 'norm', in 1 of 2 tensors\).*lower optim.lr"):
@@ -68,13 +68,42 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_names_the_tensor():
 
 def test_or_the_step_is_skipped_and_counted():
     net = Net()
-    optimizer = Optimizer(net, OptimSettings(lr=0.1, non_finite="skip"))
+    optimizer = Optimizer(net, OptimSettings(lr=0.1))
     set_grad(net, float("inf"))
     assert reduce(optimizer.step())["loss/skipped_steps"] == 1
     assert net.matrix.tolist() == [[1.0, 1.0]] * 2
     assert optimizer.step_count == 1
     set_grad(net, 1.0)
     assert reduce(optimizer.step())["loss/skipped_steps"] == 0
+
+
+def test_the_run_ends_after_so_many_bad_steps_in_a_row():
+    """A good step in between starts the count again, and a resumed run goes on counting."""
+    net = Net()
+    optimizer = Optimizer(net, OptimSettings(lr=0.1, max_skipped=2))
+    for value in (math.inf, math.nan, 1.0, math.nan, math.nan):
+        set_grad(net, value)
+        optimizer.step()
+    later = Optimizer(net, OptimSettings(lr=0.1, max_skipped=2))
+    later.load_state_dict(optimizer.state_dict())
+    set_grad(net, math.nan)
+    with pytest.raises(TrainingError, match=r"norm is nan at optimizer step 5.*skipped in a row before it: 2"):
+        later.step()
+
+
+def test_a_spoiled_step_is_skipped_with_its_reason():
+    net = Net()
+    optimizer = Optimizer(net, OptimSettings(lr=0.1, max_skipped=1))
+    set_grad(net, 1.0)
+    optimizer.spoil("the loss is not finite")
+    assert reduce(optimizer.step())["loss/skipped_steps"] == 1
+    assert net.matrix.tolist() == [[1.0, 1.0]] * 2
+    set_grad(net, 1.0)
+    optimizer.spoil("the loss is not finite again")
+    with pytest.raises(TrainingError, match=r"not finite again; skipped in a row before it: 1"):
+        optimizer.step()
+    with pytest.raises(ConfigError, match="max_skipped is -1"):
+        OptimSettings(max_skipped=-1)
 
 
 def test_a_state_loads_into_other_settings_and_not_into_other_parameters():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.core.arrays import Floats
+from polyturn.core.errors import ConfigError, TrainingError, did_you_mean
 from polyturn.core.registry import Registry
+from polyturn.core.sample import TrainSample
 from polyturn.core.signature import has_parameter, takes_any_keyword
 
 MAX_LOG_RATIO = 20.0
@@ -65,6 +67,36 @@ def selection_of(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> Selection | 
     if selection is None:
         return None
     return functools.partial(selection, **{k: v for k, v in kwargs.items() if has_parameter(selection, k)})
+
+
+def mark(samples: Sequence[TrainSample], selection: Selection, *, seed: int) -> list[Floats]:
+    """Return for each sample [T] 1 at the trained tokens that `selection` chose among those of all samples.
+
+    Args:
+        samples: Everything that one optimizer step trains on, with advantages and old_logprobs.
+        selection: What `selection_of` returned.
+        seed: Of what is drawn; the step.
+
+    Raises:
+        TrainingError: a sample lacks them.
+    """
+    places = [np.flatnonzero(s.loss_weights) for s in samples]
+    for sample in samples:
+        if sample.advantages is None or sample.old_logprobs is None:
+            raise TrainingError(
+                f"the policy loss chooses tokens by advantage and old_logprobs, and sample {sample.id} lacks them"
+            )
+    chosen = [np.zeros(len(s), np.float32) for s in samples]
+    if any(len(p) for p in places):
+        old_N = np.concatenate([np.asarray(s.old_logprobs, np.float64)[p] for s, p in zip(samples, places, strict=True)])
+        advantages_N = np.concatenate(
+            [np.asarray(s.advantages, np.float64)[p] for s, p in zip(samples, places, strict=True)]
+        )
+        marked_N = selection(old_N, advantages_N, np.random.default_rng(seed))
+        cuts = np.cumsum([len(p) for p in places])[:-1]
+        for out, place, marked in zip(chosen, places, np.split(marked_N, cuts), strict=True):
+            out[place] = marked
+    return chosen
 
 
 def takes_option(loss: PolicyLoss, name: str) -> bool:

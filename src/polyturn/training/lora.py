@@ -1,0 +1,201 @@
+"""LoRA: a few low-rank matrices are trained, the model's own weights stay (Hu et al. 2021).
+
+    y = W x + (alpha / rank) B A dropout(x)        B starts at 0, so the adapted model starts as the model
+
+The adapter lies inside the model's own modules, so the trainer, an engine that shares its parameters and a forward pass
+see one ordinary model. For others there are two views of it: the adapter alone, which is what a checkpoint keeps, and the
+merged weights W + (alpha / rank) B A under the model's own names, which is what servers and exports get.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from polyturn.core.errors import CheckpointError, ConfigError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """The shape of an adapter."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Of the adapter's input while it is trained. Above 0 the policy that is trained is not quite the one that sampled."""
+    target_modules: str | Sequence[str] = "all-linear"
+    """Names of modules (their ends), a regular expression, or all-linear: every linear layer but the output embedding."""
+    exclude_modules: str | Sequence[str] | None = None
+    rank_stabilized: bool = False
+    """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+
+
+def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> None:
+    """Put an adapter into `model`; from then on only the adapter wants gradients. The global random state stays as it was.
+
+    Raises:
+        ConfigError: peft is not installed, or the settings fit no module of this model.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora needs peft, which is not installed; pip install 'polyturn[lora]', or drop model.lora")
+    from peft import LoraConfig
+
+    def names(value: str | Sequence[str] | None) -> str | list[str] | None:
+        return value if isinstance(value, str) or value is None else list(value)
+
+    try:
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft takes fractions as well
+            lora_dropout=settings.dropout,
+            target_modules=names(settings.target_modules),
+            exclude_modules=names(settings.exclude_modules),
+            use_rslora=settings.rank_stabilized,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model.add_adapter(config, adapter_name=ADAPTER)
+    except ValueError as problem:
+        linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise ConfigError(
+            f"model.lora does not fit this model: {one_line(problem)[:300]}; its linear modules are {', '.join(linear)}"
+        ) from problem
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Return whether `add_lora` put an adapter into `model`."""
+    return any(".lora_A." in name for name, _ in model.named_parameters())
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Let `model` compute as if it had no adapter."""
+    layers = list(_layers(model).values())
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return name -> live tensor of the adapter alone."""
+    return {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
+
+
+@contextmanager
+def adapter_replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let `model` compute with another adapter of the same shape; its own tensors are only set aside.
+
+    The parameters' storage is exchanged and not written, so an engine that shares it notices nothing.
+    """
+    own = {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    saved = {name: p.data for name, p in own.items()}
+    try:
+        for name, parameter in own.items():
+            parameter.data = tensors[name]
+        yield
+    finally:
+        for name, parameter in own.items():
+            parameter.data = saved[name]
+
+
+def load_adapter_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write an adapter's values in place.
+
+    Raises:
+        CheckpointError: they are those of another adapter.
+    """
+    own = adapter_tensors(model)
+    if own.keys() != tensors.keys():
+        odd = sorted(own.keys() ^ tensors.keys())[0]
+        raise CheckpointError(f"the checkpoint does not fit this model's adapter: {odd!r} is in one of the two alone")
+    for name, tensor in own.items():
+        if tensor.shape != tensors[name].shape:
+            raise CheckpointError(
+                f"the checkpoint does not fit this model's adapter: {name!r} is {tuple(tensors[name].shape)} there and "
+                f"{tuple(tensor.shape)} here; model.lora must be what it was"
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def base_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's own weights without the adapter, as live tensors under the model's own names."""
+    return {
+        name.replace(".base_layer.", "."): value.detach()
+        for name, value in model.state_dict().items()
+        if ".lora_" not in name
+    }
+
+
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights with the adapter added, under the model's own names.
+
+    Those that the adapter changes are new tensors; all others are live.
+    """
+    weights = base_weights(model)
+    with torch.no_grad():
+        for name, layer in _layers(model).items():
+            weight = weights[f"{name}.weight"]
+            weights[f"{name}.weight"] = weight + layer.get_delta_weight(ADAPTER).to(weight)
+    return weights
+
+
+def save_merged(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model without adapter modules that holds `merged_weights`."""
+    with torch.device("meta"):
+        plain: PreTrainedModel = type(model)(model.config)
+    plain.load_state_dict(merged_weights(model), strict=True, assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(folder)
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapter alone, in peft's format."""
+    model.save_pretrained(folder)
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"no adapter was written to {folder}; the model has none")
+
+
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Write into the model's adapter what `save_adapter` left in `folder`.
+
+    Raises:
+        CheckpointError: there is none, or it is another model's or of another shape.
+    """
+    from safetensors.torch import load_file
+
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        raise CheckpointError(f"there is no adapter in {folder}; a folder with one holds {WEIGHTS_FILE}")
+    saved: dict[str, Any] = load_file(str(file))
+    own = {name.replace(f".{ADAPTER}.", "."): name for name in adapter_tensors(model)}
+    found = {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
+    load_adapter_tensors(model, {own.get(name, name): tensor for name, tensor in found.items()})
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """Return the model's own name of each adapted module -> the module around it."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
