@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,13 +102,13 @@ class Optimizer:
             TrainingError: so many in a row were not finite that the run ends; the parameters are unchanged.
         """
         params = [p for _, p in self._named]
-        norm_tensor = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        norm_tensor = self._total_norm(params)
         norm = float(norm_tensor)
         lr = self.settings.lr * lr_factor(self.step_count, self.settings)
         is_finite = math.isfinite(norm)
         if is_finite:
             if self.settings.max_grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(params, self.settings.max_grad_norm, norm_tensor)
+                self._clip(params, norm_tensor)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
@@ -127,6 +127,15 @@ class Optimizer:
         self._problem = problem
         parameter = self._named[0][1]
         parameter.grad = torch.full_like(parameter, math.nan)
+
+    def _total_norm(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return the norm of the whole gradient."""
+        return torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+
+    def _clip(self, params: Sequence[nn.Parameter], norm: torch.Tensor) -> None:
+        """Scale the gradient, whose norm is `norm`, down to `max_grad_norm`."""
+        assert self.settings.max_grad_norm is not None
+        torch.nn.utils.clip_grads_with_norm_(params, self.settings.max_grad_norm, norm)
 
     def _skip(self, problem: str) -> None:
         self.skipped_in_a_row += 1
