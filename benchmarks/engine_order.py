@@ -14,7 +14,8 @@ import json
 import resource
 import time
 
-from polyturn.testing.simulation import ORACLE, Workload, shipped, simulate
+from polyturn.testing.simulation import ORACLE, simulate
+from polyturn.testing.workload import Workload, shipped
 
 POLICIES = ("fifo", "least_loaded", "longest_first", ORACLE)
 

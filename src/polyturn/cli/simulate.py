@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polyturn.testing.simulation import Simulated, Workload, draw, simulate
+from polyturn.testing.simulation import Simulated, draw, simulate
+from polyturn.testing.workload import Workload
 
 
 def run(workload: str, *, policies: list[str], replicas: int | None, png: Path | None) -> list[Simulated]:

@@ -41,11 +41,19 @@ class Speed:
     table: tuple[tuple[int, float], ...] = ()
     """Measured (b, tau(b)), rising in b; replaces a and c, with straight lines between and beyond the entries."""
     prefill_token_s: float = 0.00002
+    request_s: float = 0.0
+    """What a request costs the server beside its tokens, such as reading it and sending the answer."""
+    prefix_cache: bool = True
+    """Whether a session's next turn computes only what is new."""
     slots: int = 32
     kv_tokens: int = 1_000_000
 
     def __post_init__(self) -> None:
-        if self.slots < 1 or self.kv_tokens < 1 or min(self.step_s, self.prefill_token_s, self.per_sequence_s) < 0:
+        if (
+            self.slots < 1
+            or self.kv_tokens < 1
+            or min(self.step_s, self.prefill_token_s, self.per_sequence_s, self.request_s) < 0
+        ):
             raise ConfigError(f"{self} cannot be: slots and kv_tokens are at least 1, and times at least 0")
         if [b for b, _ in self.table] != sorted({b for b, _ in self.table}):
             raise ConfigError(f"the table's batch sizes must rise, not {[b for b, _ in self.table]}")
@@ -290,7 +298,7 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         """Let waiting requests in, the highest priority first, and compute their prompts."""
-        prefilled = 0
+        prefilled = num_admitted = 0
         while self._queue and len(self._batch) < self.speed.slots:
             run = self._queue[0][1]
             if run.is_over:
@@ -304,6 +312,7 @@ class SimulatedEngine:
             self._cached -= held
             new = size - min(held, size - 1)
             prefilled += new
+            num_admitted += 1
             run.prefilled += new
             run.is_running, run.joined = True, self._step
             self._batch[run.request.request_id] = run
@@ -312,7 +321,7 @@ class SimulatedEngine:
         if prefilled:
             self._evict()
             self.prefilled_tokens += prefilled
-            seconds = prefilled * self.speed.prefill_token_s
+            seconds = prefilled * self.speed.prefill_token_s + num_admitted * self.speed.request_s
             self._at += seconds
             self.busy_s += seconds
 
@@ -350,9 +359,10 @@ class SimulatedEngine:
         done = min(self._leave(run), run.length)
         run.is_over = True
         session, size = request.session_id, len(request.prompt_ids) + done
-        self._cached += size - self._cache.pop(session, 0)
-        self._cache[session] = size
-        self._evict()
+        if self.speed.prefix_cache:
+            self._cached += size - self._cache.pop(session, 0)
+            self._cache[session] = size
+            self._evict()
         ids = np.full(done, self._token_id, np.int32)
         if reason is FinishReason.STOP:
             if run.length >= request.sampling.max_tokens and self._plan(request) > run.length:

@@ -3,32 +3,28 @@
     workload = Workload.load("swe_like")                 a name of a shipped file, or the path of a YAML file
     result = simulate(workload, policy="longest_first")  seconds of wall clock; the same on every machine
     result.makespan_s, result.efficiency                 lower bound / makespan
+    await replay(workload, [VllmEngine(url, …)])         the same rollout on real servers, in real time
 
-Only lengths, waits and the clock are made up. Lengths are drawn from the file's seed with Python's own generator, whose
-sequence is fixed by the language.
+Only lengths, waits and the clock are made up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from importlib.resources import files
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
+from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.task import Task
 from polyturn.engines.order import LongestFirst, OrderPolicy, make_policy
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.predictor import WorkPredictor
-from polyturn.engines.simulated import SimulatedEngine, Speed
+from polyturn.engines.simulated import SimulatedEngine
 from polyturn.engines.virtual_time import run_virtual
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
@@ -39,122 +35,12 @@ from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.pool import RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import tiny_codec
+from polyturn.testing.workload import Plan, Workload
 from polyturn.tokens.parsers import HermesParser
 from polyturn.tools.executor import ToolBox
 
 ORACLE = "oracle"
 """The order that knows all lengths; not a policy of the pool, for none can know them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What a workload file says; every length is a number of tokens and every wait a number of seconds."""
-
-    name: str
-    tasks: int
-    group: int
-    replicas: int
-    slots: int
-    kv_tokens: int = 1_000_000
-    step_s: float = 0.008
-    per_sequence_s: float = 0.00012
-    prefill_token_s: float = 0.00002
-    prompt_tokens: int = 100
-    turns: int = 4
-    """The mean number of turns; an episode has from one to twice as many."""
-    turn_tokens: float = 300.0
-    """The median length of a turn."""
-    task_sigma: float = 0.5
-    """Spread (of the logarithm) of lengths between tasks."""
-    turn_sigma: float = 0.5
-    """Spread (of the logarithm) of lengths between the turns of one task."""
-    tool_s: float = 0.5
-    """The median wait between two turns."""
-    tool_sigma: float = 0.5
-    observation_tokens: int = 20
-    max_turn_tokens: int = 8192
-    giant: tuple[int, int] | None = None
-    """(turns, tokens of each) of the very last episode, which dwarfs the others."""
-    seed: int = 0
-
-    @classmethod
-    def load(cls, name: str | Path) -> Workload:
-        """Read a shipped workload by name, or a YAML file.
-
-        Raises:
-            ConfigError: there is no such workload, or it has keys that no workload has.
-        """
-        path = Path(name)
-        if path.suffix in (".yaml", ".yml"):
-            if not path.is_file():
-                raise ConfigError(f"there is no workload file {path}")
-            text = path.read_text()
-        else:
-            if str(name) not in shipped():
-                raise UnknownNameError(f"there is no workload {str(name)!r}.{did_you_mean(str(name), shipped())}")
-            text = files("polyturn.testing").joinpath("workloads", f"{name}.yaml").read_text()
-        values: dict[str, Any] = yaml.safe_load(text)
-        known = [one.name for one in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise ConfigError(f"workload {name}: there is no {key!r}.{did_you_mean(key, known)}")
-        if values.get("giant") is not None:
-            values["giant"] = tuple(values["giant"])
-        return cls(**{"name": path.stem, **values})
-
-    @property
-    def speed(self) -> Speed:
-        """One of its servers."""
-        return Speed(
-            step_s=self.step_s,
-            per_sequence_s=self.per_sequence_s,
-            prefill_token_s=self.prefill_token_s,
-            slots=self.slots,
-            kv_tokens=self.kv_tokens,
-        )
-
-    def plans(self) -> dict[str, Plan]:
-        """Return the plan of every episode, by its id."""
-        rng, out = random.Random(self.seed), {}
-        for task in range(self.tasks):
-            factor = math.exp(rng.gauss(0, self.task_sigma))
-            for member in range(self.group):
-                turns = rng.randint(1, max(2 * self.turns - 1, 1))
-                lengths = [
-                    max(
-                        2,
-                        min(
-                            round(self.turn_tokens * factor * math.exp(rng.gauss(0, self.turn_sigma))), self.max_turn_tokens
-                        ),
-                    )
-                    for _ in range(turns)
-                ]
-                waits = [self.tool_s * math.exp(rng.gauss(0, self.tool_sigma)) for _ in range(turns - 1)]
-                out[f"g{task}/{member}"] = Plan(tuple(lengths), tuple(waits))
-        if self.giant is not None:
-            turns, tokens = self.giant
-            out[f"g{self.tasks - 1}/{self.group - 1}"] = Plan((tokens,) * turns, (self.tool_s,) * (turns - 1))
-        return out
-
-    def lower_bound_s(self, *, replicas: int) -> float:
-        """Return max(the longest episode alone, all tokens at the best rate): nothing can be faster.
-
-        Alone, an episode costs tau(1) a token and its waits. The best rate is min over b of tau(b) / b, b capped by
-        episodes, slots and KV, on each of `replicas` servers.
-        """
-        plans, speed = self.plans(), self.speed
-        alone = max(speed.tau(1) * sum(plan.lengths) + sum(plan.waits) for plan in plans.values())
-        batch = min(len(plans), self.slots, self.kv_tokens // (self.prompt_tokens + 1))
-        total = sum(sum(plan.lengths) for plan in plans.values())
-        return max(alone, total * speed.best_token_s(batch) / replicas)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One episode."""
-
-    lengths: tuple[int, ...]
-    waits: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,23 +107,45 @@ class _Oracle(WorkPredictor):
         return sum(plan.lengths[turn:]) * self._token_s + sum(plan.waits[turn:])
 
 
-class _Watched(SimulatedEngine):
-    """Writes the timeline."""
+class _Watched:
+    """A server that writes the timeline, and says as much as the plan does, whatever it is; `core.protocols.Engine`."""
 
-    spans: list[Span]
-    context_had: dict[str, int]
-    recomputed = 0
+    def __init__(self, engine: Engine, plans: Mapping[str, Plan], *, name: str) -> None:
+        self.spans: list[Span] = []
+        self.had: dict[str, int] = {}
+        """Tokens that each session had after its last turn, wherever that ran; shared by all servers."""
+        self.recomputed = 0
+        self._engine, self._plans, self._name = engine, plans, name
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._engine.capabilities
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        loop = asyncio.get_running_loop()
+        loop, session = asyncio.get_running_loop(), request.session_id
         began = loop.time()
-        completion = await super().generate(request)
-        self.spans.append(Span(session=request.session_id, replica=self.name, asked_s=began, end_s=loop.time()))
-        had = self.context_had.get(request.session_id, 0)
+        length = self._plans[session].lengths[int(request.request_id.rpartition("/")[2])]
+        sampling = replace(request.sampling, max_tokens=length, stop_token_ids=())
+        completion = await self._engine.generate(replace(request, sampling=sampling))
+        self.spans.append(Span(session=session, replica=self._name, asked_s=began, end_s=loop.time()))
+        had = self.had.get(session, 0)
         new = len(request.prompt_ids) - had
         self.recomputed += max(completion.info["prefilled_tokens"] - new - 1, 0) if had else 0
-        self.context_had[request.session_id] = len(request.prompt_ids) + len(completion.token_ids)
-        return completion
+        self.had[session] = len(request.prompt_ids) + len(completion.token_ids)
+        return replace(completion, finish_reason=FinishReason.STOP)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def end_session(self, session_id: str) -> None:
+        self.had.pop(session_id, None)
+        await self._engine.end_session(session_id)
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        await self._engine.update_weights(version, weights=weights)
+
+    async def close(self) -> None:
+        await self._engine.close()
 
 
 class _Timed(EnginePool):
@@ -252,38 +160,61 @@ class _Timed(EnginePool):
         return completion
 
 
-def shipped() -> list[str]:
-    """Return the names of the workloads that come with the package."""
-    folder = files("polyturn.testing").joinpath("workloads")
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-
-
-def simulate(workload: Workload, *, policy: str = "longest_first", replicas: int | None = None) -> Simulated:
+def simulate(
+    workload: Workload,
+    *,
+    policy: str = "longest_first",
+    replicas: int | None = None,
+    rounds: int = 1,
+    on_round: Callable[[int], None] | None = None,
+) -> Simulated:
     """Run `workload` and return what it took.
+
+    Args:
+        workload: What is run.
+        policy: A policy of the pool, or `ORACLE`.
+        replicas: Number of servers; the workload's own by default.
+        rounds: How often all of it is run, by the same pool; what is returned is of the last round.
+        on_round: Called after each round with its number.
 
     Raises:
         ConfigError: there is no such policy.
     """
-    return run_virtual(_run(workload, policy=policy, replicas=replicas or workload.replicas))
+    replicas = replicas or workload.replicas
+    letter = int(tiny_codec().encode("a")[0])
+
+    async def run() -> Simulated:
+        plan = _asked_length
+        servers = [SimulatedEngine(workload.speed, plan=plan, token_id=letter, name=f"server {i}") for i in range(replicas)]
+        result = await replay(workload, servers, policy=policy, rounds=rounds, on_round=on_round)
+        result.idle_share = 1 - sum(server.busy_s for server in servers) / (asyncio.get_running_loop().time() * replicas)
+        return result
+
+    return run_virtual(run())
 
 
-async def _run(workload: Workload, *, policy: str, replicas: int) -> Simulated:
+async def replay(
+    workload: Workload,
+    engines: Sequence[Engine],
+    *,
+    policy: str = "longest_first",
+    rounds: int = 1,
+    on_round: Callable[[int], None] | None = None,
+) -> Simulated:
+    """Run `workload` on `engines`, which may be real servers, on the clock of the running loop; see `simulate`.
+
+    The servers must sample as many tokens as they are asked for: what they say does not matter, how long it is does.
+    """
     plans, speed, codec = workload.plans(), workload.speed, tiny_codec()
     order: OrderPolicy = LongestFirst() if policy == ORACLE else make_policy(policy)
     if policy == ORACLE:
         order.predictor = _Oracle(plans, speed.tau(speed.slots))
-
-    def length(request: GenerateRequest) -> int:
-        return plans[request.session_id].lengths[int(request.request_id.rpartition("/")[2])]
-
-    letter = int(codec.encode("a")[0])
-    engines = [_Watched(speed, plan=length, token_id=letter, name=f"server {i}") for i in range(replicas)]
-    result = Simulated(workload=workload.name, policy=policy, replicas=replicas, episodes=len(plans))
+    watched = [_Watched(engine, plans, name=f"server {i}") for i, engine in enumerate(engines)]
     had: dict[str, int] = {}
-    for engine in engines:
-        engine.spans, engine.context_had = result.spans, had
-    pool = _Timed(engines, policy=order, slots=workload.slots)
-    pool.latencies = []
+    for one in watched:
+        one.had = had
+    result = Simulated(workload=workload.name, policy=policy, replicas=len(watched), episodes=len(plans))
+    pool = _Timed(watched, policy=order, slots=workload.slots)
     context = RolloutContext(
         engine=pool,
         codec=codec,
@@ -300,14 +231,27 @@ async def _run(workload: Workload, *, policy: str, replicas: int) -> Simulated:
     specs = [
         GroupSpec(id=f"g{i}", task=Task(id=f"task{i}", prompt=prompt), size=workload.group) for i in range(workload.tasks)
     ]
-    await RolloutPool(context, max_concurrent=len(plans), max_failed_share=0.0).run(specs)
-    result.makespan_s = max(span.end_s for span in result.spans)
-    result.lower_bound_s = workload.lower_bound_s(replicas=replicas)
-    result.idle_share = 1 - sum(engine.busy_s for engine in engines) / (result.makespan_s * replicas)
-    result.recomputed_tokens = sum(engine.recomputed for engine in engines)
+    rollouts, loop = RolloutPool(context, max_concurrent=len(plans), max_failed_share=0.0), asyncio.get_running_loop()
+    began = loop.time()
+    for number in range(rounds):
+        pool.latencies, began = [], loop.time()
+        for one in watched:
+            one.spans, one.recomputed = [], 0
+        await rollouts.run(specs)
+        if on_round is not None:
+            on_round(number)
+    spans = sorted((span for one in watched for span in one.spans), key=lambda span: span.end_s)
+    result.spans = [replace(span, asked_s=span.asked_s - began, end_s=span.end_s - began) for span in spans]
+    result.makespan_s = result.spans[-1].end_s
+    result.lower_bound_s = workload.lower_bound_s(replicas=len(watched))
+    result.recomputed_tokens = sum(one.recomputed for one in watched)
     result.turns, result.num_lost = len(pool.latencies), pool.num_lost
     result.latency_p50_s, result.latency_p99_s = quantile(pool.latencies, 0.5), quantile(pool.latencies, 0.99)
     return result
+
+
+def _asked_length(request: GenerateRequest) -> int:
+    return request.sampling.max_tokens
 
 
 def quantile(values: Sequence[float], share: float) -> float:

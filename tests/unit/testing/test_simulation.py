@@ -9,7 +9,8 @@ import pytest
 
 from polyturn.cli.main import app
 from polyturn.core.errors import ConfigError, UnknownNameError
-from polyturn.testing.simulation import ORACLE, Workload, draw, shipped, simulate
+from polyturn.testing.simulation import ORACLE, draw, simulate
+from polyturn.testing.workload import Workload, shipped
 
 SMALL = Workload(name="small", tasks=6, group=4, replicas=2, slots=4, turns=3, turn_tokens=60)
 
