@@ -109,17 +109,31 @@ def rollout(
 
 @app.command()
 def simulate(
-    workload: Annotated[str, typer.Argument(metavar="WORKLOAD", help="Name of a shipped workload, or a YAML file of one.")],
+    workload: Annotated[
+        str | None, typer.Argument(metavar="WORKLOAD", help="Name of a shipped workload, or a YAML file of one.")
+    ] = None,
     policy: Annotated[
         list[str] | None, typer.Option(help="fifo, least_loaded, longest_first, or oracle; may be given several times.")
     ] = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Number of servers; the workload's own by default.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the last policy's timeline here.")] = None,
+    speed: Annotated[Path | None, typer.Option(help="Speed of the servers, as --fit wrote it.")] = None,
+    fit: Annotated[str | None, typer.Option(metavar="URL", help="Measure the server that runs there instead.")] = None,
+    engine: Annotated[str, typer.Option(help="With --fit: vllm or sglang.")] = "vllm",
+    out: Annotated[Path | None, typer.Option(help="With --fit: write the speed here.")] = None,
+    slots: Annotated[int, typer.Option(min=1, help="With --fit: requests at once, at most.")] = 32,
+    vocab: Annotated[int, typer.Option(min=2, help="With --fit: prompts are drawn from ids below this.")] = 1000,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="With --fit: prompts of this length.")] = 100,
 ) -> None:
     """Replay a rollout on simulated servers, on a virtual clock, and print how near it comes to the optimum."""
     from polyturn.cli import simulate as command
 
-    command.run(workload, policies=policy or ["longest_first"], replicas=replicas, png=png)
+    if (workload is None) == (fit is None):
+        raise typer.BadParameter("give a WORKLOAD to replay, or --fit URL to measure a server")
+    if fit is not None:
+        command.fit(fit, engine=engine, out=out, slots=slots, vocab_size=vocab, prompt_tokens=prompt_tokens)
+    elif workload is not None:
+        command.run(workload, policies=policy or ["longest_first"], replicas=replicas, png=png, speed=speed)
 
 
 @app.command()
@@ -158,6 +172,27 @@ def show(
     from polyturn.cli import show as command
 
     command.run(run, trajectory=trajectory, split=split, limit=limit)
+
+
+@app.command("runs")
+def list_runs(folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder of runs.")] = Path("runs")) -> None:
+    """List the runs of a folder."""
+    from polyturn.cli import list_runs as command
+
+    command.run(folder)
+
+
+@app.command()
+def rescore(
+    run: RunFolder,
+    reward: Annotated[str, typer.Option(help="The reward function: file.py:function, module:function or a known name.")],
+    where: Annotated[str | None, typer.Option(help="Only these, an SQL condition: split = 'train' and step > 10.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The Parquet file; rescored/NAME.parquet of the run by default.")] = None,
+) -> None:
+    """Score a run's recorded trajectories again with another reward function."""
+    from polyturn.cli import rescore as command
+
+    command.run(run, reward=reward, where=where, out=out)
 
 
 @app.command()

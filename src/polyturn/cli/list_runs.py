@@ -1,0 +1,46 @@
+"""`polyturn runs`: the runs of a folder, one line each."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+from rich.table import Table
+
+from polyturn.cli.console import Output
+from polyturn.cli.view import find_runs
+from polyturn.core.errors import PolyturnError
+from polyturn.store.stored_run import StoredRun
+from polyturn.tracking.jsonl import read_metrics
+
+
+def run(folder: Path) -> None:
+    """Print the runs inside `folder`, the newest first.
+
+    Raises:
+        DataError: there is none.
+    """
+    table = Table("run", "step", "success", "reward", "trajectories", "failed", "last written", box=None, pad_edge=False)
+    for path in find_runs([folder]):
+        table.add_row(path.name, *_row(path))
+    out = Output()
+    out.table(table)
+    out.text(f"look at them: polyturn view {folder}")
+
+
+def _row(path: Path) -> tuple[str, ...]:
+    written = max((p.stat().st_mtime for p in path.iterdir()), default=path.stat().st_mtime)
+    when = datetime.datetime.fromtimestamp(written).strftime("%Y-%m-%d %H:%M")
+    store = StoredRun(path)
+    failed = sum(1 for e in store.table(["error"])["error"].to_pylist() if e is not None)
+    try:
+        lines = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else []
+    except PolyturnError:
+        return "?", "?", "?", str(len(store)), str(failed), f"{when} (metrics.jsonl is damaged)"
+    step = max((line["step"] for line in lines), default=None)
+    success = next(
+        (v for line in reversed(lines) for k, v in line.items() if k.startswith("eval/") and k.endswith("/success")), None
+    )
+    reward = next((line["reward/mean"] for line in reversed(lines) if "reward/mean" in line), None)
+    shown = ("-" if value is None else f"{value:.3f}" for value in (success, reward))
+    return "-" if step is None else str(step), *shown, str(len(store)), str(failed), when

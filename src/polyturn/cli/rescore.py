@@ -1,0 +1,53 @@
+"""`polyturn rescore`: recorded trajectories under another reward function, beside what they got."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from rich.table import Table
+
+from polyturn.cli.console import Output
+from polyturn.core.errors import DataError
+from polyturn.evaluation.rescore import rescore
+from polyturn.rewards.router import RewardRouter
+from polyturn.store.stored_run import open_store
+
+
+def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> None:
+    """Score, print how the rewards moved, and write one row a trajectory as Parquet.
+
+    Raises:
+        ConfigError: the function cannot be found or its parameters fit no form.
+        DataError: there is nothing to score.
+    """
+    store = open_store(folder)
+    if where is not None:
+        store = store.filter(where)
+    if not len(store):
+        raise DataError(f"{folder} has no trajectories{f' where {where}' if where else ''}")
+    router = RewardRouter({"*": reward}, function=reward, weights={"outcome": 1.0}, base=Path())
+    found = asyncio.run(rescore(store, router))
+    out = out or folder / "rescored" / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(found, out)
+    table = Table("split", "trajectories", "reward", "new reward", "changed", "not scored", box=None, pad_edge=False)
+    for split in sorted(set(found["split"].to_pylist())):
+        rows = found.filter(pc.equal(found["split"], split))
+        scored = rows.filter(pc.is_valid(rows["new_reward"]))
+        changed = sum(a != b for a, b in zip(scored["reward"].to_pylist(), scored["new_reward"].to_pylist(), strict=True))
+        means = [_mean(pc.mean(scored[name]).as_py()) for name in ("reward", "new_reward")]
+        table.add_row(split, str(rows.num_rows), *means, str(changed), str(rows.num_rows - scored.num_rows))
+    console = Output()
+    console.table(table)
+    reasons = [e for e in found["error"].to_pylist() if e is not None]
+    if reasons:
+        console.text(f"the first that could not be scored: {reasons[0]}")
+    console.fact("written", out)
+
+
+def _mean(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,73 @@
+"""Score recorded trajectories again: what would another reward function have said? Nothing is sampled.
+
+table = await rescore(open_store("runs/quickstart"), router)
+id  group  step  split  reward  new_reward  error
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pyarrow as pa
+
+from polyturn.core.errors import RewardError
+from polyturn.core.serde import to_json
+from polyturn.rewards.router import RewardRouter
+from polyturn.store.schema import StoredTrajectory
+from polyturn.store.stored_run import StoredRun
+
+SCHEMA = pa.schema(
+    {
+        "id": pa.string(),
+        "group": pa.string(),
+        "step": pa.int64(),
+        "split": pa.string(),
+        "reward": pa.float64(),
+        "new_reward": pa.float64(),
+        "info": pa.string(),
+        "error": pa.string(),
+    }
+)
+
+
+async def rescore(store: StoredRun, router: RewardRouter, *, max_concurrent: int = 256) -> pa.Table:
+    """Return the recorded and the new reward of each trajectory of `store` that did not fail.
+
+    Args:
+        store: The trajectories, narrowed as wanted.
+        router: Scores them; what tools and interactions scored is read from the record.
+        max_concurrent: Trajectories that are scored at once.
+
+    A trajectory that cannot be scored has a null and the reason in `error`.
+    """
+    slots = asyncio.Semaphore(max_concurrent)
+
+    async def one(record: StoredTrajectory) -> dict[str, Any]:
+        trajectory = record.trajectory
+        row: dict[str, Any] = {"new_reward": None, "info": None, "error": None}
+        old = trajectory.reward
+        known = {} if old is None else old.components
+        tools = {name.removeprefix("tool/"): value for name, value in known.items() if name.startswith("tool/")}
+        async with slots:
+            try:
+                with router.running.one():
+                    new = await router.score(trajectory, tools)
+                row |= {"new_reward": new.total, "info": json.dumps(to_json(new.info))}
+            except RewardError as problem:
+                row["error"] = str(problem)
+        place = {"id": trajectory.id, "group": record.group, "step": record.step, "split": record.split}
+        return {**place, "reward": None if old is None else old.total, **row}
+
+    rows = []
+    pending: list[asyncio.Task[dict[str, Any]]] = []
+    for record in store.records():
+        if record.trajectory.is_failed:
+            continue
+        pending.append(asyncio.create_task(one(record)))
+        if len(pending) >= 4 * max_concurrent:  # what is read and not yet scored is held in memory
+            rows += await asyncio.gather(*pending)
+            pending = []
+    rows += await asyncio.gather(*pending)
+    return pa.Table.from_pylist(rows, schema=SCHEMA)

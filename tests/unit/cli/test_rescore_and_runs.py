@@ -1,0 +1,71 @@
+"""`polyturn rescore` and `polyturn runs` on a recorded run, and what they say where there is nothing to see."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from polyturn.cli import list_runs, rescore
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.store.parquet_store import ParquetStore
+from polyturn.testing.episodes import scripted_context, task
+
+LENGTH = """
+def length(data_source, solution_str, ground_truth, extra_info=None):
+    if "boom" in solution_str:
+        raise ValueError("boom")
+    return {"score": len(solution_str), "gt": ground_truth}
+"""
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "one"
+    with ParquetStore(folder) as store:
+        for index, text in enumerate(("four", "boom!")):
+            spec = GroupSpec(id=f"g{index}", task=task("2+2?", ground_truth="4"), size=1)
+            (group,) = asyncio.run(RolloutPool(scripted_context([text])).run([spec]))
+            store.add(group, step=index, split="train")
+    return folder
+
+
+def test_rescoring_writes_old_and_new_rewards_and_says_what_could_not_be_scored(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "mine.py").write_text(LENGTH)
+    monkeypatch.chdir(tmp_path)
+    rescore.run(run_folder, reward="mine.py:length", where=None, out=None)
+    rows = pq.read_table(run_folder / "rescored" / "mine.py-length.parquet").to_pylist()
+    assert [r["new_reward"] for r in rows] == [4.0, None]
+    assert rows[0]["info"] == '{"gt": "4"}'
+    assert "failed with ValueError: boom" in rows[1]["error"]
+    shown = capsys.readouterr()
+    assert "not scored" in shown.out + shown.err and "ValueError: boom" in shown.out + shown.err
+
+
+def test_a_condition_narrows_what_is_rescored_and_a_wrong_name_is_said(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "mine.py").write_text(LENGTH)
+    monkeypatch.chdir(tmp_path)
+    rescore.run(run_folder, reward="mine.py:length", where="step = 0", out=tmp_path / "x.parquet")
+    assert pq.read_table(tmp_path / "x.parquet").num_rows == 1
+    with pytest.raises(ConfigError, match="lenght"):
+        rescore.run(run_folder, reward="mine.py:lenght", where=None, out=None)
+    with pytest.raises(DataError, match="no trajectories where step = 9"):
+        rescore.run(run_folder, reward="mine.py:length", where="step = 9", out=None)
+
+
+def test_runs_are_listed_with_where_they_are(run_folder: Path, capsys: pytest.CaptureFixture[str]):
+    (run_folder / "metrics.jsonl").write_text('{"step": 0, "eval/greedy/success": 0.25}\n{"step": 3, "reward/mean": 0.5}\n')
+    (run_folder.parent / "empty").mkdir()
+    list_runs.run(run_folder.parent)
+    shown = capsys.readouterr().out
+    assert "one" in shown and "0.250" in shown and "0.500" in shown and "empty" not in shown
+    with pytest.raises(DataError, match="is no run and holds none"):
+        list_runs.run(run_folder.parent / "empty")

@@ -1,0 +1,84 @@
+"""What a step leaves in the records: advantages and log-probabilities on sampled tokens, and why something was left out."""
+
+from __future__ import annotations
+
+import numpy as np
+from test_loop import NotingPolicy
+
+from polyturn.algorithms.advantages import grpo
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.reward import Reward
+from polyturn.core.task import Task
+from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup
+from polyturn.training.update import Update, UpdateSettings
+
+TASK = Task(id="t", prompt=())
+
+
+class Scoring(NotingPolicy):
+    """Says that every token has the log-probability -2."""
+
+    def forward_backward(self, samples):
+        self.last_logprobs = [np.full(len(s), -2.0, np.float32) for s in samples]
+        return super().forward_backward(samples)
+
+
+def trajectory(id: str, reward: float | None, *, weights: list[float] | None = None) -> Trajectory:
+    spans = (
+        Span(ids=np.array([1, 2]), source=SpanSource.PROMPT),
+        Span(ids=np.array([3, 4]), source=SpanSource.SAMPLED, turn=0, logprobs=np.array([-1.0, -1.5]), policy_version=0,
+             weights=None if weights is None else np.array(weights)),
+        Span(ids=np.array([5]), source=SpanSource.OBSERVATION, turn=0),
+    )  # fmt: skip
+    return Trajectory(
+        id=id,
+        task=TASK,
+        segments=(Segment(spans=spans),),
+        turns=(),
+        stop_reason=StopReason.ENV_DONE if reward is not None else StopReason.ERROR,
+        reward=None if reward is None else Reward(total=reward),
+        error=None if reward is not None else "boom",
+    )
+
+
+def records(*groups: TrajectoryGroup, **settings: object):
+    update = Update(Scoring([]), estimator=grpo, settings=UpdateSettings(**settings))  # type: ignore[arg-type]
+    return update.run(groups, step=0).trained
+
+
+def group(id: str, *members: Trajectory) -> TrajectoryGroup:
+    return TrajectoryGroup(id=id, task=TASK, trajectories=members)
+
+
+def test_a_trained_trajectory_keeps_its_advantages_and_the_trainers_logprobs():
+    found = records(group("g0", trajectory("g0/0", 1.0), trajectory("g0/1", 0.0)), minibatches=2)
+    for id, sign in (("g0/0", 1), ("g0/1", -1)):
+        assert found[id].dropped is None and found[id].weights is None
+        assert np.sign(found[id].advantages).tolist() == [sign, sign]
+        assert found[id].policy_logprobs.tolist() == [-2.0, -2.0]
+
+
+def test_what_was_left_out_says_why():
+    found = records(
+        group("g0", trajectory("g0/0", 1.0), trajectory("g0/1", 1.0)),
+        group("g1", trajectory("g1/0", 1.0), trajectory("g1/1", 0.0), trajectory("g1/2", None)),
+        group("g2", trajectory("g2/0", 1.0, weights=[0, 0]), trajectory("g2/1", 0.0)),
+    )
+    assert {id: one.dropped for id, one in found.items() if one.dropped} == {
+        "g0/0": "zero_variance",
+        "g0/1": "zero_variance",
+        "g1/2": "failed",
+        "g2/0": "none of its tokens has a weight",
+    }
+
+
+def test_weights_that_the_loss_scale_changed_are_kept_beside_the_recorded_ones():
+    class FirstOnly:
+        def weights(self, trajectory: Trajectory, segment: Segment) -> np.ndarray:
+            weights = segment.loss_weights.copy()
+            weights[3] = 0.0
+            return weights
+
+    found = records(group("g0", trajectory("g0/0", 1.0), trajectory("g0/1", 0.0)), loss_scale=FirstOnly())
+    assert found["g0/0"].weights.tolist() == [1.0, 0.0]
+    assert found["g0/0"].advantages[1] == 0.0
