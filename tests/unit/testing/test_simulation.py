@@ -6,9 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import typer
 
 from polyturn.cli.main import app
 from polyturn.core.errors import ConfigError, UnknownNameError
+from polyturn.engines.fit import save
+from polyturn.engines.simulated import Speed
 from polyturn.testing.simulation import ORACLE, draw, simulate
 from polyturn.testing.workload import Workload, shipped
 
@@ -69,3 +72,19 @@ def test_unknown_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
     path.write_text("taks: 2\n")
     with pytest.raises(ConfigError, match="tasks"):
         Workload.load(path)
+
+
+def test_the_command_simulates_at_a_speed_that_was_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "tasks: 1\ngroup: 1\nreplicas: 1\nslots: 2\nturns: 1\nturn_tokens: 100\nturn_sigma: 0\n"
+    )
+    save(Speed(step_s=1.0, per_sequence_s=0.0), tmp_path / "slow.yaml")
+    app(["simulate", str(tmp_path / "mine.yaml"), "--speed", str(tmp_path / "slow.yaml")], standalone_mode=False)
+    assert float(capsys.readouterr().out.split("lower bound")[1].split()[0]) > 20
+
+
+def test_the_command_wants_a_workload_or_a_server() -> None:
+    with pytest.raises(typer.BadParameter, match="WORKLOAD"):
+        app(["simulate"], standalone_mode=False)
+    with pytest.raises(UnknownNameError, match="vllm"):
+        app(["simulate", "--fit", "http://127.0.0.1:1", "--engine", "vlm"], standalone_mode=False)

@@ -1,0 +1,168 @@
+"""Fit: measure what a running server's time depends on, for the simulated server to be as quick (`Speed`).
+
+    speed = await fit(engine, batches=(1, 4, 16, 32))        about a minute on a small model
+    save(speed, Path("speed.yaml"));  load(Path("speed.yaml"))
+
+Each figure is a difference of two timings, so that what both have in common falls out:
+
+    tau(b)            b requests at once, with many tokens less with few, per token between; a median over repeats
+    prefill_token_s   one long prompt that the server has not seen, less a short one
+    request_s         many requests of one token at once, less one, per request; their prompts and steps taken off
+    prefix_cache      whether the long prompt costs less than half as much when it comes again
+
+The server should serve nothing else meanwhile. Ways of measuring alternate within a repeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from polyturn.core.aio import first_error
+from polyturn.core.arrays import Ids, ids_array
+from polyturn.core.errors import ConfigError, EngineError, did_you_mean
+from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.core.protocols import Engine
+from polyturn.engines.simulated import Speed
+
+FEW, MANY = 8, 72
+"""Tokens of the two requests whose difference gives a step's time."""
+
+
+class _Bench:
+    """Asks one engine and takes the time."""
+
+    def __init__(self, engine: Engine, *, vocab_size: int) -> None:
+        self._engine = engine
+        self._vocab_size = vocab_size
+        self._rng = random.Random(0)
+        self._numbers = itertools.count()
+
+    def prompt(self, length: int) -> Ids:
+        """Return ids that the server has not seen."""
+        return ids_array([self._rng.randrange(self._vocab_size) for _ in range(length)])
+
+    async def seconds(self, prompts: Sequence[Ids], max_tokens: int) -> float:
+        """Return how long all of `prompts` take at once, with `max_tokens` each.
+
+        Raises:
+            EngineError: the server ends completions before that.
+        """
+        loop = asyncio.get_running_loop()
+
+        async def ask(prompt: Ids) -> None:
+            name = f"fit{next(self._numbers)}"
+            request = GenerateRequest(
+                request_id=f"{name}/0",
+                session_id=name,
+                prompt_ids=prompt,
+                sampling=SamplingParams(max_tokens=max_tokens),
+            )
+            completion = await self._engine.generate(request)
+            if len(completion.token_ids) != max_tokens:
+                raise EngineError(
+                    f"the server gave {len(completion.token_ids)} tokens where {max_tokens} were asked for, so a step "
+                    "cannot be timed; let it ignore the end token, and give it room for them"
+                )
+            await self._engine.end_session(name)
+
+        began = loop.time()
+        with first_error():
+            async with asyncio.TaskGroup() as group:
+                for prompt in prompts:
+                    group.create_task(ask(prompt))
+        return loop.time() - began
+
+
+async def fit(
+    engine: Engine,
+    *,
+    vocab_size: int,
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    prompt_tokens: int = 100,
+    long_prompt_tokens: int = 1000,
+    repeats: int = 5,
+) -> Speed:
+    """Measure `engine` and return a speed with its table; slots are the largest batch.
+
+    Args:
+        engine: A client of the server.
+        vocab_size: Prompts are drawn from ids below it.
+        batches: Batch sizes of the table; in between, time is a straight line.
+        prompt_tokens: Length of the prompts behind which steps are timed; take what the workload has.
+        long_prompt_tokens: Length of the prompt whose cost is measured.
+        repeats: Each timing is a median over so many.
+
+    Raises:
+        ConfigError: there are no batch sizes, or they do not rise.
+    """
+    if not batches or list(batches) != sorted(set(batches)) or batches[0] < 1 or repeats < 1:
+        raise ConfigError(f"batch sizes must rise from at least 1 and repeats be at least 1, not {batches} and {repeats}")
+    bench = _Bench(engine, vocab_size=vocab_size)
+    few: dict[int, list[float]] = {b: [] for b in batches}
+    many: dict[int, list[float]] = {b: [] for b in batches}
+    long: list[float] = []
+    again: list[float] = []
+    short: list[float] = []
+    one_each: list[float] = []
+    widest = batches[-1]
+    for repeat in range(repeats + 1):
+        for batch in batches:
+            for tokens, into in ((FEW, few), (MANY, many)):
+                seconds = await bench.seconds([bench.prompt(prompt_tokens) for _ in range(batch)], tokens)
+                if repeat:  # the first one warms up
+                    into[batch].append(seconds)
+        prompt = bench.prompt(long_prompt_tokens)
+        timings = (
+            await bench.seconds([prompt], 1),
+            await bench.seconds([prompt], 1),
+            await bench.seconds([bench.prompt(prompt_tokens)], 1),
+            await bench.seconds([bench.prompt(prompt_tokens) for _ in range(widest)], 1),
+        )
+        if repeat:
+            for timed, seconds in zip((long, again, short, one_each), timings, strict=True):
+                timed.append(seconds)
+    table = [(b, (median(many[b]) - median(few[b])) / (MANY - FEW)) for b in batches]
+    prefill = max(median(long) - median(short), 0.0) / (long_prompt_tokens - prompt_tokens)
+    cost_of_each = (median(one_each) - median(short)) / max(widest - 1, 1) - prompt_tokens * prefill
+    return Speed(
+        table=tuple(table),
+        prefill_token_s=prefill,
+        request_s=max(cost_of_each, 0.0),
+        prefix_cache=median(again) - median(short) < 0.5 * (median(long) - median(short)),
+        slots=widest,
+    )
+
+
+def save(speed: Speed, path: Path) -> None:
+    """Write a speed to a YAML file."""
+    values = {**dataclasses.asdict(speed), "table": [[b, round(seconds, 7)] for b, seconds in speed.table]}
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+
+
+def load(path: Path) -> Speed:
+    """Read what `save` wrote.
+
+    Raises:
+        ConfigError: there is no such file, or it says something else.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no speed file {path}; `polyturn simulate --fit URL --out {path}` measures one")
+    values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    known = [one.name for one in dataclasses.fields(Speed)]
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is no speed file; it needs keys such as {', '.join(known[:3])}")
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{path}: a speed has no {key!r}.{did_you_mean(str(key), known)}")
+    if "table" in values:
+        values["table"] = tuple((int(batch), float(seconds)) for batch, seconds in values["table"])
+    return Speed(**values)
