@@ -7,8 +7,9 @@ index t describes token t; the shift to targets happens once, here.
                 targets        a2 a3    a5             read off at columns 1, 2 and 4
 
 Rows are sorted by length and padded on the right, so a batch needs no mask at all: attention is causal, padding stands
-after every real token, and no target is read off at a padded position. Only positions with a weight become targets
-(axis S), so the vocabulary projection and everything after it costs nothing for prompts and observations.
+after every real token, and no target is read off at a padded position. Packed, they stand end to end as one row, and who
+sees whom is said beside them (`packing.py`). Only positions with a weight become targets (axis S), so the vocabulary
+projection and everything after it costs nothing for prompts and observations.
 """
 
 from __future__ import annotations
@@ -22,29 +23,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from polyturn.batching.microbatch import LayoutSettings as LayoutSettings
+from polyturn.batching.microbatch import PlannedBatch, input_lengths, plan
+from polyturn.batching.packing import Packing, pack
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import AlignmentError, ConfigError
+from polyturn.core.errors import AlignmentError
 from polyturn.core.sample import TrainSample
 from polyturn.tokens.positions import MediaRows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutSettings:
-    """How large a micro-batch may be."""
-
-    max_tokens_per_batch: int = 4096
-    """Rows times the longest row, padding included. A single longer row makes a micro-batch of its own."""
-    max_targets_per_batch: int | None = None
-    """Bounds the memory of the logits, [targets, vocabulary]; None means no bound."""
-    max_padding_per_batch: int | None = None
-    """A micro-batch ends before its padding would pass so many tokens; None takes a sixteenth of `max_tokens_per_batch`.
-    One forward pass more costs about as much as this, computing padding costs more."""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens_per_batch < 1:
-            raise ConfigError(f"max_tokens_per_batch is {self.max_tokens_per_batch}; it must be at least 1")
-        if self.max_targets_per_batch is not None and self.max_targets_per_batch < 1:
-            raise ConfigError(f"max_targets_per_batch is {self.max_targets_per_batch}; it must be at least 1, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,6 +62,10 @@ class MicroBatch:
     """[S] the target's index t within its sample."""
     media_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """What the model reads beside ids and positions: the rows' images, videos and sounds, in the order of the rows."""
+    packing: Packing | None = None
+    """Who sees whom where rows stand end to end ([1, N] ids); None for padded rows."""
+    is_padding: bool = False
+    """Coefficients are 0 and nothing is counted: it keeps this rank in step with others."""
 
     @property
     def num_targets(self) -> int:
@@ -89,16 +78,18 @@ def layout(
     *,
     coefs: Sequence[ArrayLike],
     settings: LayoutSettings,
+    batches: Sequence[PlannedBatch] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     media: MediaRows | None = None,
 ) -> list[MicroBatch]:
-    """Cut `samples` into micro-batches of rows of like length, shortest first.
+    """Lay `samples` out as micro-batches.
 
     Args:
         samples: Everything that one optimizer step trains on. Samples without a weighted token take no row.
         coefs: For each sample [T] the coefficient of each token's loss, from `loss_coefs`.
         settings: The size of a micro-batch.
+        batches: One rank's share of a `MicroBatchPlan`; None plans for a single rank.
         dtype: Of the per-target numbers.
         device: Where the tensors go.
         media: Makes what a model reads of images, videos and sounds; None for text.
@@ -115,51 +106,63 @@ def layout(
             raise AlignmentError(f"sample {sample.id} has {np.shape(coef)} coefficients for {len(sample)} tokens")
         if sample.media and media is None:
             raise AlignmentError(f"sample {sample.id} shows {len(sample.media)} media and the policy was given no processor")
-    lengths = [int(tokens[-1]) if len(tokens) else 0 for tokens in weighted]
+    lengths = input_lengths(samples)
     optional = {name: _all_or_none(samples, name) for name in _OPTIONAL}
-    batches = []
-    for rows in _cut(lengths, [len(tokens) for tokens in weighted], settings):
-        input_ids = np.zeros((len(rows), lengths[rows[-1]]), dtype=np.int64)
-        for b, i in enumerate(rows):
-            input_ids[b, : lengths[i]] = samples[i].token_ids[: lengths[i]]
+    laid_out = []
+    for planned in plan(samples, settings=settings).ranks[0] if batches is None else batches:
+        rows = planned.samples
+        inputs = [samples[i].token_ids[: lengths[i]] for i in rows]
         counts = [len(weighted[i]) for i in rows]
-        token_S = np.concatenate([weighted[i] for i in rows])
-        row_S = np.repeat(np.arange(len(rows)), counts)
-        temperature_S = np.repeat([samples[i].temperature for i in rows], counts)
+        # Token t is predicted at position t - 1: this subtraction is the shift.
+        before = [weighted[i] - 1 for i in rows]
+        packing = pack(inputs, shared=planned.shared) if planned.shared else None
+        if packing is not None:
+            input_ids = np.zeros((1, packing.num_tokens), dtype=np.int64)
+            for place, ids in zip(packing.places, inputs, strict=True):
+                input_ids[0, place] = ids
+            flat_S = np.concatenate([place[t] for place, t in zip(packing.places, before, strict=True)])
+            row_inputs = {"position_ids": torch.from_numpy(packing.positions_N).to(device)[None]}
+        else:
+            width = max(map(len, inputs))
+            input_ids = np.zeros((len(rows), width), dtype=np.int64)
+            for b, ids in enumerate(inputs):
+                input_ids[b, : len(ids)] = ids
+            flat_S = np.concatenate([b * width + t for b, t in enumerate(before)])
+            row_inputs = {"position_ids": torch.arange(width, device=device)[None]}
+            if media is not None:
+                shown = [(ids, samples[i].media) for ids, i in zip(inputs, rows, strict=True)]
+                row_inputs = media.stack(shown, width=width, device=device)
 
-        def take(arrays: Sequence[ArrayLike], rows: list[int] = rows) -> Tensor:
+        def take(arrays: Sequence[ArrayLike] | None, rows: tuple[int, ...] = rows) -> Tensor | None:
+            if arrays is None:
+                return None
             picked = np.concatenate([np.asarray(arrays[i])[weighted[i]] for i in rows])
             return torch.from_numpy(picked).to(device=device, dtype=dtype)
 
-        row_inputs = {"position_ids": torch.arange(input_ids.shape[1], device=device)[None]}
-        if media is not None:
-            shown = [(samples[i].token_ids[: lengths[i]], samples[i].media) for i in rows]
-            row_inputs = media.stack(shown, width=input_ids.shape[1], device=device)
+        loss_coef_S = take(coefs)
+        assert loss_coef_S is not None
+        temperature_S = np.repeat([samples[i].temperature for i in rows], counts)
         targets_S = np.concatenate([samples[i].token_ids[weighted[i]] for i in rows])
-        batches.append(
+        laid_out.append(
             MicroBatch(
                 input_ids_BT=torch.from_numpy(input_ids).to(device),
                 position_ids=row_inputs.pop("position_ids"),
-                num_tokens=sum(lengths[i] for i in rows),
-                # Token t is predicted at position t - 1: this subtraction is the shift.
-                flat_S=torch.from_numpy(row_S * input_ids.shape[1] + token_S - 1).to(device),
+                num_tokens=sum(map(len, inputs)) - sum(planned.shared),
+                flat_S=torch.from_numpy(flat_S).to(device),
                 targets_S=torch.from_numpy(targets_S.astype(np.int64)).to(device),
-                loss_coef_S=take(coefs),
+                loss_coef_S=torch.zeros_like(loss_coef_S) if planned.is_padding else loss_coef_S,
                 temperature_S=None
                 if (temperature_S == 1.0).all()
                 else torch.from_numpy(temperature_S).to(device=device, dtype=dtype),
-                advantages_S=take(optional["advantages"]) if optional["advantages"] else None,
-                old_logprobs_S=take(optional["old_logprobs"]) if optional["old_logprobs"] else None,
-                ref_logprobs_S=take(optional["ref_logprobs"]) if optional["ref_logprobs"] else None,
-                rollout_logprobs_S=take(optional["rollout_logprobs"]) if optional["rollout_logprobs"] else None,
-                correction_S=take(optional["correction"]) if optional["correction"] else None,
-                marks_S=take(optional["marks"]) if optional["marks"] else None,
+                **{f"{name}_S": take(arrays) for name, arrays in optional.items()},
                 sample_S=np.repeat(np.asarray(rows, dtype=np.int64), counts),
-                token_S=token_S,
+                token_S=np.concatenate([weighted[i] for i in rows]),
                 media_inputs=row_inputs,
+                packing=packing,
+                is_padding=planned.is_padding,
             )
         )
-    return batches
+    return laid_out
 
 
 def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, lengths: Sequence[int]) -> list[Floats]:
@@ -173,6 +176,8 @@ def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, len
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     flat = np.zeros(starts[-1], dtype=np.float32)
     for batch, value_S in zip(batches, values, strict=True):
+        if batch.is_padding:
+            continue
         flat[starts[batch.sample_S] + batch.token_S] = value_S.detach().to("cpu", torch.float32).numpy()
     return [flat[a:b] for a, b in itertools.pairwise(starts)]
 
@@ -190,27 +195,3 @@ def _all_or_none(samples: Sequence[TrainSample], name: str) -> list[Floats] | No
             f"sample {lacking} has no {name}, and others have: set them on all samples of a batch or on none"
         )
     return present or None
-
-
-def _cut(lengths: Sequence[int], num_targets: Sequence[int], settings: LayoutSettings) -> list[list[int]]:
-    """Return the sample indices of each micro-batch, by rising length, equal lengths in their order."""
-    max_targets = settings.max_targets_per_batch or sum(num_targets)
-    max_padding = settings.max_padding_per_batch
-    if max_padding is None:
-        max_padding = settings.max_tokens_per_batch // 16
-    batches: list[list[int]] = []
-    targets = tokens = 0
-    for i in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: lengths[i]):
-        padded = (len(batches[-1]) + 1) * lengths[i] if batches else 0
-        is_full = (
-            padded > settings.max_tokens_per_batch
-            or padded - tokens - lengths[i] > max_padding
-            or targets + num_targets[i] > max_targets
-        )
-        if not batches or is_full:
-            batches.append([])
-            targets = tokens = 0
-        batches[-1].append(i)
-        targets += num_targets[i]
-        tokens += lengths[i]
-    return batches

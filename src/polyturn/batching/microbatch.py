@@ -1,0 +1,236 @@
+"""MicroBatchPlan: which samples go through the model together, and on which rank.
+
+    rows      sorted by length, padded on the right             [ a a a a ]   [ c c c c c c c ]
+                                                                [ b b b . ]
+    packed    end to end, without padding                       [ a a a a b b b c c c c c c c ]
+    shared    packed, common prefixes once (`packing.py`)       [ a a a a b c c c c ]
+
+Separate from the layout because a plan is numbers only: the leader makes it for all ranks, and each rank lays out its own
+share. Every rank gets equally many micro-batches, so that collectives inside the model meet; where there are too few, a rank
+repeats the shortest sample with no weight. Gradients are sums over the global batch, so the plan cannot change them (I7).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.batching.packing import common_prefix, sorted_rows
+from polyturn.core.arrays import Ids
+from polyturn.core.errors import ConfigError
+from polyturn.core.sample import TrainSample
+
+Kind = Literal["rows", "packed", "shared"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutSettings:
+    """How large a micro-batch may be, and how samples lie in it."""
+
+    max_tokens_per_batch: int = 4096
+    """What one forward pass computes, padding included. A single longer sample makes a micro-batch of its own."""
+    max_targets_per_batch: int | None = None
+    """Bounds the targets of a micro-batch; None means no bound. Logits need none: they are computed in chunks."""
+    max_padding_per_batch: int | None = None
+    """A micro-batch of rows ends before its padding would pass so many tokens; None takes a sixteenth of
+    `max_tokens_per_batch`. One forward pass more costs about as much as this, computing padding costs more."""
+    packed: bool = False
+    """Lay samples end to end instead of in rows; samples that show media go in rows all the same."""
+    shared_prefix: bool = False
+    """Compute common prefixes once where that saves at least `min_saving`."""
+    min_saving: float = 0.15
+    """The share of tokens that sharing must save; below, the attention of many short pieces costs more than that."""
+    min_shared: int = 16
+    """A shorter common prefix is computed again."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens_per_batch < 1:
+            raise ConfigError(f"max_tokens_per_batch is {self.max_tokens_per_batch}; it must be at least 1")
+        if self.max_targets_per_batch is not None and self.max_targets_per_batch < 1:
+            raise ConfigError(f"max_targets_per_batch is {self.max_targets_per_batch}; it must be at least 1, or None")
+        if not 0 <= self.min_saving <= 1 or self.min_shared < 1:
+            raise ConfigError(
+                f"min_saving is {self.min_saving} and min_shared is {self.min_shared}; the first is a share, "
+                "the second at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """One micro-batch, before it is laid out."""
+
+    samples: tuple[int, ...]
+    """Indices into the list that was planned, in the order of their rows."""
+    shared: tuple[int, ...] = ()
+    """For each sample how many tokens it takes from the one before it (kind "shared")."""
+    cost: int
+    """The tokens that its forward pass computes, padding included."""
+    is_padding: bool = False
+    """It only keeps the ranks in step: its targets have no weight, and nothing of it is counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchPlan:
+    """All micro-batches of one optimizer step."""
+
+    kind: Kind
+    ranks: tuple[tuple[PlannedBatch, ...], ...]
+    """The micro-batches of each rank, equally many."""
+    num_shared: int = 0
+    """Tokens that are not computed because an earlier row of their micro-batch holds them."""
+
+    @property
+    def imbalance(self) -> float:
+        """What the busiest rank computes beyond the mean, as a share of it; 0 is balanced."""
+        costs = [sum(b.cost for b in batches) for batches in self.ranks]
+        mean = sum(costs) / len(costs)
+        return max(costs) / mean - 1 if mean else 0.0
+
+
+def input_lengths(samples: Sequence[TrainSample]) -> list[int]:
+    """Return how many tokens of each sample go into the model: those before its last weighted one."""
+    lengths = []
+    for sample in samples:
+        weighted = np.flatnonzero(sample.loss_weights)
+        lengths.append(int(weighted[-1]) if len(weighted) else 0)
+    return lengths
+
+
+def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks: int = 1) -> MicroBatchPlan:
+    """Plan the micro-batches of one optimizer step.
+
+    Args:
+        samples: Everything that the step trains on, of all ranks. Samples without a weighted token go nowhere.
+        settings: The size of a micro-batch and how samples lie in it.
+        num_ranks: Over how many ranks they are spread. Rank r lays out its share with
+            `layout(samples, coefs=…, settings=…, batches=plan.ranks[r])`.
+
+    Raises:
+        ConfigError: `num_ranks` is below 1.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks is {num_ranks}; it must be at least 1")
+    lengths = input_lengths(samples)
+    counts = [s.num_weighted for s in samples]
+    is_text = not any(s.media for s in samples)
+    kind: Kind = "packed" if settings.packed and is_text else "rows"
+    batches: list[PlannedBatch] = []
+    if settings.shared_prefix and is_text:
+        rows = [s.token_ids[:n] for s, n in zip(samples, lengths, strict=True)]
+        order = [i for i in sorted_rows(rows) if lengths[i]]
+        shared = _common(rows, order, settings.min_shared)
+        batches = _cut_packed(lengths, counts, order, shared, settings)
+        if sum(sum(b.shared) for b in batches) >= settings.min_saving * max(1, sum(lengths)):
+            kind = "shared"
+    if kind == "packed":
+        order = [i for i, length in enumerate(lengths) if length]
+        batches = _cut_packed(lengths, counts, order, np.zeros(len(order), np.int64), settings)
+    elif kind == "rows":
+        batches = _cut_rows(lengths, counts, settings)
+    num_shared = sum(sum(b.shared) for b in batches) if kind == "shared" else 0
+    batches = _enough(batches, lengths, num_ranks)
+    return MicroBatchPlan(kind=kind, ranks=_spread(batches, lengths, num_ranks), num_shared=num_shared)
+
+
+def _common(rows: Sequence[Ids], order: Sequence[int], min_shared: int) -> NDArray[np.int64]:
+    """For each row in `order` the tokens it has in common with the one before it, 0 where these are too few."""
+    common = [0] + [common_prefix(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
+    return np.array([n if n >= min_shared else 0 for n in common[: len(order)]], np.int64)
+
+
+def _cut_packed(
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    order: Sequence[int],
+    shared: NDArray[np.int64],
+    settings: LayoutSettings,
+) -> list[PlannedBatch]:
+    """Cut `order` where the tokens or targets of a micro-batch would pass their bound."""
+    max_targets = settings.max_targets_per_batch or sum(counts)
+    batches: list[PlannedBatch] = []
+    taken: list[tuple[int, int]] = []
+    tokens = targets = 0
+
+    def close() -> None:
+        if taken:
+            ids, common = zip(*taken, strict=True)
+            batches.append(PlannedBatch(samples=ids, shared=common, cost=tokens))
+
+    for i, common in zip(order, shared.tolist(), strict=True):
+        own = lengths[i] - common
+        if taken and (tokens + own > settings.max_tokens_per_batch or targets + counts[i] > max_targets):
+            close()
+            taken, tokens, targets = [], 0, 0
+        if not taken:
+            own, common = lengths[i], 0
+        taken.append((i, common))
+        tokens, targets = tokens + own, targets + counts[i]
+    close()
+    return batches
+
+
+def _cut_rows(lengths: Sequence[int], num_targets: Sequence[int], settings: LayoutSettings) -> list[PlannedBatch]:
+    """Cut the samples into rows of like length, shortest first, equal lengths in their order."""
+    max_targets = settings.max_targets_per_batch or sum(num_targets)
+    max_padding = settings.max_padding_per_batch
+    if max_padding is None:
+        max_padding = settings.max_tokens_per_batch // 16
+    batches: list[list[int]] = []
+    targets = tokens = 0
+    for i in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: lengths[i]):
+        padded = (len(batches[-1]) + 1) * lengths[i] if batches else 0
+        is_full = (
+            padded > settings.max_tokens_per_batch
+            or padded - tokens - lengths[i] > max_padding
+            or targets + num_targets[i] > max_targets
+        )
+        if not batches or is_full:
+            batches.append([])
+            targets = tokens = 0
+        batches[-1].append(i)
+        targets += num_targets[i]
+        tokens += lengths[i]
+    return [PlannedBatch(samples=tuple(rows), cost=len(rows) * lengths[rows[-1]]) for rows in batches]
+
+
+def _enough(batches: list[PlannedBatch], lengths: Sequence[int], num_ranks: int) -> list[PlannedBatch]:
+    """Halve the costliest micro-batches until they can be dealt out evenly, as far as they can be halved."""
+    batches = list(batches)
+    while len(batches) % num_ranks:
+        halvable = [b for b in batches if len(b.samples) > 1]
+        if not halvable:
+            break
+        batch = max(halvable, key=lambda b: b.cost)
+        where = batches.index(batch)
+        middle = len(batch.samples) // 2
+        batches[where : where + 1] = [_part(batch, slice(0, middle), lengths), _part(batch, slice(middle, None), lengths)]
+    return batches
+
+
+def _part(batch: PlannedBatch, which: slice, lengths: Sequence[int]) -> PlannedBatch:
+    samples = batch.samples[which]
+    if not batch.shared:
+        return PlannedBatch(samples=samples, cost=len(samples) * max(lengths[i] for i in samples))
+    shared = (0, *batch.shared[which][1:])
+    return PlannedBatch(samples=samples, shared=shared, cost=sum(lengths[i] for i in samples) - sum(shared))
+
+
+def _spread(batches: Sequence[PlannedBatch], lengths: Sequence[int], num_ranks: int) -> tuple[tuple[PlannedBatch, ...], ...]:
+    """Deal micro-batches out, each to the rank that has least to do and still has room, the costliest first."""
+    if num_ranks == 1 or not batches:
+        return (tuple(batches), *((),) * (num_ranks - 1))
+    room = -(-len(batches) // num_ranks)
+    shares: list[list[PlannedBatch]] = [[] for _ in range(num_ranks)]
+    for batch in sorted(batches, key=lambda b: -b.cost):
+        open_ranks = [r for r in range(num_ranks) if len(shares[r]) < room]
+        rank = min(open_ranks, key=lambda r: (sum(b.cost for b in shares[r]), r))
+        shares[rank].append(batch)
+    shortest = min((i for i, length in enumerate(lengths) if length), key=lambda i: lengths[i])
+    is_packed = bool(batches[0].shared)
+    padding = PlannedBatch(samples=(shortest,), shared=(0,) if is_packed else (), cost=lengths[shortest], is_padding=True)
+    return tuple((*share, *(padding,) * (room - len(share))) for share in shares)

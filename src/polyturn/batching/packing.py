@@ -1,0 +1,106 @@
+"""Packing: rows end to end on one axis, without padding, the tokens that rows have in common only once.
+
+    rows      a b c d e          flat     a b c d e | x y | z          x y follows a b c, z follows a b c x
+              a b c x y          place    row 0 = 0 1 2 3 4,  row 1 = 0 1 2 5 6,  row 2 = 0 1 2 5 7
+              a b c x z          until    a b c: 8,  d e: 5,  x: 8,  y: 7,  z: 8
+
+A token sees those before it on its own row and no others. In sorted order rows with a common prefix are neighbours, and a
+prefix that is written first is seen by everything up to its `until`: token q sees token k where k <= q < until[k]. The
+keys and values of a prefix are computed once and read by every row behind it; autograd adds up what they all send back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.arrays import Ids
+
+
+class PackedRow(NamedTuple):
+    """What one row adds to the flat axis, and what stands before it."""
+
+    own: tuple[int, int]
+    """The pieces that it adds, first and behind the last; equal where earlier rows hold all of it."""
+    context: tuple[int, ...]
+    """The pieces that it continues, root first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packing:
+    """Who sees whom on a flat axis of N tokens, which is cut into pieces so that every row is made of whole ones."""
+
+    pieces: tuple[int, ...]
+    """The sizes of the pieces; they add up to N."""
+    rows: tuple[PackedRow, ...]
+    places: tuple[NDArray[np.int64], ...]
+    """For each row [T] where its tokens stand."""
+    until_N: NDArray[np.int64]
+    """[N] token q sees token k where k <= q < until[k]."""
+    positions_N: NDArray[np.int64]
+    """[N] each token's index in its row."""
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.until_N)
+
+
+def common_prefix(a: Ids, b: Ids) -> int:
+    """Return how many tokens two rows begin with in common."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def sorted_rows(rows: Sequence[Ids]) -> list[int]:
+    """Return the indices of `rows` in the order of their tokens, in which the longest common prefixes are neighbours."""
+    keys = [np.ascontiguousarray(row, dtype=">u4").tobytes() for row in rows]
+    return sorted(range(len(rows)), key=keys.__getitem__)
+
+
+def pack(rows: Sequence[Ids], *, shared: Sequence[int]) -> Packing:
+    """Put rows end to end.
+
+    Args:
+        rows: In the order in which they are written.
+        shared: For each row how many tokens it takes from the row before it; 0 where it begins anew.
+    """
+    places: list[NDArray[np.int64]] = []
+    ends: list[int] = []
+    until_N = np.zeros(sum(len(row) for row in rows) - sum(shared), np.int64)
+    positions_N = np.zeros_like(until_N)
+    cuts = {0, len(until_N)}
+    end = 0
+    for row, taken in zip(rows, shared, strict=True):
+        start, end = end, end + len(row) - taken
+        before = places[-1][:taken] if taken else np.zeros(0, np.int64)
+        place = np.concatenate([before, np.arange(start, end)])
+        until_N[place] = end
+        positions_N[start:end] = np.arange(taken, len(row))
+        cuts.update((start, end))
+        if taken:
+            jumps = np.flatnonzero(np.diff(before) != 1)
+            cuts.update((before[jumps] + 1).tolist(), before[jumps + 1].tolist(), (int(before[0]), int(before[-1]) + 1))
+        places.append(place)
+        ends.append(end)
+    bounds = sorted(cuts)
+    number = {bound: index for index, bound in enumerate(bounds)}
+    starts = np.array(bounds[:-1], np.int64)
+    packed = []
+    for place, taken, end in zip(places, shared, ends, strict=True):
+        # A prefix is made of whole pieces: it holds the first token of each.
+        context = np.flatnonzero(np.isin(starts, place[:taken])) if taken else ()
+        packed.append(PackedRow((number[end - (len(place) - taken)], number[end]), tuple(int(p) for p in context)))
+    return Packing(
+        pieces=tuple(b - a for a, b in itertools.pairwise(bounds)),
+        rows=tuple(packed),
+        places=tuple(places),
+        until_N=until_N,
+        positions_N=positions_N,
+    )

@@ -1,0 +1,113 @@
+"""The plan of micro-batches: everything once, ranks in step and balanced, prefixes shared where it pays."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyturn.batching.layout import LayoutSettings, layout
+from polyturn.batching.microbatch import plan
+from polyturn.core.errors import ConfigError
+from polyturn.core.sample import SampleId, TrainSample
+
+
+def sample(ids: list[int], weighted: int, index: int = 0) -> TrainSample:
+    """Return a sample whose last `weighted` tokens count."""
+    weights = np.zeros(len(ids), np.float32)
+    weights[len(ids) - weighted :] = 1
+    return TrainSample(
+        id=SampleId("g", str(index), 0), token_ids=ids, loss_weights=weights, turn_ids=np.zeros(len(ids), np.int32)
+    )
+
+
+def group(prefix: int, own: int, members: int = 8, *, seed: int = 0) -> list[TrainSample]:
+    rng = np.random.default_rng(seed)
+    common = rng.integers(0, 1000, prefix).tolist()
+    return [sample([*common, *rng.integers(0, 1000, own).tolist()], own, i) for i in range(members)]
+
+
+kinds = st.sampled_from([{}, {"packed": True}, {"shared_prefix": True, "min_saving": 0.0, "min_shared": 1}])
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=10),
+    num_ranks=st.integers(1, 4),
+    budget=st.integers(1, 40),
+    kind=kinds,
+)
+def test_each_sample_is_planned_once_and_ranks_are_in_step(rows, num_ranks, budget, kind):
+    """I6, I7: whatever the number of ranks, no sample is left out or counted twice, and all ranks run as many passes."""
+    samples = [sample(ids, len(ids) - 1, i) for i, ids in enumerate(rows)]
+    settings = LayoutSettings(max_tokens_per_batch=budget, **kind)
+    planned = plan(samples, settings=settings, num_ranks=num_ranks)
+    assert len(planned.ranks) == num_ranks and len({len(r) for r in planned.ranks}) == 1
+    counted = [i for r in planned.ranks for b in r if not b.is_padding for i in b.samples]
+    assert sorted(counted) == list(range(len(samples)))
+    for batch in (b for r in planned.ranks for b in r):
+        assert batch.cost <= budget or len(batch.samples) == 1
+    coefs = [s.loss_weights for s in samples]
+    laid_out = [layout(samples, coefs=coefs, settings=settings, batches=r) for r in planned.ranks]
+    assert sum(float(b.loss_coef_S.sum()) for r in laid_out for b in r) == sum(s.num_weighted for s in samples)
+    costs = [b.input_ids_BT.numel() for r in laid_out for b in r]
+    assert costs == [b.cost for r in planned.ranks for b in r]
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=12), min_size=1, max_size=8),
+    kind=kinds,
+    budget=st.integers(1, 40),
+)
+def test_every_target_is_read_off_behind_its_own_context(rows, kind, budget):
+    """I6 for each way to lie: walking back from a target's place over what it sees gives the sample's own tokens."""
+    samples = [sample(ids, len(ids) - 1, i) for i, ids in enumerate(rows)]
+    settings = LayoutSettings(max_tokens_per_batch=budget, **kind)
+    seen = []
+    for batch in layout(samples, coefs=[s.loss_weights for s in samples], settings=settings):
+        ids = batch.input_ids_BT.flatten().numpy()
+        width = batch.input_ids_BT.shape[1]
+        for q, i, t, target in zip(batch.flat_S.tolist(), batch.sample_S, batch.token_S, batch.targets_S, strict=True):
+            if batch.packing is None:
+                context = ids[q - q % width : q + 1]
+            else:
+                context = ids[[k for k in range(q + 1) if q < batch.packing.until_N[k]]]
+            assert context.tolist() == samples[i].token_ids[:t].tolist()
+            assert int(target) == samples[i].token_ids[t]
+            seen.append((int(i), int(t)))
+    assert sorted(seen) == [(i, t) for i, s in enumerate(samples) for t in range(1, len(s))]
+
+
+def test_a_common_prefix_is_computed_once():
+    samples = group(80, 20)
+    planned = plan(samples, settings=LayoutSettings(shared_prefix=True))
+    assert planned.kind == "shared"
+    (batch,) = planned.ranks[0]
+    assert batch.cost == 80 + 8 * 19  # the last token of each is only a target
+    assert planned.num_shared == 7 * 80
+
+
+def test_prefixes_are_not_shared_where_it_does_not_pay():
+    samples = group(10, 90)
+    assert plan(samples, settings=LayoutSettings(shared_prefix=True)).kind == "rows"
+    assert plan(samples, settings=LayoutSettings(shared_prefix=True, packed=True)).kind == "packed"
+
+
+def test_ranks_have_about_equally_much_to_do():
+    rng = np.random.default_rng(0)
+    samples = [sample([1] * int(n), 1, i) for i, n in enumerate(rng.integers(10, 400, 200))]
+    for packed in (False, True):
+        planned = plan(samples, settings=LayoutSettings(max_tokens_per_batch=1024, packed=packed), num_ranks=8)
+        assert planned.imbalance < 0.15
+
+
+def test_a_step_with_fewer_samples_than_ranks_keeps_every_rank_busy():
+    planned = plan([sample([1, 2, 3], 2), sample([4, 5], 1, 1)], settings=LayoutSettings(), num_ranks=4)
+    assert [len(r) for r in planned.ranks] == [1, 1, 1, 1]
+    assert [r[0].is_padding for r in planned.ranks] == [False, False, True, True]
+    assert all(r[0].samples == (1,) for r in planned.ranks[2:])  # the shortest
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ConfigError, match="num_ranks is 0"):
+        plan([], settings=LayoutSettings(), num_ranks=0)
+    with pytest.raises(ConfigError, match="min_saving is 2"):
+        LayoutSettings(min_saving=2)
