@@ -42,19 +42,25 @@ def model_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server_of(model_folder):
-    """Return a function that starts an engine's server once and gives its URL, or skips the test and says why."""
+def running_server(model_folder):
+    """Return a function that starts an engine's server once and gives it, or skips the test and says why."""
     loop = asyncio.new_event_loop()
     servers: dict[str, Server] = {}
 
-    def start(engine: str) -> str:
+    def start(engine: str) -> Server:
         if (reason := why_not(engine)) is not None:
             pytest.skip(reason)
         if engine not in servers:
             servers[engine] = loop.run_until_complete(Server.start(launch_spec(engine, model_folder)))
-        return servers[engine].url
+        return servers[engine]
 
     yield start
     for server in servers.values():
         loop.run_until_complete(server.stop())
     loop.close()
+
+
+@pytest.fixture(scope="session")
+def server_of(running_server):
+    """Return a function that gives the URL of an engine's server."""
+    return lambda engine: running_server(engine).url

@@ -62,7 +62,7 @@ async def test_vllms_own_reload_of_a_tied_model_is_caught(server_of, model_folde
         async def _load(self, folder, version):
             await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             await self._post("/reset_prefix_cache?reset_running_requests=true")
-            await self._post("/update_weight_version", {"new_version": str(version)})
+            await self._post("/update_weight_version", {"new_version": self.tag(version)})
 
     trap = OwnReload(server_of("vllm"), vocab_size=VOCAB, max_context=2048, model=model_folder)
     with pytest.raises(EngineError, match=r"did not arrive|is still the old one"):

@@ -1,4 +1,4 @@
-"""From the `engine` section to an engine: the embedded one over the trainer's parameters, or a client of a server."""
+"""From the `engine` section to an engine: the embedded one over the trainer's parameters, or a pool of servers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyturn.build.place import Place
 from polyturn.core.errors import ConfigError
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.engines.launcher import LaunchSpec
+    from polyturn.engines.pool import EnginePool
+    from polyturn.engines.process import ProcessEngine
     from polyturn.engines.remote import RemoteEngine
     from polyturn.tokens.multimodal import MediaProcessor
 
@@ -28,8 +30,8 @@ def build_engine(
     media: MediaProcessor | None,
     max_context: int,
     checkpoint: Path | None,
-) -> EmbeddedEngine | RemoteEngine:
-    """Make the engine that `engine.kind` names. A server is started when it is first asked.
+) -> EmbeddedEngine | ProcessEngine | EnginePool:
+    """Make the engine that `engine.kind` names. Servers are started when they are first asked.
 
     Raises:
         ConfigError: the engine cannot do what the run needs, or is not installed.
@@ -40,14 +42,23 @@ def build_engine(
     if config.kind != "embedded":
         _check(place, has_media=media is not None)
         return _served(place, model, tokenizer=tokenizer, max_context=max_context, checkpoint=checkpoint)
-    return EmbeddedEngine(
-        model,
-        media=media,
-        num_slots=config.num_slots,
-        max_context=max_context,
-        prefill_chunk=config.prefill_chunk,
-        deterministic=config.deterministic,
-    )
+    options: dict[str, Any] = {
+        "media": media,
+        "num_slots": config.num_slots,
+        "max_context": max_context,
+        "prefill_chunk": config.prefill_chunk,
+        "deterministic": config.deterministic,
+    }
+    if config.process == "own" or (config.process == "auto" and place.config.train.max_staleness > 0):
+        from polyturn.engines.process import ProcessEngine
+
+        return ProcessEngine(model, num_threads=config.num_threads, **options)
+    if config.num_threads is not None:
+        raise ConfigError(
+            f"engine.num_threads is {config.num_threads} and the embedded engine shares the trainer's process; set "
+            "engine.process: own, or num_threads for both"
+        )
+    return EmbeddedEngine(model, **options)
 
 
 def _check(place: Place, *, has_media: bool) -> None:
@@ -72,22 +83,40 @@ def _served(
     tokenizer: PreTrainedTokenizerFast,
     max_context: int,
     checkpoint: Path | None,
-) -> RemoteEngine:
+) -> EnginePool:
+    from polyturn.config.models import LaunchConfig
+    from polyturn.engines.order import make_policy
+    from polyturn.engines.pool import EnginePool
     from polyturn.engines.sglang import SglangEngine
     from polyturn.engines.vllm import VllmEngine
+    from polyturn.engines.weight_files import WeightFolder
 
     config = place.config.engine
+    order = make_policy(config.order, base=place.base, **config.order_kwargs)
     clients: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
     folder, is_temporary = _model_folder(place, model, tokenizer=tokenizer, checkpoint=checkpoint)
-    return clients[config.kind](
-        config.urls[0] if config.urls else "",
-        vocab_size=int(model.config.get_text_config().vocab_size),
-        max_context=max_context,
-        max_in_flight=config.max_in_flight,
-        timeout_s=config.timeout_s,
-        model=folder,
-        owns_model=is_temporary,
-        launch=None if config.urls else _launch(place, folder, max_context=max_context),
+    launches = [] if config.urls else _launches(place, folder, max_context=max_context)
+    servers = [(url, None) for url in config.urls] + [("", spec) for spec in launches]
+    engines = [
+        clients[config.kind](
+            url,
+            vocab_size=int(model.config.get_text_config().vocab_size),
+            max_context=max_context,
+            max_in_flight=config.max_in_flight,
+            timeout_s=config.timeout_s,
+            health_s=config.health_s,
+            launch=launch,
+            max_restarts=(config.launch or LaunchConfig()).max_restarts,
+        )
+        for url, launch in servers
+    ]
+    return EnginePool(
+        engines,
+        policy=order,
+        slots=config.max_in_flight,
+        max_tries=config.max_tries,
+        patience_s=config.patience_s,
+        files=WeightFolder(folder, owns_model=is_temporary),
     )
 
 
@@ -99,14 +128,16 @@ def _model_folder(
 
     path = place.config.model.path
     local = checkpoint or (None if path is None else place.base / path)
-    if local is not None and (local / "config.json").is_file():
+    lora = place.config.model.lora
+    is_whole = checkpoint is not None or lora is None or lora.adapter is None
+    if local is not None and is_whole and (local / "config.json").is_file():
         return local, False
     folder = Path(tempfile.mkdtemp(prefix="polyturn-model-"))
     hf.save_model(model, folder, tokenizer=tokenizer)
     return folder, True
 
 
-def _launch(place: Place, folder: Path, *, max_context: int) -> LaunchSpec:
+def _launches(place: Place, folder: Path, *, max_context: int) -> list[LaunchSpec]:
     import dataclasses
 
     import torch
@@ -121,13 +152,23 @@ def _launch(place: Place, folder: Path, *, max_context: int) -> LaunchSpec:
             f"{kind} is not installed here; set engine.launch.python to the interpreter of an environment that has it, or "
             "engine.urls to a server that runs"
         )
-    spec = SERVE_COMMANDS[kind](
-        python=launch.python or sys.executable,
-        model=folder.resolve(),
-        max_context=max_context,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        args=launch.args,
-        env=launch.env,
-    )
-    log = None if launch.log is None else Path(launch.log)
-    return dataclasses.replace(spec, ready_timeout_s=launch.ready_timeout_s, log=log)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and launch.replicas > 1 and not launch.devices:
+        raise ConfigError(
+            f"engine.launch.replicas is {launch.replicas} and nothing says which GPUs each server gets; set "
+            'engine.launch.devices, for example ["0,1", "2,3"]'
+        )
+    specs = []
+    for number in range(launch.replicas):
+        devices = {"CUDA_VISIBLE_DEVICES": launch.devices[number]} if launch.devices else {}
+        spec = SERVE_COMMANDS[kind](
+            python=launch.python or sys.executable,
+            model=folder.resolve(),
+            max_context=max_context,
+            device=device,
+            args=launch.args,
+            env={**devices, **launch.env},
+        )
+        log = None if launch.log is None else Path(launch.log if number == 0 else f"{launch.log}.{number}")
+        specs.append(dataclasses.replace(spec, ready_timeout_s=launch.ready_timeout_s, log=log))
+    return specs

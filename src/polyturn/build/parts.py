@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from polyturn.engines.embedded import EmbeddedEngine
-    from polyturn.engines.remote import RemoteEngine
+    from polyturn.engines.pool import EnginePool
+    from polyturn.engines.process import ProcessEngine
 
 _NUM_TRIALS = 9
 """Random dialogues that a run tries its template with, besides the canned ones; `polyturn check` tries more."""
@@ -57,7 +58,7 @@ class Parts:
     place: Place
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
-    engine: EmbeddedEngine | RemoteEngine
+    engine: EmbeddedEngine | ProcessEngine | EnginePool
     context: RolloutContext
     template: TemplateReport
     max_context: int
@@ -227,6 +228,8 @@ def build_scheduler(place: Place) -> MultiTurnScheduler:
             f"rollout.scheduler is {name!r} and no limit ends an episode that it never finishes; set "
             "rollout.limits.max_turns, max_tokens or timeout_s"
         )
+    if name not in schedulers:
+        from polyturn.serving.openai import scheduler as _registers_black_box  # noqa: F401
     found = _swift_scheduler(name) or schedulers.resolve(name, base=place.base)
     if isinstance(found, type) and any(c.__module__ == "polyturn.compat.swift.base" for c in found.__mro__):
         from polyturn.compat.swift.adapter import SwiftScheduler

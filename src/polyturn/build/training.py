@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.loss import build_correction, build_kl, build_policy_loss, build_reference, build_teacher
 from polyturn.build.parts import Parts
 from polyturn.build.place import Place
 from polyturn.build.tasks import RunTasks, build_sampler
@@ -23,7 +25,6 @@ from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
-    from polyturn.algorithms.losses import PolicyLoss
     from polyturn.training.local import LocalPolicy
     from polyturn.training.loop import Trainer, TrainObserver, WeightChannel
     from polyturn.training.update import Update
@@ -46,6 +47,7 @@ def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per
             eps=optim.eps,
             weight_decay=optim.weight_decay,
             max_grad_norm=optim.max_grad_norm,
+            max_skipped=optim.max_skipped,
             warmup_steps=warmup,
             schedule=optim.schedule,
             total_steps=max(steps, warmup + 1),
@@ -59,18 +61,24 @@ def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per
             dual_clip=algorithm.clip_dual,
             aggregation=algorithm.aggregate,
             segment_weight=algorithm.segment_weight,
+            norm_length=algorithm.norm_length,
             kl_coef=algorithm.kl_coef,
             kl_estimator=algorithm.kl_estimator,
             entropy_coef=algorithm.entropy_coef,
+            distill_coef=0.0 if algorithm.distill is None else algorithm.distill.coef,
+            distill_estimator="k1+" if algorithm.distill is None else algorithm.distill.estimator,
         ),
         layout=LayoutSettings(max_tokens_per_batch=max_tokens_per_batch),
         media=parts.context.media,
-        reference=algorithm.kl_coef > 0,
+        reference=build_reference(parts),
+        teacher=build_teacher(parts),
+        kl=build_kl(parts.place),
     )
 
 
 def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
     """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
+    from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.training.checkpoint import Checkpoints
     from polyturn.training.loop import LoopSettings, Trainer
 
@@ -85,6 +93,10 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             seed=config.seed,
             shuffle=config.data.shuffle,
             max_staleness=train.max_staleness,
+            extra_groups=math.ceil(train.oversample * train.groups_per_step),
+            carries_over=train.leftover == "carry",
+            max_attempts=train.dynamic_sampling,
+            replayed_groups=math.ceil(train.replay * train.groups_per_step),
             eval_before=evaluation.before,
             eval_every=evaluation.every,
             eval_limit_during=evaluation.limit_during,
@@ -101,12 +113,14 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         tasks=tasks.train,
         eval_sets=tasks.eval_sets,
         checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints),
-        export=exporter(parts),
+        export=exporter(parts, adapter_only=True),
         observer=observer,
         engine_busy_s=lambda: parts.engine.busy_s,
+        engine_metrics=_engine_metrics(parts),
         channel=_channel(parts, policy),
         fingerprint=parts.context.codec.fingerprint,
         sampler=build_sampler(place, tasks.train),
+        trains_in_thread=not isinstance(parts.engine, EmbeddedEngine),
     )
 
 
@@ -124,43 +138,46 @@ def build_update(parts: Parts, policy: LocalPolicy) -> Update:
             minibatches=train.minibatches,
             temperature=config.rollout.sampling.temperature,
             loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
-            drop_zero_variance=algorithm.drop_zero_variance and train.group_size > 1,
+            # A teacher has something to say about every trajectory.
+            drop_zero_variance=algorithm.drop_zero_variance and train.group_size > 1 and algorithm.distill is None,
             is_stale=train.max_staleness > 0,
             needs_reference=algorithm.kl_coef > 0,
             uses_engine_logprobs=algorithm.old_logprobs == "engine",
+            correction=build_correction(place),
         ),
+        kl=policy.kl if algorithm.kl_target is not None else None,
     )
 
 
 def _channel(parts: Parts, policy: LocalPolicy) -> WeightChannel:
     """Return the way of new weights to the engine."""
-    from polyturn.engines.remote import RemoteEngine
+    from polyturn.engines.pool import EnginePool
     from polyturn.training.weight_sync import SharedWeights, WeightSync
 
-    if not isinstance(parts.engine, RemoteEngine):
+    if not isinstance(parts.engine, EnginePool):
         return SharedWeights(parts.engine)
     return WeightSync(parts.engine, policy, vocab_size=int(parts.model.config.get_text_config().vocab_size))
 
 
-def exporter(parts: Parts) -> Callable[[Path], Path]:
-    """Return what saves the model as it is, with all that others need to load it, in the Hugging Face format."""
+def _engine_metrics(parts: Parts) -> Callable[[], Mapping[str, float]]:
+    """Return what tells how the engine's servers fared since it was last asked."""
+    from polyturn.engines.pool import EnginePool
+
+    return parts.engine.read_metrics if isinstance(parts.engine, EnginePool) else dict
+
+
+def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[[Path], Path]:
+    """Return what saves the model as it is, with all that others need to load it, in the Hugging Face format.
+
+    With LoRA that is the merged model, or with `adapter_only` the adapter alone.
+    """
     from polyturn.training import hf
 
     media = parts.context.media
     processor = None if media is None else media.processor
-    return functools.partial(hf.save_model, parts.model, tokenizer=parts.tokenizer, processor=processor)
-
-
-def build_policy_loss(place: Place) -> PolicyLoss:
-    """Return the policy loss that the configuration names."""
-    from polyturn.algorithms.losses import policy_losses
-
-    loss = policy_losses.resolve(place.config.algorithm.loss, base=place.base)
-    if has_parameter(loss, "old_log_prob"):  # a loss that was written for verl
-        from polyturn.compat.verl.core_algos import as_policy_loss
-
-        return as_policy_loss(loss)
-    return loss
+    return functools.partial(
+        hf.save_model, parts.model, tokenizer=parts.tokenizer, processor=processor, adapter_only=adapter_only
+    )
 
 
 def build_estimator(place: Place) -> Any:

@@ -24,6 +24,23 @@ class TrainTokenizerConfig(_Model):
     vocab_size: int = Field(512, ge=300)
 
 
+class LoraConfig(_Model):
+    """Train low-rank adapters beside the weights instead of the weights; needs peft (the extra `lora`)."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Above 0 the policy that is trained is not quite the one that sampled."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of modules, a regular expression, or all-linear: every linear layer but the output embedding."""
+    exclude_modules: str | list[str] | None = None
+    rank_stabilized: bool = False
+    """Scale by alpha / sqrt(rank) instead."""
+    adapter: str | None = None
+    """Folder of an adapter of this shape to start from."""
+
+
 class ModelConfig(_Model):
     """The model: weights from a folder or hub id, or random weights from an architecture."""
 
@@ -43,6 +60,10 @@ class ModelConfig(_Model):
     """What makes a model's inputs of images, videos and sounds: a folder or hub id, `file.py:function`, which is called with
     the tokenizer, or `none`. Defaults to the one in `path`, for a model that takes more than text."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    lora: LoraConfig | None = None
+    """Train an adapter; null trains all weights."""
+    reference: str | None = None
+    """Folder or hub id of the reference of the KL term; null takes the model as it is when training starts."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -176,9 +197,16 @@ class LaunchConfig(_Model):
     """Further arguments of the server, for instance ["--tensor-parallel-size", "2"]."""
     env: dict[str, str] = {}
     """Further environment variables of the server."""
+    replicas: int = Field(1, ge=1)
+    """How many servers are started."""
+    devices: list[str] = []
+    """For each server the GPUs that it sees, for instance ["0,1", "2,3"]; needed on GPUs where there are several servers."""
+    max_restarts: int = Field(3, ge=0)
+    """How often a server is started again that died or hangs; then the run goes on without it."""
     ready_timeout_s: float = Field(600.0, gt=0)
     log: str | None = None
-    """File for the server's output; null keeps it only until the server stops."""
+    """File for the server's output; null keeps it only until the server stops. Of several servers, number 1 and on write to
+    FILE.1 and so on."""
 
 
 class EngineConfig(_Model):
@@ -186,30 +214,62 @@ class EngineConfig(_Model):
 
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
     urls: list[str] = []
-    """Where a server runs already; it must hold the same model and run with the flags that docs/guides/engines.md lists."""
+    """Where servers run already; they must hold the same model and run with the flags that docs/guides/engines.md lists."""
     launch: LaunchConfig | None = None
     """Start a server; null does so with the defaults where `urls` is empty. Not for the embedded engine."""
     max_in_flight: int = Field(256, ge=1)
     """Requests on a server at once; more wait here."""
     timeout_s: float = Field(600.0, gt=0)
     """A request to a server that takes longer counts as lost."""
+    health_s: float = Field(20.0, gt=0)
+    """A server at work that twice in a row does not say within this time that it is well counts as lost."""
+    patience_s: float = Field(600.0, gt=0)
+    """How long a request waits while no server is up."""
+    max_tries: int = Field(8, ge=1)
+    """How often one request may be lost with its server before its trajectory fails."""
+    order: str = "longest_first"
+    """Which waiting request is sent next, to a server: fifo, least_loaded, longest_first, or `file.py:Class` of an
+    OrderPolicy."""
+    order_kwargs: dict[str, Any] = {}
+    """Arguments of the order's class, for instance {age: 2.0} of longest_first."""
     num_slots: int = Field(128, ge=1)
     """Embedded: sequences decoded at once, and conversations whose KV cache is kept."""
     prefill_chunk: int = Field(256, ge=8)
     """Embedded: the longest piece of one prompt in one forward pass."""
     deterministic: bool = False
     """Embedded: batches of one shape and prefill one by one, so that bits do not depend on who else is served; slower."""
+    process: Literal["auto", "shared", "own"] = "auto"
+    """Embedded: `shared` samples from the trainer's own parameters, in turns with training; `own` samples in a process of
+    its own while training runs; auto is own where train.max_staleness is above 0."""
+    num_threads: int | None = Field(None, ge=1)
+    """Embedded, in a process of its own: threads of torch there; null takes as many as the trainer has."""
+    update: Literal["in_flight", "wait", "abort_resume"] = "in_flight"
+    """What new weights do to completions that are being sampled: they go on with the new ones (in_flight), the weights wait
+    for their end (wait), or they are suspended and resumed as new requests (abort_resume)."""
 
     @model_validator(mode="after")
     def _one_place(self) -> EngineConfig:
+        if self.kind != "embedded" and (self.process == "own" or self.num_threads is not None):
+            raise ValueError(
+                f"engine.process and engine.num_threads are for the embedded engine; a {self.kind} server has a process of "
+                "its own anyway"
+            )
         if self.kind == "embedded" and (self.urls or self.launch is not None):
             raise ValueError(
                 "engine.urls and engine.launch are for servers; set engine.kind to vllm or sglang, or drop them"
             )
         if self.urls and self.launch is not None:
             raise ValueError("set engine.urls (a server that runs) or engine.launch (one to start), not both")
-        if len(self.urls) > 1:
-            raise ValueError(f"engine.urls names {len(self.urls)} servers; one server is supported")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"engine.urls has {url!r}; write it with its scheme, for example http://127.0.0.1:8000")
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError(f"engine.urls names a server twice: {self.urls}")
+        if self.launch is not None and self.launch.devices and len(self.launch.devices) != self.launch.replicas:
+            raise ValueError(
+                f"engine.launch has {self.launch.replicas} replicas and names GPUs for {len(self.launch.devices)}; give "
+                'engine.launch.devices one entry for each, such as ["0,1", "2,3"]'
+            )
         return self
 
 
@@ -277,6 +337,41 @@ class RewardConfig(_Model):
     timeout_s: float = Field(60.0, gt=0)
 
 
+class CorrectionConfig(_Model):
+    """Off-policy correction: what tokens count that an engine sampled which was not quite the policy that is trained."""
+
+    weight: Literal["none", "token", "sequence", "geometric"] = "token"
+    """Importance weights of the policy loss: of each token, or of its segment (product, geometric mean); none only rejects
+    and measures."""
+    cap: float = Field(2.0, gt=0)
+    """Weights above it are cut to it."""
+    beyond: Literal["truncate", "drop"] = "truncate"
+    """What becomes of a weight above the cap: the cap, or 0."""
+    normalize: bool = False
+    """Divide the weights by their mean over the step."""
+    reject: dict[str, float | tuple[float, float]] = {}
+    """Bounds beyond which tokens leave the loss, for instance {seq_mean_k1: [0.99, 1.01]}: token, seq_sum, seq_mean or
+    seq_max, and k1 (bounds of the ratio; one number is the upper, its inverse the lower), k2 or k3 (one, the upper)."""
+    veto: float | None = Field(None, gt=0, lt=1)
+    """A segment with any ratio below this leaves the loss, for instance 1e-4."""
+    negative_bound: float | None = Field(None, gt=0)
+    """A segment of negative advantage leaves the loss where the policy has moved away from it by more than this, in nats per
+    token."""
+
+
+class DistillConfig(_Model):
+    """On-policy distillation: the loss draws the policy to a teacher on the tokens that the policy sampled."""
+
+    teacher: str
+    """Folder or hub id of a model with the same vocabulary."""
+    coef: float = Field(1.0, gt=0)
+    """Weight of the term beside the policy loss; `loss: none` leaves it alone."""
+    estimator: str = "k1+"
+    """The estimator of KL(policy || teacher), a name that `kl_estimator` takes."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the teacher's weights; null takes the model's."""
+
+
 class AlgorithmConfig(_Model):
     """From rewards to a loss."""
 
@@ -294,16 +389,27 @@ class AlgorithmConfig(_Model):
     segment_weight: Literal["per_token", "per_trajectory"] = "per_token"
     """How much a trajectory's segments weigh together: as its tokens do (per_token), or as much as any other trajectory
     (per_trajectory). Either way each of its tokens weighs the same, wherever the history was cut into segments."""
+    norm_length: float | None = Field(None, gt=0)
+    """The constant of seq-mean-token-sum-norm; null takes the longest trajectory of the step."""
     loss_scale: str = "default"
     """Which of the sampled tokens are trained: default (all turns), last_round (the last message of each sample),
     ignore_empty_think, `file.py:function`, or several as `a+b`. What a scheduler weighed itself stays."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL term against the weights at the start of the run; 0 keeps no reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_target: float | None = Field(None, gt=0)
+    """The KL per token, in nats, that the weight is steered to; null keeps the weight at `kl_coef`."""
+    kl_horizon: float = Field(10_000, gt=0)
+    """Trajectories over which the weight follows its target."""
+    kl_estimator: str = "k3"
+    """k1, k2, k3 or abs; k1+, k3+ and abs+ have the value of that and the gradient of k2, which is that of the KL."""
     entropy_coef: float = 0.0
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """The denominator of the ratio where a step takes several updates or is stale: computed by the trainer before the step,
     or the engine's own, which saves a forward pass and is right where engine and trainer agree (the embedded one does)."""
+    correction: CorrectionConfig | None = None
+    """Weigh and reject tokens by how far the engine that sampled them was from the policy that is trained; null does not."""
+    distill: DistillConfig | None = None
+    """Learn from a teacher's log-probabilities; null does not."""
     drop_zero_variance: bool = True
     """Leave groups out of the loss whose members all have the same reward."""
 
@@ -322,6 +428,8 @@ class OptimConfig(_Model):
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """The learning rate at the end of the schedule, as a share of `lr`."""
     max_grad_norm: float = Field(1.0, gt=0)
+    max_skipped: int = Field(3, ge=0)
+    """Steps in a row that are skipped and counted because loss or gradient is not finite; one more ends the run."""
 
 
 class TrainConfig(_Model):
@@ -337,11 +445,40 @@ class TrainConfig(_Model):
     max_tokens_per_batch: int = Field(4096, ge=16)
     """Padded tokens in one forward and backward."""
     max_staleness: int = Field(0, ge=0)
-    """How many policy versions a trajectory may be behind when it is trained on; 0 is synchronous training."""
+    """How many policy versions a token may be behind when it is trained on; 0 is synchronous training."""
+    oversample: float = Field(0.0, ge=0, le=8)
+    """Groups that are started beyond those that a step trains on, as a share of these; the first complete ones are taken."""
+    leftover: Literal["cancel", "carry"] = "cancel"
+    """What becomes of the others: they are cut off and counted (cancel), or go on and are trained in a later step, within
+    max_staleness (carry), so that no length is left out."""
+    dynamic_sampling: int = Field(0, ge=0)
+    """How many further tasks are tried in place of a group whose rewards are all equal; 0 is none."""
+    replay: float = Field(0.0, ge=0, le=4)
+    """Groups of earlier steps that are trained on again beside the new ones, as a share of these, within max_staleness."""
     checkpoint_every: int = Field(0, ge=0)
     """Steps between checkpoints; 0 saves only at the end, and when the run is interrupted."""
     keep_checkpoints: int = Field(2, ge=1)
     optim: OptimConfig = OptimConfig()
+
+    @model_validator(mode="after")
+    def _asynchrony(self) -> TrainConfig:
+        if self.leftover == "carry" and not 0 < self.oversample <= self.max_staleness:
+            raise ValueError(
+                f"train.leftover is carry with train.oversample {self.oversample:g} and train.max_staleness "
+                f"{self.max_staleness}; a group that is carried over is trained by newer weights, so set oversample above 0 "
+                "and at most to max_staleness"
+            )
+        if self.replay and not self.max_staleness:
+            raise ValueError(
+                f"train.replay is {self.replay:g} and train.max_staleness is 0; groups of earlier steps are of older "
+                "weights, so set max_staleness to 1 or more"
+            )
+        if self.dynamic_sampling and self.group_size == 1:
+            raise ValueError(
+                f"train.dynamic_sampling is {self.dynamic_sampling} and train.group_size is 1: the rewards of a group of one "
+                "are always equal; raise group_size, or set dynamic_sampling to 0"
+            )
+        return self
 
 
 class SftConfig(_Model):
@@ -435,3 +572,15 @@ class RunConfig(_Model):
     evaluation: EvalConfig = EvalConfig()
     dump: DumpConfig = DumpConfig()
     compat: CompatConfig = CompatConfig()
+
+    @model_validator(mode="after")
+    def _promises(self) -> RunConfig:
+        train = self.train
+        late = {"train.max_staleness": train.max_staleness, "train.oversample": train.oversample}
+        for name, value in late.items():
+            if self.engine.deterministic and value:
+                raise ValueError(
+                    f"engine.deterministic promises equal bits, and with {name} {value:g} what is trained on depends on how "
+                    f"long episodes take; set {name} to 0, or engine.deterministic to false"
+                )
+        return self

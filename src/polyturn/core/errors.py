@@ -52,6 +52,18 @@ class EngineError(PolyturnError, RuntimeError):
     """An inference engine that cannot answer."""
 
 
+class EngineLostError(EngineError):
+    """A server did not answer: it crashed, hangs or cannot be reached. The request may be asked of another one."""
+
+
+class EngineBusyError(EngineLostError):
+    """A server took no request for now: its queue is full. It may be asked again."""
+
+
+class EngineGoneError(EngineLostError):
+    """A server that is lost for good: it died more often than it may be started again."""
+
+
 class InteractionError(PolyturnError, RuntimeError):
     """An interaction that raised or missed its deadline: the trajectory fails, the run goes on."""
 

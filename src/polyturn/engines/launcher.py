@@ -124,16 +124,12 @@ class Server:
             time.sleep(0.05)
 
     def _signal(self, number: signal.Signals) -> None:
-        for pid in self._members():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        self._process.poll()  # reaps the main process, which would stay in the list as a zombie
+        signal_session(self.pid, number)
 
     def _members(self) -> list[int]:
-        """Return the live processes of the server's session; only the main one where the system does not list them."""
-        if not Path("/proc/self/stat").exists():
-            return [self.pid] if self.is_alive else []
-        self._process.poll()  # reaps the main process, which would stay in the list as a zombie
-        return [pid for pid, session, state in _processes() if session == self.pid and state != "Z"]
+        self._process.poll()
+        return session_of(self.pid)
 
     async def _wait_until_ready(self) -> None:
         import aiohttp
@@ -174,6 +170,24 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def session_of(pid: int) -> list[int]:
+    """Return the live processes of the session that `pid` leads; only `pid` where the system does not list them."""
+    if not Path("/proc/self/stat").exists():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return []
+        return [pid]
+    return [member for member, session, state in _processes() if session == pid and state != "Z"]
+
+
+def signal_session(pid: int, number: signal.Signals) -> None:
+    """Send a signal to every process of the session that `pid` leads, and to nothing else."""
+    for member in session_of(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, number)
 
 
 def _processes() -> list[tuple[int, int, str]]:

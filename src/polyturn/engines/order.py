@@ -13,8 +13,10 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.registry import Registry
 from polyturn.engines.predictor import WorkPredictor
@@ -117,11 +119,16 @@ class _Entry:
 class LongestFirst(OrderPolicy):
     """The longest predicted remaining work first, aged."""
 
-    AGE = 2.0
-    """At how many fair shares of waiting a request goes first; the rest up to 3 is for the others that are due."""
+    def __init__(self, *, age: float = 2.0) -> None:
+        """Take at how many fair shares of waiting a request goes first; the rest up to 3 is for the others that are due.
 
-    def __init__(self) -> None:
+        Raises:
+            ConfigError: with that age something could wait longer.
+        """
         super().__init__()
+        if not 0 < age <= 2:
+            raise ConfigError(f"age is {age}; over 2, a request could wait more than 3 times its fair share; 0 is its own")
+        self._age = age
         self._by_work: list[tuple[tuple[float, ...], int, _Entry]] = []
         self._by_due: list[tuple[int, int, _Entry]] = []
         self._num_waiting = self._num_arrived = self._num_admitted = self._learned = 0
@@ -130,7 +137,7 @@ class LongestFirst(OrderPolicy):
         """Take a request and predict what its episode still has to do."""
         self._num_arrived += 1
         share = self._num_waiting + 1
-        entry = _Entry(waiting, arrival=self._num_arrived, due=self._num_admitted + int(self.AGE * share))
+        entry = _Entry(waiting, arrival=self._num_arrived, due=self._num_admitted + int(self._age * share))
         self._num_waiting += 1
         heapq.heappush(self._by_work, (self._key(entry), entry.arrival, entry))
         heapq.heappush(self._by_due, (entry.due, entry.arrival, entry))
@@ -173,11 +180,22 @@ class LongestFirst(OrderPolicy):
         heapq.heapify(self._by_work)
 
 
-def make_policy(name: str | OrderPolicy) -> OrderPolicy:
+def make_policy(name: str | OrderPolicy, *, base: Path | None = None, **options: Any) -> OrderPolicy:
     """Return the policy that `name` stands for, with an empty queue.
+
+    Args:
+        name: A registered name, `file.py:Class`, or a policy.
+        base: Where files are looked for.
+        **options: Arguments of the policy's class.
 
     Raises:
         UnknownNameError: there is no such policy.
+        ConfigError: it does not take these options.
     """
-    made: Any = name if isinstance(name, OrderPolicy) else policies.resolve(name)()
-    return made  # type: ignore[no-any-return]
+    if isinstance(name, OrderPolicy):
+        return name
+    made: Any = policies.resolve(name, base=base)
+    try:
+        return made(**options)  # type: ignore[no-any-return]
+    except TypeError as problem:
+        raise ConfigError(f"the order {name!r} does not take {options} ({one_line(problem)})") from problem

@@ -1,12 +1,12 @@
 """EnginePool: many servers behind one `Engine`, with the order in which requests are admitted, and what is lost redone.
 
 A request waits here until a server has a place. An episode's turns go where its prefix is cached while that server has a
-place; else they move, which costs its prefill. A server that is lost (`EngineLostError`) is left out, tried again later with
-one request, and what it held is asked of another one. A request holds the whole prompt, so that the turn is done again from
-its last complete turn, and only one answer of it is ever returned: no token is trained twice.
+place; else they move, which costs its prefill. What a lost server (`EngineLostError`) held is asked of another one. A
+request holds the whole prompt, so that the turn is done again from its last complete turn, and only one answer of it is ever
+returned: no token is trained twice. The server itself is brought back by `recovery.py`.
 
-A server that answers with older weights than it had when it was asked was restarted: the answer is dropped and the server
-stays out until the next weights.
+An answer from weights that the server was not given (it was restarted, or somebody else changed them) is dropped, asked of
+another one, and the server serves again once it has the right ones.
 """
 
 from __future__ import annotations
@@ -14,65 +14,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.core.aio import first_error
-from polyturn.core.errors import ConfigError, EngineError, one_line
+from polyturn.core.errors import ConfigError, EngineError, EngineGoneError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.order import OrderPolicy, make_policy
-from polyturn.engines.remote import EngineLostError
+from polyturn.engines.recovery import Revivable, Served, Verify, recover
+from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Replica, Waiting
+from polyturn.engines.weight_files import WeightFolder
 
 logger = logging.getLogger(__name__)
-
-_FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
-
-
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One server of the pool."""
-
-    engine: Engine
-    name: str
-    index: int
-    slots: int
-    version: int = 0
-    running: dict[str, _Waiting] = field(default_factory=dict)
-    is_up: bool = True
-    is_stale: bool = False
-    """Its weights are older than the pool's."""
-    is_leaving: bool = False
-    probes_at: float = 0.0
-    """When a server that is down may be asked again."""
-    pause_s: float = _FIRST_RETRY_S
-    num_done: int = 0
-    num_lost: int = 0
-
-    @property
-    def load(self) -> int:
-        """How many requests run there."""
-        return len(self.running)
-
-    def takes_work(self, now: float) -> bool:
-        """Return whether a request may be sent there."""
-        if self.is_stale or self.is_leaving:
-            return False
-        if not self.is_up:
-            return now >= self.probes_at and not self.running  # one request finds out
-        return len(self.running) < self.slots
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A request of the pool, from its arrival to its answer."""
-
-    request: GenerateRequest
-    arrived: float
-    place: asyncio.Future[Replica]
-    is_gone: bool = False
-    is_aborted: bool = False
 
 
 class EnginePool:
@@ -86,6 +41,8 @@ class EnginePool:
         slots: int = 256,
         max_tries: int = 8,
         patience_s: float = 600.0,
+        files: WeightFolder | None = None,
+        recovery_s: float = 600.0,
     ) -> None:
         """Take the engines; more may join.
 
@@ -95,6 +52,9 @@ class EnginePool:
             slots: Requests on each server at once; more wait here, in order.
             max_tries: How often one request may be lost before it fails.
             patience_s: How long a request waits while no server is up.
+            files: Where weights are written once for all servers, and kept for one that comes back; without it each engine
+                gets them as they are, and a server that forgot them stays out until the next ones.
+            recovery_s: How long sending a server its weights again, and verifying them, may take.
         """
         if slots < 1 or max_tries < 1:
             raise ConfigError(f"slots is {slots} and max_tries is {max_tries}; both are at least 1")
@@ -104,8 +64,16 @@ class EnginePool:
         self._patience_s = patience_s
         self._replicas: list[Replica] = []
         self._homes: dict[str, Replica] = {}
-        self._live: dict[str, _Waiting] = {}
-        self._version = 0
+        self._live: dict[str, Waiting] = {}
+        self._files = files
+        self._recovery_s = recovery_s
+        self._served = Served(0, None)
+        self._coming = 0
+        """The policy version that is being pushed, else the one that is served."""
+        self._busy_since, self._busy_s = 0.0, 0.0
+        self._reported: dict[str, float] = {}
+        self.verify: Verify | None = None
+        """Proves that a server that was brought back serves the pool's weights."""
         self._num_made = 0
         self._num_waiting = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -116,6 +84,8 @@ class EnginePool:
         """Answers that were dropped because the server had gone back to older weights."""
         self.num_moved = 0
         """Turns that were sent to another server than the one that has their prefix."""
+        self.num_redone = 0
+        """Requests that were answered after they had been lost."""
         for engine in engines:
             self.join(engine)
 
@@ -136,9 +106,11 @@ class EnginePool:
         """
         self._num_made += 1
         replica = Replica(
-            engine, name or f"replica {self._num_made - 1}", self._num_made - 1, self._slots, version=self._version
+            engine, name or f"replica {self._num_made - 1}", self._num_made - 1, self._slots, version=self._served.version
         )
-        replica.is_stale = version is not None and version < self._version
+        replica.is_stale = version is not None and version < self._served.version
+        if replica.is_stale:
+            self._bring_back(replica)
         self._replicas.append(replica)
         if self._num_waiting:
             self._admit()
@@ -147,6 +119,8 @@ class EnginePool:
     def leave(self, replica: Replica) -> None:
         """Send `replica` nothing more; what runs there ends there. The caller closes its engine."""
         replica.is_leaving = True
+        if replica.recovery is not None:
+            replica.recovery.cancel()
         self._replicas = [other for other in self._replicas if other is not replica]
         self._homes = {session: home for session, home in self._homes.items() if home is not replica}
 
@@ -165,7 +139,30 @@ class EnginePool:
             media=all(one.media for one in all_of),
             pause_modes=tuple(m for m in all_of[0].pause_modes if all(m in one.pause_modes for one in all_of)),
             max_context=min(contexts, default=None),
+            priorities=all(one.priorities for one in all_of),
         )
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request was being answered."""
+        return self._busy_s + (time.perf_counter() - self._busy_since if self._live else 0.0)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return how many servers there are, and what happened to requests since the last call."""
+        totals = {
+            "engine/lost": self.num_lost,
+            "engine/redone": self.num_redone,
+            "engine/stale": self.num_stale,
+            "engine/moved": self.num_moved,
+            "engine/restarts": sum(r.engine.num_restarts for r in self._replicas if isinstance(r.engine, Revivable)),
+        }
+        new = {name: total - self._reported.get(name, 0) for name, total in totals.items()}
+        self._reported.update(totals)
+        return {
+            "engine/replicas": len(self._replicas),
+            "engine/replicas_live": sum(replica.is_live for replica in self._replicas),
+            **new,
+        }
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion, on whichever server.
@@ -181,23 +178,28 @@ class EnginePool:
         loop = asyncio.get_running_loop()
         self._policy.predictor.arrived(request, now=loop.time())
         problems: list[str] = []
+        if not self._live:
+            self._busy_since = time.perf_counter()
         try:
             while len(problems) < self._max_tries:
-                waiting = self._live[request.request_id] = _Waiting(request, loop.time(), loop.create_future())
+                waiting = self._live[request.request_id] = Waiting(request, loop.time(), loop.create_future())
                 replica = await self._placed(waiting)
                 if replica is None:
-                    return _nothing(self._version)
+                    return _nothing(self._served.version)
                 try:
                     completion = await self._ask(replica, waiting)
                 except EngineLostError as problem:
                     problems.append(f"{replica.name}: {one_line(problem)}")
                     continue
                 if completion is not None:
+                    self.num_redone += bool(problems)
                     self._policy.predictor.answered(request, now=loop.time())
                     return completion
-                problems.append(f"{replica.name}: served older weights")
+                problems.append(f"{replica.name}: served other weights than it was given")
         finally:
             self._live.pop(request.request_id, None)
+            if not self._live:
+                self._busy_s += time.perf_counter() - self._busy_since
         raise EngineLostError(
             f"request {request.request_id!r} was lost {len(problems)} times: {'; '.join(sorted(set(problems)))}"
         )
@@ -221,43 +223,69 @@ class EnginePool:
             await home.engine.end_session(session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Bring all servers to `version`; one that is lost meanwhile stays out until the next update.
+        """Bring all servers to `version`; one that is lost meanwhile follows when it is back.
 
         Raises:
             EngineError: a server refused, or none is left.
         """
+        if weights is not None and self._files is not None:
+            weights = await asyncio.to_thread(self._files.write, weights)
+        self._coming = version
+        problems: list[str] = []
 
         async def push(replica: Replica) -> None:
             try:
                 await replica.engine.update_weights(version, weights=weights)
             except EngineLostError as problem:
-                replica.is_stale = True
-                self._down(replica, problem)
+                problems.append(f"{replica.name}: {one_line(problem)}")
+                self.exclude(replica, problem)
                 return
             replica.version, replica.is_stale = version, False
             self._up(replica)
 
-        with first_error():
-            async with asyncio.TaskGroup() as tasks:
-                for replica in self._replicas:
-                    tasks.create_task(push(replica))
-        if all(replica.is_stale for replica in self._replicas):
-            raise EngineLostError(f"none of the {len(self._replicas)} servers took policy version {version}")
-        self._version = version
+        try:
+            with first_error():
+                async with asyncio.TaskGroup() as tasks:
+                    for replica in self._replicas:
+                        if replica.recovery is None and not replica.is_gone:
+                            tasks.create_task(push(replica))
+                        else:
+                            replica.is_stale = True  # it gets them when it is back
+            if not any(replica.is_live for replica in self._replicas):
+                problems = problems or ["all are lost"]
+                raise EngineLostError(
+                    f"none of the {len(self._replicas)} servers took policy version {version}: {'; '.join(problems)}"
+                )
+            if weights is not None or version != self._served.version:
+                self._served = Served(version, weights if self._files is not None else None)
+        finally:
+            self._coming = self._served.version
         self._admit()
+
+    def exclude(self, replica: Replica, problem: EngineError) -> None:
+        """Send `replica` nothing before it was given the pool's weights again."""
+        replica.is_stale = True
+        self._down(replica, problem)
 
     async def close(self) -> None:
         """Close all servers."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
+        recoveries = [replica.recovery for replica in self._replicas if replica.recovery is not None]
+        for recovery in recoveries:
+            recovery.cancel()
+        if recoveries:
+            await asyncio.wait(recoveries)
         async with asyncio.TaskGroup() as tasks:
             for replica in self._replicas:
                 tasks.create_task(replica.engine.close())
+        if self._files is not None:
+            self._files.close()
 
     # Placing.
 
-    async def _placed(self, waiting: _Waiting) -> Replica | None:
+    async def _placed(self, waiting: Waiting) -> Replica | None:
         """Wait for a server; None once the request was aborted."""
         self._policy.push(waiting)
         self._num_waiting += 1
@@ -281,7 +309,7 @@ class EnginePool:
             waited = loop.time() - waiting.arrived
             self._policy.predictor.admitted(waiting.request, waited_s=waited)
 
-    def _withdraw(self, waiting: _Waiting) -> None:
+    def _withdraw(self, waiting: Waiting) -> None:
         """Take a request that nobody waits for out of the queue, or off the place that it was just given."""
         if waiting.place.done() and not waiting.place.cancelled() and waiting.place.exception() is None:
             self._free(waiting.place.result(), waiting)
@@ -299,7 +327,7 @@ class EnginePool:
             waiting = self._policy.pop()
             if waiting is None:
                 break
-            assert isinstance(waiting, _Waiting)
+            assert isinstance(waiting, Waiting)
             self._num_waiting -= 1
             waiting.is_gone = True
             if waiting.place.done():
@@ -312,26 +340,28 @@ class EnginePool:
             self._homes[session] = chosen
             chosen.running[waiting.request.request_id] = waiting
             waiting.place.set_result(chosen)
-        if self._num_waiting and not any(replica.is_up and not replica.is_stale for replica in self._replicas):
+        if self._num_waiting and not any(replica.is_live for replica in self._replicas):
             self._look_again(now)
 
     def _look_again(self, now: float) -> None:
         """Set a timer for the next server that may be tried; give up on those that have waited too long."""
+        are_gone = bool(self._replicas) and all(replica.is_gone for replica in self._replicas)
+        why = "all servers are lost for good" if are_gone else f"no server was up for {self._patience_s:g} s"
         for waiting in list(self._live.values()):
-            if not waiting.place.done() and now - waiting.arrived >= self._patience_s:
+            if not waiting.place.done() and (are_gone or now - waiting.arrived >= self._patience_s):
                 waiting.is_gone = True
                 self._num_waiting -= 1
-                waiting.place.set_exception(EngineLostError(f"no server was up for {self._patience_s:g} s"))
+                waiting.place.set_exception(EngineLostError(why))
         if self._timer is None and self._num_waiting:
-            self._timer = asyncio.get_running_loop().call_later(_FIRST_RETRY_S, self._on_timer)
+            self._timer = asyncio.get_running_loop().call_later(FIRST_RETRY_S, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
         self._admit()
 
-    async def _ask(self, replica: Replica, waiting: _Waiting) -> Completion | None:
-        """Ask `replica`; None where it answered with older weights than it had."""
-        request, before = waiting.request, replica.version
+    async def _ask(self, replica: Replica, waiting: Waiting) -> Completion | None:
+        """Ask `replica`; None where it answered with other weights than it was given."""
+        request, before, epoch = waiting.request, replica.version, replica.epoch
         priority = self._policy.priority(request)
         if priority != request.priority:
             request = dataclasses.replace(request, priority=priority)
@@ -340,51 +370,77 @@ class EnginePool:
         except EngineLostError as problem:
             self.num_lost += 1
             replica.num_lost += 1
-            self._down(replica, problem)
+            if epoch == replica.epoch:
+                self._down(replica, problem)
             raise
         finally:
             self._free(replica, waiting)
-        if completion.policy_versions[-1][1] < before:
+        versions = [version for _, version in completion.policy_versions]
+        if not all(before <= version <= max(self._coming, replica.version) for version in versions):
             self.num_stale += 1
-            if not replica.is_stale:
-                replica.is_stale = True
-                logger.warning(
-                    "%s answers with policy version %d after it had %d: it was restarted, and gets no work before the next "
-                    "weights",
-                    replica.name,
-                    completion.policy_versions[-1][1],
-                    before,
-                )
+            if epoch == replica.epoch and not replica.is_stale:
+                self.exclude(replica, EngineError(f"it answers as policy version {versions[-1]} and was given {before}"))
             return None
         replica.num_done += 1
-        self._up(replica)
+        if epoch == replica.epoch:
+            self._up(replica)
         return completion
 
-    def _free(self, replica: Replica, waiting: _Waiting) -> None:
+    def _free(self, replica: Replica, waiting: Waiting) -> None:
         if replica.running.get(waiting.request.request_id) is waiting:
             del replica.running[waiting.request.request_id]
         self._admit()
 
     def _down(self, replica: Replica, problem: EngineError) -> None:
-        """Leave `replica` out for a while; each time longer."""
-        now = asyncio.get_running_loop().time()
-        if replica.is_up or now >= replica.probes_at:
-            replica.probes_at = now + replica.pause_s
+        """Leave `replica` out until it is well."""
+        loop = asyncio.get_running_loop()
+        if replica.is_up or loop.time() >= replica.probes_at:
+            replica.epoch += 1
+            replica.probes_at = loop.time() + replica.pause_s
             logger.warning(
-                "%s is lost (%s); its %d requests go elsewhere, and it is tried again in %.0f s",
+                "%s is left out (%s); %d requests run there, and those that fail are asked of another server",
                 replica.name,
                 one_line(problem),
                 len(replica.running),
-                replica.pause_s,
             )
-            replica.pause_s = min(2 * replica.pause_s, _LAST_RETRY_S)
-            asyncio.get_running_loop().call_later(replica.pause_s / 2, self._admit)
+            replica.pause_s = min(2 * replica.pause_s, LAST_RETRY_S)
+            loop.call_later(replica.pause_s / 2, self._admit)
         replica.is_up = False
+        self._bring_back(replica)
 
     def _up(self, replica: Replica) -> None:
-        if not replica.is_up:
+        if not replica.is_up and replica.recovery is None:
             logger.info("%s is back", replica.name)
-            replica.is_up, replica.pause_s = True, _FIRST_RETRY_S
+            replica.is_up, replica.pause_s = True, FIRST_RETRY_S
+            self._admit()
+
+    def _bring_back(self, replica: Replica) -> None:
+        """Start to bring `replica` back, where its engine can be asked how it is."""
+        if isinstance(replica.engine, Revivable) and replica.recovery is None and not (replica.is_gone or self._is_closed):
+            replica.recovery = asyncio.create_task(self._recover(replica, replica.engine), name=f"recover {replica.name}")
+
+    async def _recover(self, replica: Replica, engine: Revivable) -> None:
+        def on_back(served: Served) -> bool:
+            if served is not self._served or self._coming != served.version:
+                return False
+            replica.version, replica.is_stale, replica.is_up = served.version, False, True
+            replica.pause_s, replica.recovery = FIRST_RETRY_S, None
+            self._admit()
+            return True
+
+        try:
+            await recover(
+                replica,
+                engine,
+                served=lambda: self._served,
+                verify=lambda: self.verify,
+                on_back=on_back,
+                attempt_s=self._recovery_s,
+            )
+        except EngineGoneError as problem:
+            replica.is_gone, replica.recovery = True, None
+            left = sum(not other.is_gone for other in self._replicas)
+            logger.error("%s is out for good (%s); %d servers are left", replica.name, one_line(problem), left)
             self._admit()
 
 

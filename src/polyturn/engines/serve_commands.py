@@ -30,7 +30,7 @@ def vllm_command(
         *("--model", str(model), "--host", "127.0.0.1", "--port", "{port}"),
         *("--max-model-len", str(max_context), "--skip-tokenizer-init"),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
-        *("--worker-extension-cls", "polyturn_vllm_worker.WeightLoader"),
+        *("--worker-extension-cls", "polyturn_vllm_worker.WeightLoader", "--scheduling-policy", "priority"),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(SERVER_SIDE)}
     if device == "cpu":
@@ -56,6 +56,7 @@ def sglang_command(
     flags = [
         *("--model-path", str(model), "--host", "127.0.0.1", "--port", "{port}"),
         *("--context-length", str(max_context), "--skip-tokenizer-init"),
+        *("--enable-priority-scheduling", "--disable-priority-preemption"),
     ]
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     if device == "cpu":

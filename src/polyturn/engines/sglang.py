@@ -17,7 +17,7 @@ import numpy as np
 from polyturn.core.errors import EngineError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.remote import Call, RemoteEngine, version_number, version_runs
+from polyturn.engines.remote import Call, RemoteEngine, ServerFacts, version_runs
 
 _LOAD_TIMEOUT_S = 600.0
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -29,7 +29,7 @@ class SglangEngine(RemoteEngine):
     name = "sglang"
 
     def __init__(self, url: str, *, seeded: bool = False, **options: Any) -> None:
-        """See `RemoteEngine`; `seeded` says that the server runs with --enable-deterministic-inference."""
+        """See `RemoteEngine`; `seeded`: it runs with --enable-deterministic-inference, as far as is known."""
         super().__init__(url, **options)
         self._seeded = seeded
 
@@ -37,8 +37,23 @@ class SglangEngine(RemoteEngine):
     def capabilities(self) -> EngineCapabilities:
         """Logprobs in training's meaning; seeds only where the server samples deterministically."""
         return EngineCapabilities(
-            seeded=self._seeded, logprobs=True, pause_modes=("abort", "in_place", "retract"), max_context=self._max_context
+            seeded=self._seeded if self._facts is None else self._facts.seeded,
+            logprobs=True,
+            pause_modes=("abort", "in_place", "retract"),
+            max_context=self._context,
+            priorities=self._facts is not None and self._facts.priorities,
         )
+
+    async def _describe(self) -> ServerFacts:
+        found = await self._link.get("/server_info")
+        return ServerFacts(
+            seeded=bool(found.get("enable_deterministic_inference")),
+            priorities=bool(found.get("enable_priority_scheduling")) and not found.get("schedule_low_priority_values_first"),
+            max_context=found.get("context_length"),
+        )
+
+    async def _look(self) -> None:
+        await self._link.get("/health_generate", timeout_s=self._health_s)  # asks for a token unless tokens are coming
 
     def _call(self, request: GenerateRequest, wire_id: str) -> Call:
         sampling = request.sampling
@@ -50,7 +65,8 @@ class SglangEngine(RemoteEngine):
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": not sampling.stop_token_ids,
         }
-        if sampling.seed is not None and self._seeded:
+        can = self.capabilities
+        if sampling.seed is not None and can.seeded:
             parameters["sampling_seed"] = sampling.seed & 0x7FFFFFFF
         body = {
             "rid": wire_id,
@@ -59,6 +75,8 @@ class SglangEngine(RemoteEngine):
             "return_logprob": True,
             "logprob_start_len": -1,
         }
+        if can.priorities:
+            body["priority"] = round(request.priority)  # the highest goes first there
         return Call("/generate", body)
 
     def _read(self, request: GenerateRequest, reply: Any) -> Completion:
@@ -68,7 +86,7 @@ class SglangEngine(RemoteEngine):
         reason = meta["finish_reason"]
         if reason.get("matched") == "NaN happened":
             raise EngineError(f"{self.url} met a NaN while it answered {request.request_id!r}; its weights are broken")
-        runs = [(s["start"], version_number(s["version"])) for s in meta.get("weight_versions") or []]
+        runs = [(s["start"], self.version_of(s["version"])) for s in meta.get("weight_versions") or []]
         return Completion(
             token_ids=ids,
             logprobs=np.asarray([triple[0] for triple in triples], np.float32),
@@ -78,13 +96,13 @@ class SglangEngine(RemoteEngine):
         )
 
     async def _abort(self, wire_id: str) -> None:
-        await self._post("/abort_request", {"rid": wire_id})
+        await self._post("/abort_request", {"rid": wire_id}, timeout_s=5.0)
 
     async def _pause(self) -> None:
         await self._post("/pause_generation", {"mode": "retract"})
 
     async def _load(self, folder: Path, version: int) -> None:
-        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        body = {"model_path": str(folder), "weight_version": self.tag(version), "flush_cache": True}
         reply = await self._post("/update_weights_from_disk", body, timeout_s=_LOAD_TIMEOUT_S)
         if not reply["success"]:
             raise EngineError(f"{self.url} did not take the weights of version {version}: {reply['message']}")

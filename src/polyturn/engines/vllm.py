@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from polyturn.core.errors import EngineError
+from polyturn.core.errors import EngineError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.remote import Call, RemoteEngine, version_number, version_runs
+from polyturn.engines.remote import Call, RemoteEngine, ServerFacts, version_runs
 
 _LOAD_TIMEOUT_S = 600.0
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -32,8 +32,31 @@ class VllmEngine(RemoteEngine):
     def capabilities(self) -> EngineCapabilities:
         """Seeded; logprobs in training's meaning as long as neither top-p nor top-k is set."""
         return EngineCapabilities(
-            seeded=True, logprobs=True, pause_modes=("abort", "wait", "keep"), max_context=self._max_context
+            seeded=True,
+            logprobs=True,
+            pause_modes=("abort", "wait", "keep"),
+            max_context=self._context,
+            priorities=self._facts is not None and self._facts.priorities,
         )
+
+    async def _describe(self) -> ServerFacts:
+        try:
+            found = await self._post("/collective_rpc", {"method": "polyturn_describe"})
+        except EngineError as problem:
+            raise EngineError(
+                f"the server at {self.url} cannot be used for training; start it with VLLM_SERVER_DEV_MODE=1 and the flags "
+                f"in docs/guides/engines.md ({one_line(problem)})"
+            ) from problem
+        facts = found["results"][0]
+        if facts["logprobs_mode"] != "processed_logprobs":
+            raise EngineError(
+                f"the vLLM server at {self.url} runs with --logprobs-mode {facts['logprobs_mode']}; training needs "
+                "processed_logprobs, those after the temperature"
+            )
+        return ServerFacts(seeded=True, priorities=facts["policy"] == "priority", max_context=facts["max_model_len"])
+
+    async def _look(self) -> None:
+        await self._link.get("/is_sleeping", timeout_s=self._health_s)  # answered by the engine between two steps
 
     def _call(self, request: GenerateRequest, wire_id: str) -> Call:
         sampling = request.sampling
@@ -49,7 +72,9 @@ class VllmEngine(RemoteEngine):
         }
         if sampling.seed is not None:
             parameters["seed"] = sampling.seed
-        body = {"request_id": wire_id, "token_ids": request.prompt_ids, "sampling_params": parameters}
+        body: dict[str, Any] = {"request_id": wire_id, "token_ids": request.prompt_ids, "sampling_params": parameters}
+        if self.capabilities.priorities:
+            body["priority"] = -round(request.priority)  # the lowest goes first there
         return Call("/inference/v1/generate", body)
 
     def _read(self, request: GenerateRequest, reply: Any) -> Completion:
@@ -63,12 +88,12 @@ class VllmEngine(RemoteEngine):
             token_ids=ids,
             logprobs=np.asarray([entry["logprob"] for entry in content], np.float32),
             finish_reason=_FINISH[choice["finish_reason"]],
-            policy_versions=version_runs([(s["start"], version_number(s["version"])) for s in spans], current=self.version),
+            policy_versions=version_runs([(s["start"], self.version_of(s["version"])) for s in spans], current=self.version),
             info={"prefilled_tokens": len(request.prompt_ids) - cached},
         )
 
     async def _abort(self, wire_id: str) -> None:
-        await self._post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{wire_id}"]})
+        await self._post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{wire_id}"]}, timeout_s=5.0)
 
     async def _pause(self) -> None:
         await self._post("/pause?mode=keep")
@@ -77,7 +102,7 @@ class VllmEngine(RemoteEngine):
         rpc = {"method": "polyturn_load_weights", "kwargs": {"folder": str(folder)}, "timeout": _LOAD_TIMEOUT_S}
         await self._post("/collective_rpc", rpc, timeout_s=_LOAD_TIMEOUT_S)
         await self._forget()
-        await self._post("/update_weight_version", {"new_version": str(version)})
+        await self._post("/update_weight_version", {"new_version": self.tag(version)})
 
     async def _forget(self) -> None:
         if not (await self._post("/reset_prefix_cache?reset_running_requests=true"))["success"]:

@@ -1,7 +1,7 @@
 """New weights on their way to a server: a folder with one safetensors file, in memory where the system offers that.
 
     with WeightFolder(model_folder) as files:
-        folder = files.write({"model.embed_tokens.weight": tensor, …})      the server reads `folder`
+        files.write({"model.embed_tokens.weight": tensor, …}).folder      the server reads it
 
 The folder also holds the model's config, because servers read a checkpoint, not a file. Each write gets a folder of its own
 and removes the one before it, so that a server which is still reading never sees half of the next one.
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,20 +22,49 @@ if TYPE_CHECKING:
 _IN_MEMORY = Path("/dev/shm")
 
 
+class WrittenWeights(Mapping[str, Any]):
+    """Weights that lie in a checkpoint already: name -> tensor for whoever wants tensors, a folder for a server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / "model.safetensors")
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 class WeightFolder:
     """Writes checkpoints that a server on the same machine reads."""
 
-    def __init__(self, model: Path, *, root: Path | None = None) -> None:
-        """Make a place for checkpoints of the model whose config lies in `model`; `root` defaults to shared memory."""
+    def __init__(self, model: Path, *, root: Path | None = None, owns_model: bool = False) -> None:
+        """Make a place for checkpoints.
+
+        Args:
+            model: Where the model's config lies.
+            root: Where to make it; shared memory by default.
+            owns_model: Whether `close` removes `model` too.
+        """
         if root is None and _IN_MEMORY.is_dir():
             root = _IN_MEMORY
         self._root = Path(tempfile.mkdtemp(prefix="polyturn-weights-", dir=root))
         self._config = model / "config.json"
+        self._own = model if owns_model else None
         self._number = 0
         self._last: Path | None = None
 
-    def write(self, weights: Mapping[str, Tensor]) -> Path:
-        """Write `weights` as a checkpoint and return its folder; a tied tensor is written once, under its first name."""
+    def write(self, weights: Mapping[str, Tensor]) -> WrittenWeights:
+        """Write `weights` as a checkpoint; a tied tensor is written once, under its first name."""
         from safetensors.torch import save_file
 
         folder = self._root / f"{self._number:08d}"
@@ -44,7 +74,7 @@ class WeightFolder:
         save_file(_once_each(weights), folder / "model.safetensors")
         self.drop()
         self._last = folder
-        return folder
+        return WrittenWeights(folder)
 
     def drop(self) -> None:
         """Remove what was written last."""
@@ -55,6 +85,8 @@ class WeightFolder:
     def close(self) -> None:
         """Remove everything."""
         shutil.rmtree(self._root, ignore_errors=True)
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
 
     def __enter__(self) -> WeightFolder:
         return self

@@ -10,11 +10,13 @@ So the way itself is proved once, before training:
 
 and after every later push a probe looks at the version tags and holds the logprobs to 3 times the noise. A group is the
 parameters of one name in all layers (`model.layers.*.mlp.up_proj.weight`).
+
+Of a pool every server is looked at by itself. One that is wrong at the start ends the run; one that is wrong later is left
+out and brought up to date (`engines/recovery.py`), and only if none is right does the run end.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,12 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyturn.core.aio import first_error
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import EngineError
-from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.protocols import Engine
-from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.sample import TrainSample
+from polyturn.engines.pool import EnginePool
+from polyturn.engines.replica import Replica
+from polyturn.training.weight_probe import Record, WeightProbe
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +45,17 @@ CANARY_FACTOR = 20.0
 PROBE_FACTOR = 3.0
 """A sync passes while logprobs differ by at most so many times the noise."""
 _FIRST_SCALE, _GROWTH, _MAX_GROWTHS = 1e-3, 4.0, 8
-_PROMPT_LENGTH = 16
 
 
 class WeightSource(Protocol):
     """The trainer's side: the live parameters, and what they make of tokens."""
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return name -> live tensor."""
+        """Return name -> what an engine is to hold."""
+        ...
+
+    def live_weights(self) -> Mapping[str, Tensor]:
+        """Return name -> the live tensor that each of them is, or is made of."""
         ...
 
     def score(self, samples: Sequence[TrainSample]) -> list[Floats]:
@@ -86,7 +92,7 @@ class SharedWeights:
 
 
 class WeightSync:
-    """Pushes the trainer's weights to an engine and holds it to them."""
+    """Pushes the trainer's weights to an engine, or to every one of a pool, and holds it to them."""
 
     def __init__(
         self,
@@ -98,37 +104,46 @@ class WeightSync:
         num_tokens: int = 32,
         seed: int = 0,
     ) -> None:
-        """Look at the engine through completions of `num_tokens` tokens to `num_prompts` random prompts."""
+        """Look at each engine through completions of `num_tokens` tokens to `num_prompts` random prompts."""
         self._engine = engine
+        self._pool = engine if isinstance(engine, EnginePool) else None
         self._source = source
-        self._rng = np.random.default_rng(seed)
-        self._vocab_size = vocab_size
-        self._num_prompts = num_prompts
-        self._num_tokens = num_tokens
-        self._num_asked = 0
+        self._probe = WeightProbe(vocab_size=vocab_size, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed)
+        self._record: Record | None = None
         self.noise: float | None = None
+        if self._pool is not None:
+            self._pool.verify = self.verify
 
     async def start(self, version: int) -> SyncReport:
-        """Prove that weights arrive, and leave the engine with the true ones as `version`.
+        """Prove that weights arrive at every engine, and leave all with the true ones as `version`.
 
         Raises:
             EngineError: some group of parameters does not arrive; the message names it.
         """
         await self._push(version)
-        samples = [*await self._sample(version), *await self._sample(version)]
-        self.noise = max(self._difference(samples), NOISE_FLOOR)
-        with self._changed(samples) as changes:
+        samples = await self._sample(version)
+        for name, more in (await self._sample(version)).items():
+            samples.setdefault(name, []).extend(more)
+        self.noise = max(*self._differences(samples).values(), NOISE_FLOOR)
+        with self._changed([s for own in samples.values() for s in own]) as changes:
             await self._push(version)
             seen = await self._sample(version)
-            effects = self._effects(changes, seen)
-            canary = self._difference(seen)
-            if canary > min(effects.values()) / 4:
-                raise EngineError(self._verdict(changes, seen, canary))
+            canaries = self._differences(seen)
+            effects = {name: self._effects(changes, own) for name, own in seen.items()}
+            for name, canary in canaries.items():
+                if canary > min(effects[name].values()) / 4:
+                    raise EngineError(self._verdict(name, changes, seen[name], canary))
         await self.publish(version)
-        report = SyncReport(noise=self.noise, canary=canary, smallest_effect=min(effects.values()), num_groups=len(changes))
+        report = SyncReport(
+            noise=self.noise,
+            canary=max(canaries.values()),
+            smallest_effect=min(effect for own in effects.values() for effect in own.values()),
+            num_groups=len(changes),
+        )
         logger.info(
-            "the weights arrive: engine and trainer differ by %.1e, on changed weights by %.1e, and a missing group would "
+            "the weights arrive%s: engine and trainer differ by %.1e, on changed weights by %.1e, and a missing group would "
             "show %.1e at least",
+            f" at {len(seen)} servers" if len(seen) > 1 else "",
             report.noise,
             report.canary,
             report.smallest_effect,
@@ -139,62 +154,92 @@ class WeightSync:
         """Push the weights as `version` and return how far engine and trainer then differ.
 
         Raises:
-            EngineError: the engine serves another version, or other weights.
+            EngineError: no engine serves them; with several, those that do not are left out and brought up to date.
         """
         await self._push(version)
         if self.noise is None:
             raise EngineError("nothing is known yet about this engine's noise; call `start` before `publish`")
-        limit = PROBE_FACTOR * self.noise
-        found = self._difference(await self._sample(version))
-        if found > limit:  # the largest of a few hundred differences may be a rare one
-            found = min(found, self._difference(await self._sample(version)))
-        if found > limit:
-            raise EngineError(
-                f"after the sync of version {version} the engine's logprobs differ from the trainer's by {found:.2e}, and "
+        found = self._differences(await self._sample(version))
+        if max(found.values()) > self._limit:  # the largest of a few hundred differences may be a rare one
+            again = self._differences(await self._sample(version))
+            found = {name: min(value, again[name]) for name, value in found.items() if name in again}
+        wrong = {name: value for name, value in found.items() if value > self._limit}
+        for name, value in wrong.items():
+            problem = EngineError(
+                f"after the sync of version {version} the engine's logprobs differ from the trainer's by {value:.2e}, and "
                 f"before training they differed by {self.noise:.2e}; it does not serve the weights that were sent"
             )
-        return found
+            if len(wrong) == len(found) or self._pool is None:
+                raise problem
+            self._exclude(name, problem)
+        await self._take_record(version)
+        return max(value for name, value in found.items() if name not in wrong)
 
-    async def _push(self, version: int) -> None:
-        await self._engine.update_weights(version, weights=self._source.weights())
-
-    async def _sample(self, version: int) -> list[TrainSample]:
-        """Let the engine speak, and return what it said with its logprobs.
+    async def verify(self, engine: Engine, version: int) -> None:
+        """Hold an engine that came back to what the right weights of `version` say.
 
         Raises:
-            EngineError: it cannot, or says that other weights spoke.
+            EngineError: it serves others, or nothing is known of that version.
         """
-        with first_error():
-            async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(self._ask(version)) for _ in range(self._num_prompts)]
-        return [task.result() for task in asked]
+        if self._record is None or self._record.version != version:
+            raise EngineError(f"nothing is known yet about version {version}")
+        await self._probe.check(engine, self._record, limit=self._limit)
 
-    async def _ask(self, version: int) -> TrainSample:
-        self._num_asked += 1
-        name, seed = f"weight-sync-{self._num_asked}", self._num_asked
-        prompt = self._rng.integers(0, self._vocab_size, _PROMPT_LENGTH).astype(np.int32)
-        completion = await self._engine.generate(
-            GenerateRequest(
-                request_id=name,
-                session_id=name,
-                prompt_ids=prompt,
-                sampling=SamplingParams(max_tokens=self._num_tokens, seed=seed),
-            )
-        )
-        await self._engine.end_session(name)
-        spoke = {tag for _, tag in completion.policy_versions}
-        if spoke != {version}:
-            raise EngineError(f"version {version} was sent, and the engine answers as version {sorted(spoke)}")
-        return _as_sample(name, prompt, completion)
+    @property
+    def _limit(self) -> float:
+        return PROBE_FACTOR * (self.noise or 0.0)
 
-    def _difference(self, samples: Sequence[TrainSample]) -> float:
-        """Return the largest difference between the engine's logprobs and those of the trainer's weights now."""
-        return _largest([s.rollout_logprobs for s in samples if s.rollout_logprobs is not None], self._source.score(samples))
+    def _replicas(self) -> dict[str, Replica]:
+        return {} if self._pool is None else {replica.name: replica for replica in self._pool.replicas if replica.is_live}
+
+    def _exclude(self, name: str, problem: EngineError) -> None:
+        if self._pool is not None and (replica := self._replicas().get(name)) is not None:
+            self._pool.exclude(replica, problem)
+
+    async def _push(self, version: int) -> None:
+        self._record = None
+        await self._engine.update_weights(version, weights=self._source.weights())
+
+    async def _take_record(self, version: int) -> None:
+        """Note what the right weights say, for a server that comes back later."""
+        for name, replica in self._replicas().items():
+            try:
+                self._record = await self._probe.record(replica.engine, version, self._source.score)
+                return
+            except EngineLostError as problem:
+                self._exclude(name, problem)
+
+    async def _sample(self, version: int) -> dict[str, list[TrainSample]]:
+        """Return what each engine says; of a pool those that are lost are left out, and at a later sync the wrong ones.
+
+        Raises:
+            EngineError: none can, or one says that other weights spoke.
+        """
+        if self._pool is None:
+            return {"the engine": await self._probe.sample(self._engine, version)}
+        said: dict[str, list[TrainSample]] = {}
+        problems: list[EngineError] = []
+        for name, replica in self._replicas().items():
+            try:
+                said[name] = await self._probe.sample(replica.engine, version)
+            except EngineError as problem:
+                if self.noise is None and not isinstance(problem, EngineLostError):
+                    raise
+                problems.append(problem)
+                self._exclude(name, problem)
+        if not said:
+            raise EngineError(f"no server is left: {'; '.join(map(one_line, problems)) or 'all are lost'}")
+        return said
+
+    def _differences(self, samples: Mapping[str, Sequence[TrainSample]]) -> dict[str, float]:
+        """Return for each engine the largest difference between its logprobs and those of the trainer's weights now."""
+        scores = iter(self._source.score([s for own in samples.values() for s in own]))
+        return {name: _largest([_logprobs(s) for s in own], [next(scores) for _ in own]) for name, own in samples.items()}
 
     @contextmanager
     def _changed(self, samples: Sequence[TrainSample]) -> Iterator[dict[str, list[_Change]]]:
         """Change every group of the trainer's parameters, each by enough to show; put everything back at the end."""
-        groups = _groups(self._source.weights())
+        groups = _groups(self._source.live_weights())
         saved = {name: [tensor.clone() for tensor in tensors] for name, tensors in groups.items()}
         generator = torch.Generator().manual_seed(0)
         changes = {
@@ -241,19 +286,19 @@ class WeightSync:
         finally:
             _move(group, scale)
 
-    def _verdict(self, changes: Mapping[str, list[_Change]], seen: Sequence[TrainSample], canary: float) -> str:
+    def _verdict(self, who: str, changes: Mapping[str, list[_Change]], seen: Sequence[TrainSample], canary: float) -> str:
         """Say which group explains what the engine answered."""
-        engine = [s.rollout_logprobs for s in seen if s.rollout_logprobs is not None]
+        engine = [_logprobs(s) for s in seen]
         assert self.noise is not None
         left = {name: _largest(engine, self._without(group, seen)) for name, group in changes.items()}
         name = min(left, key=left.__getitem__)
         if left[name] <= canary / 4:
             return (
-                f"the engine says that it took the new weights, and {name} is still the old one there (with the old one "
+                f"{who} says that it took the new weights, and {name} is still the old one there (with the old one "
                 f"logprobs differ by {left[name]:.1e}, with the new by {canary:.1e}); use another way to sync weights"
             )
         return (
-            f"the engine says that it took the new weights, and its logprobs differ from theirs by {canary:.1e} where "
+            f"{who} says that it took the new weights, and its logprobs differ from theirs by {canary:.1e} where "
             f"{self.noise:.1e} is its noise; several groups of parameters did not arrive; use another way to sync weights"
         )
 
@@ -290,18 +335,9 @@ def _direction(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return noise * (size or 1.0)
 
 
-def _as_sample(name: str, prompt: np.ndarray, completion: Completion) -> TrainSample:
-    if completion.logprobs is None:
-        raise EngineError("this engine gives no logprobs, so nothing about its weights can be verified")
-    before, said = len(prompt), len(completion.token_ids)
-    blank = np.zeros(before, np.float32)
-    return TrainSample(
-        id=SampleId("weight-sync", name, 0),
-        token_ids=np.concatenate([prompt, completion.token_ids]),
-        loss_weights=np.concatenate([blank, np.ones(said, np.float32)]),
-        turn_ids=np.concatenate([np.full(before, -1), np.zeros(said)]),
-        rollout_logprobs=np.concatenate([blank, completion.logprobs]),
-    )
+def _logprobs(sample: TrainSample) -> Floats:
+    assert sample.rollout_logprobs is not None
+    return sample.rollout_logprobs
 
 
 def _largest(a: Sequence[Floats], b: Sequence[Floats]) -> float:

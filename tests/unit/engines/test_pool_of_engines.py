@@ -54,7 +54,7 @@ def test_what_a_killed_server_held_is_done_elsewhere_once_and_counted(caplog: py
     assert [len(a.token_ids) for a in answers] == [100] * 8
     assert (pool.num_lost, [r.num_done for r in pool.replicas]) == (4, [0, 8])
     assert len(caplog.records) == 1
-    assert "replica 0 is lost" in caplog.text
+    assert "replica 0 is left out (EngineLostError: s0 was killed)" in caplog.text
 
 
 def test_a_hung_server_is_left_after_its_time_and_used_again_when_it_is_back() -> None:
@@ -116,7 +116,7 @@ def test_weights_go_to_all_and_a_server_restarted_with_old_ones_is_left_out(capl
     versions, stale = run_virtual(main())
     assert versions == [3] * 4
     assert stale == 2
-    assert "replica 0 answers with policy version 0 after it had 3" in caplog.text
+    assert "replica 0 is left out (EngineError: it answers as policy version 0 and was given 3)" in caplog.text
 
 
 def test_aborts_reach_what_waits_and_what_runs_and_cancelling_frees_the_place() -> None:

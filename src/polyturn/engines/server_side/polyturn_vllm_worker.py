@@ -13,6 +13,16 @@ class WeightLoader:
     """Mixed into vLLM's worker."""
 
     model_runner: Any
+    vllm_config: Any
+
+    def polyturn_describe(self):
+        """Return how the server runs, as far as training depends on it."""
+        config = self.vllm_config
+        return {
+            "logprobs_mode": str(config.model_config.logprobs_mode),
+            "max_model_len": config.model_config.max_model_len,
+            "policy": str(config.scheduler_config.policy),
+        }
 
     def polyturn_load_weights(self, folder):
         """Load the checkpoint in `folder`; return how many tied heads were tied anew."""

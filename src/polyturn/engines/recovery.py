@@ -1,0 +1,125 @@
+"""Recovery: from a server that was lost to one that serves the right weights again.
+
+    wait -> revive (start it again if it is ours and dead) -> does it still serve what it was given?
+         -> yes: nothing was lost but requests       -> it serves
+         -> no, or unknown: push the pool's weights, verify them -> it serves
+
+A server that answers is not enough: one that was restarted answers from the checkpoint it was started with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from polyturn.core.errors import EngineError, EngineGoneError, one_line
+from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.core.protocols import Engine
+from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Replica
+
+logger = logging.getLogger(__name__)
+
+Verify = Callable[[Engine, int], Awaitable[None]]
+"""Raises EngineError unless the engine serves that policy version."""
+
+
+@runtime_checkable
+class Revivable(Protocol):
+    """An engine that can be asked how it is, and perhaps be started again."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it was started again."""
+        ...
+
+    async def revive(self) -> None:
+        """Return once it answers.
+
+        Raises:
+            EngineGoneError: it never will.
+            EngineError: it does not, for now.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """What a pool serves; a new object for every push, so that two of one version differ."""
+
+    version: int
+    weights: Mapping[str, Any] | None
+    """None before the first push, and from an engine that shares the trainer's parameters."""
+
+
+async def recover(
+    replica: Replica,
+    engine: Revivable,
+    *,
+    served: Callable[[], Served],
+    verify: Callable[[], Verify | None],
+    on_back: Callable[[Served], bool],
+    attempt_s: float,
+) -> None:
+    """Bring `replica` back, however long that takes.
+
+    Args:
+        replica: The server that was lost.
+        engine: Its engine.
+        served: What the pool serves at the moment.
+        verify: Proves that an engine serves that; None where nothing can.
+        on_back: Told once it serves again; false where the pool's weights changed meanwhile, so that it goes on.
+        attempt_s: The deadline of pushing and verifying.
+
+    Raises:
+        EngineGoneError: it is lost for good.
+    """
+    pause = FIRST_RETRY_S
+    while True:
+        await asyncio.sleep(pause)
+        target = served()
+        try:
+            await engine.revive()
+            async with asyncio.timeout(attempt_s):
+                renewed = await _renew(replica, target, verify())
+        except EngineGoneError:
+            raise
+        except (EngineError, TimeoutError) as problem:
+            logger.debug("%s is not back yet (%s)", replica.name, one_line(problem))
+            pause = min(2 * pause, LAST_RETRY_S)
+            continue
+        if on_back(target):
+            how = f"with the weights of policy version {target.version} sent anew and verified" if renewed else "unharmed"
+            logger.info("%s is back, %s", replica.name, how)
+            return
+        pause = FIRST_RETRY_S
+
+
+async def _renew(replica: Replica, target: Served, verify: Verify | None) -> bool:
+    """Give `replica` the weights that it should have; return whether it needed them."""
+    if target.weights is None:
+        return False
+    if not replica.is_stale and await _serves(replica.engine, target.version):
+        return False
+    replica.is_stale = True
+    await replica.engine.update_weights(target.version, weights=target.weights)
+    if verify is not None:
+        await verify(replica.engine, target.version)
+    elif not await _serves(replica.engine, target.version):
+        raise EngineError(f"{replica.name} took the weights of policy version {target.version} and serves others")
+    return True
+
+
+async def _serves(engine: Engine, version: int) -> bool:
+    """Return whether one sampled token comes from `version`."""
+    name = f"is-it-{version}"
+    request = GenerateRequest(
+        request_id=name, session_id=name, prompt_ids=np.zeros(1, np.int32), sampling=SamplingParams(max_tokens=1)
+    )
+    answer = await engine.generate(request)
+    await engine.end_session(name)
+    return {tag for _, tag in answer.policy_versions} == {version} and len(answer.token_ids) == 1

@@ -1,0 +1,72 @@
+"""Replica: one server of a pool, what runs there, and whether it may be sent more.
+
+up        takes requests while it has places
+down      lost; brought back by `recovery.py`, or, where its engine cannot be asked how it is, tried with one request
+stale     serves weights that are not the pool's; takes nothing until it was given those
+gone      lost for good
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from polyturn.core.generation import GenerateRequest
+from polyturn.core.protocols import Engine
+
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request of the pool, from its arrival to its answer."""
+
+    request: GenerateRequest
+    arrived: float
+    place: asyncio.Future[Replica]
+    is_gone: bool = False
+    is_aborted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One server of the pool."""
+
+    engine: Engine
+    name: str
+    index: int
+    slots: int
+    version: int = 0
+    running: dict[str, Waiting] = field(default_factory=dict)
+    is_up: bool = True
+    is_stale: bool = False
+    """Its weights are older than the pool's, or nobody knows whose they are."""
+    is_leaving: bool = False
+    is_gone: bool = False
+    recovery: asyncio.Task[None] | None = None
+    """What brings it back; it takes no requests until then."""
+    epoch: int = 0
+    """How often it was lost; a request that fails with an earlier epoch says nothing about the server as it is now."""
+    probes_at: float = 0.0
+    """When a server that is down may be asked again."""
+    pause_s: float = FIRST_RETRY_S
+    num_done: int = 0
+    num_lost: int = 0
+
+    @property
+    def load(self) -> int:
+        """How many requests run there."""
+        return len(self.running)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it serves the pool's weights, as far as is known."""
+        return self.is_up and not (self.is_stale or self.is_leaving or self.is_gone) and self.recovery is None
+
+    def takes_work(self, now: float) -> bool:
+        """Return whether a request may be sent there."""
+        if self.is_live:
+            return len(self.running) < self.slots
+        if self.is_stale or self.is_leaving or self.is_gone or self.recovery is not None:
+            return False
+        return now >= self.probes_at and not self.running  # one request finds out

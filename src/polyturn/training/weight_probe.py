@@ -1,0 +1,127 @@
+"""WeightProbe: what an engine says about its weights: logprobs of tokens that it samples, and the version they carry.
+
+Two ways to hold an engine to the trainer's weights:
+
+    samples    random prompts, sampled; the trainer scores the same tokens, now, with the weights that it has now
+    record     greedy answers of a server that was found right, with the trainer's logprobs of them; a server that comes back
+               later is held to these, whatever the trainer's weights are by then
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polyturn.core.aio import first_error
+from polyturn.core.arrays import Floats, Ids
+from polyturn.core.errors import EngineError
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.core.protocols import Engine
+from polyturn.core.sample import SampleId, TrainSample
+
+_PROMPT_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Record:
+    """What the right weights of one version say."""
+
+    version: int
+    prompts: tuple[Ids, ...]
+    answers: tuple[Ids, ...]
+    """[num_tokens] each: the greedy tokens."""
+    logprobs: tuple[Floats, ...]
+    """[num_tokens] each: the trainer's."""
+
+
+class WeightProbe:
+    """Asks engines."""
+
+    def __init__(self, *, vocab_size: int, num_prompts: int, num_tokens: int, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._vocab_size = vocab_size
+        self._num_prompts = num_prompts
+        self._num_tokens = num_tokens
+        self._num_asked = 0
+
+    async def sample(self, engine: Engine, version: int, *, temperature: float = 1.0) -> list[TrainSample]:
+        """Let the engine speak, and return what it said with its logprobs.
+
+        Raises:
+            EngineError: it cannot, or says that other weights spoke.
+        """
+        prompts = [
+            self._rng.integers(0, self._vocab_size, _PROMPT_LENGTH).astype(np.int32) for _ in range(self._num_prompts)
+        ]
+        with first_error():
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(self._ask(engine, p, version, temperature=temperature)) for p in prompts]
+        return [_as_sample(p, task.result()) for p, task in zip(prompts, asked, strict=True)]
+
+    async def record(self, engine: Engine, version: int, score: Callable[[Sequence[TrainSample]], list[Floats]]) -> Record:
+        """Note what an engine says that was found to serve the right weights."""
+        samples = await self.sample(engine, version, temperature=0.0)
+        return Record(
+            version=version,
+            prompts=tuple(s.token_ids[:_PROMPT_LENGTH] for s in samples),
+            answers=tuple(s.token_ids[_PROMPT_LENGTH:] for s in samples),
+            logprobs=tuple(logprobs[_PROMPT_LENGTH:] for logprobs in score(samples)),
+        )
+
+    async def check(self, engine: Engine, record: Record, *, limit: float) -> None:
+        """Hold an engine to `record`: where it says the same tokens, logprobs differ by at most `limit`.
+
+        Raises:
+            EngineError: it does not serve those weights.
+        """
+        with first_error():
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(self._ask(engine, p, record.version, temperature=0.0)) for p in record.prompts]
+        num_same, largest = 0, 0.0
+        for task, answer, logprobs in zip(asked, record.answers, record.logprobs, strict=True):
+            completion = task.result()
+            length = min(len(answer), len(completion.token_ids))
+            differs = np.flatnonzero(completion.token_ids[:length] != answer[:length])
+            same = int(differs[0]) if len(differs) else length  # equal until two tokens were as likely as each other
+            num_same += same
+            if completion.logprobs is not None and same:
+                largest = max(largest, float(np.abs(completion.logprobs[:same] - logprobs[:same]).max()))
+        if not num_same or largest > limit:
+            raise EngineError(
+                f"it says {num_same} of {sum(map(len, record.answers))} tokens as policy version {record.version} does, "
+                f"with logprobs that differ by {largest:.2e} where {limit:.2e} is allowed: it serves other weights"
+            )
+
+    async def _ask(self, engine: Engine, prompt: Ids, version: int, *, temperature: float) -> Completion:
+        self._num_asked += 1
+        name, seed = f"weight-sync-{self._num_asked}", self._num_asked
+        completion = await engine.generate(
+            GenerateRequest(
+                request_id=name,
+                session_id=name,
+                prompt_ids=prompt,
+                sampling=SamplingParams(max_tokens=self._num_tokens, seed=seed, temperature=temperature),
+            )
+        )
+        await engine.end_session(name)
+        spoke = {tag for _, tag in completion.policy_versions}
+        if spoke != {version}:
+            raise EngineError(f"version {version} was sent, and the engine answers as version {sorted(spoke)}")
+        return completion
+
+
+def _as_sample(prompt: Ids, completion: Completion) -> TrainSample:
+    if completion.logprobs is None:
+        raise EngineError("this engine gives no logprobs, so nothing about its weights can be verified")
+    before, said = len(prompt), len(completion.token_ids)
+    blank = np.zeros(before, np.float32)
+    return TrainSample(
+        id=SampleId("weight-sync", "probe", 0),
+        token_ids=np.concatenate([prompt, completion.token_ids]),
+        loss_weights=np.concatenate([blank, np.ones(said, np.float32)]),
+        turn_ids=np.concatenate([np.full(before, -1), np.zeros(said)]),
+        rollout_logprobs=np.concatenate([blank, completion.logprobs]),
+    )
