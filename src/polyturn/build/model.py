@@ -14,6 +14,7 @@ from polyturn.tokens.multimodal import MediaProcessor, load_processor
 from polyturn.tokens.train import train_tokenizer
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
@@ -49,15 +50,52 @@ def build_codec(place: Place, *, checkpoint: Path | None = None) -> Codec:
 
 
 def build_model(place: Place, tokenizer: PreTrainedTokenizerFast, *, checkpoint: Path | None = None) -> PreTrainedModel:
-    """Load the model's weights, or make random ones from `model.init`."""
+    """Load the model's weights, or make random ones from `model.init`; put in the adapter that `model.lora` describes.
+
+    Raises:
+        ConfigError: it cannot be loaded, or the adapter does not fit it.
+    """
+    from polyturn.training import hf, lora
+
+    adapter = place.config.model.lora
+    if checkpoint is not None and not (checkpoint / lora.CONFIG_FILE).is_file():
+        built = hf.load_model(checkpoint, dtype=_dtype(place.config.model.dtype))
+    elif checkpoint is not None and adapter is None:
+        raise ConfigError(
+            f"{checkpoint} holds an adapter and model.lora is not set; set it as it was, or export merged weights"
+        )
+    else:
+        built = _base_model(place, tokenizer)
+    if adapter is None:
+        return built
+    settings = lora.LoraSettings(**adapter.model_dump(exclude={"adapter"}))
+    lora.add_lora(built, settings, seed=place.config.seed)
+    if checkpoint is not None and (checkpoint / lora.CONFIG_FILE).is_file():
+        lora.load_adapter(built, checkpoint)
+    elif adapter.adapter is not None:
+        lora.load_adapter(built, place.base / adapter.adapter)
+    return built
+
+
+def load_frozen(place: Place, path: str, *, like: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
+    """Load a model that is only scored, onto the device of `like`; in its own words, not in the adapter's."""
+    from polyturn.training import hf
+
+    found = hf.load_model(folder_or_name(path, place.base), dtype=_dtype(dtype or place.config.model.dtype))
+    return found.to(like.device)  # type: ignore[arg-type]  # a mixin of transformers hides the signature
+
+
+def _dtype(name: str) -> torch.dtype:
     import torch
 
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _base_model(place: Place, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     from polyturn.training import hf
 
     model = place.config.model
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
-    if checkpoint is not None:
-        return hf.load_model(checkpoint, dtype=dtype)
+    dtype = _dtype(model.dtype)
     if model.init is not None:
         fields = {
             "vocab_size": len(tokenizer),

@@ -41,7 +41,7 @@ def model_folder(path: Path | None) -> Path | None:
     steps = [*path.glob("step-*/model"), *path.glob("checkpoints/step-*/model")]
     candidates = [path, path / "model", *sorted(steps, reverse=True)]
     for candidate in candidates:
-        if (candidate / "config.json").is_file():
+        if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():
             return candidate
     raise CheckpointError(f"there is no model in {path}; name a folder with config.json, a checkpoint, or a run's folder")
 

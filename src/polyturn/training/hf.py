@@ -32,6 +32,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as _SEEING
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.training import lora
 
 
 def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -99,15 +100,23 @@ def save_model(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     processor: ProcessorMixin | None = None,
+    adapter_only: bool = False,
 ) -> Path:
     """Write `model` to `folder`, replacing what is there, with the tokenizer and its chat template, and the processor of a
-    model that reads more than text; return `folder`."""
+    model that reads more than text; return `folder`.
+
+    A model with an adapter is written merged, as one without; with `adapter_only` its adapter alone, in peft's format.
+    """
+    is_adapted = lora.has_lora(model)
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex[:8]
     fresh, old = folder.with_name(f".{folder.name}.{mark}.new"), folder.with_name(f".{folder.name}.{mark}.old")
     try:
-        model.save_pretrained(fresh)
+        if is_adapted:
+            (lora.save_adapter if adapter_only else lora.save_merged)(model, fresh)
+        else:
+            model.save_pretrained(fresh)
         if processor is not None:
             processor.save_pretrained(fresh)
         if tokenizer is not None:

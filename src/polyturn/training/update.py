@@ -1,6 +1,6 @@
 """Update: from the groups of one step to new parameters. What is computed, in which order, and nothing about when.
 
-    groups -> filters -> samples -> scores (old, reference) -> advantages -> filters -> loss, backward -> optimizer
+    groups -> filters -> samples -> scores (old, reference) -> advantages -> correction -> filters -> loss -> optimizer
 
 Scores come before advantages, because an estimator may read values and a reward may hold a KL term. Everything runs in one
 go, without giving up the event loop.
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from polyturn.algorithms.advantages import Estimator, assign_advantages
-from polyturn.batching.filters import filter_groups, filter_samples
+from polyturn.algorithms.correction import CorrectionSettings, correct
+from polyturn.algorithms.kl import KlController
+from polyturn.batching.filters import filter_groups, filter_samples, has_signal
 from polyturn.batching.loss_scale import LossScale
 from polyturn.batching.samples import dropped_by_scale, to_samples
 from polyturn.core.arrays import Floats
@@ -44,6 +46,8 @@ class UpdateSettings:
     is_stale: bool = False
     """Whether trajectories may come from earlier weights than those that are trained."""
     needs_reference: bool = False
+    correction: CorrectionSettings | None = None
+    """How tokens are weighed and rejected that were sampled off the policy; None takes them as they are."""
     uses_engine_logprobs: bool = False
     """Take the engine's logprobs as the old ones instead of computing them."""
 
@@ -59,10 +63,23 @@ class StepResult(NamedTuple):
 class Update:
     """Takes the optimizer steps of a run, one call for each."""
 
-    def __init__(self, policy: Policy, *, estimator: Estimator, settings: UpdateSettings | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        estimator: Estimator,
+        settings: UpdateSettings | None = None,
+        kl: KlController | None = None,
+    ) -> None:
+        """Train `policy`; `kl` is told each step's KL to the reference, and steers the weight that the policy gives it."""
         self.policy = policy
+        self._kl = kl
         self._estimator = estimator
         self._settings = settings or UpdateSettings()
+
+    def leaves_out(self, group: TrajectoryGroup) -> bool:
+        """Return whether `run` leaves the whole group out of the loss."""
+        return self._settings.drop_zero_variance and not has_signal(group)
 
     def run(self, groups: Sequence[TrajectoryGroup], *, step: int) -> StepResult:
         """Take one optimizer step (or `minibatches` of them) on the groups of a step.
@@ -82,6 +99,9 @@ class Update:
         train_s += time.perf_counter() - began
         began = time.perf_counter()
         samples = assign_advantages(kept.groups, samples, estimator=self._estimator)
+        if settings.correction is not None:
+            samples, found = correct(samples, settings.correction, version=step)
+            parts.append(found)
         filtered = filter_samples(samples, kept.groups)
         prepare_s += time.perf_counter() - began
         parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
@@ -102,7 +122,11 @@ class Update:
             logger.warning("step %d: no group has anything to learn from; the weights stay as they are", step + 1)
         parts.append({"time/train_s": Sum(train_s)})
         order = [sample for share in shares for sample in share]
-        return StepResult(reduce(merge(parts)), trained_of(groups, kept.groups, order, logprobs))
+        metrics = reduce(merge(parts))
+        if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
+            metrics["policy/kl_coef"] = self._kl.coef
+            self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
+        return StepResult(metrics, trained_of(groups, kept.groups, order, logprobs))
 
     def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Add the log-probabilities that the loss needs and that the forward pass of training does not give.
@@ -113,7 +137,7 @@ class Update:
         settings = self._settings
         if not samples:
             return samples
-        if settings.minibatches > 1 or settings.is_stale:
+        if settings.minibatches > 1 or settings.is_stale or settings.correction is not None:
             scores = self._engine_logprobs(samples) if settings.uses_engine_logprobs else self.policy.score(samples)
             samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         if settings.needs_reference:

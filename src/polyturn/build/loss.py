@@ -1,0 +1,104 @@
+"""From the `algorithm` section to what a loss is made of: its terms, its frozen models, its off-policy correction."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from polyturn.build.model import load_frozen
+from polyturn.build.parts import Parts
+from polyturn.build.place import Place
+from polyturn.core.errors import ConfigError
+from polyturn.core.signature import has_parameter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from polyturn.algorithms.correction import CorrectionSettings
+    from polyturn.algorithms.kl import KlController
+    from polyturn.algorithms.losses import PolicyLoss
+
+
+def build_policy_loss(place: Place) -> PolicyLoss:
+    """Return the policy loss that the configuration names."""
+    from polyturn.algorithms.losses import policy_losses
+
+    loss = policy_losses.resolve(place.config.algorithm.loss, base=place.base)
+    if has_parameter(loss, "old_log_prob"):  # a loss that was written for verl
+        from polyturn.compat.verl.core_algos import as_policy_loss
+
+        return as_policy_loss(loss)
+    return loss
+
+
+def build_kl(place: Place) -> KlController:
+    """Return what holds or steers the weight of the KL term."""
+    from polyturn.algorithms.kl import AdaptiveKl, FixedKl
+
+    algorithm = place.config.algorithm
+    if algorithm.kl_target is None:
+        return FixedKl(coef=algorithm.kl_coef)
+    if not algorithm.kl_coef:
+        raise ConfigError(
+            f"algorithm.kl_target is {algorithm.kl_target} and algorithm.kl_coef is 0; set kl_coef to a first weight"
+        )
+    return AdaptiveKl(coef=algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+
+
+def build_reference(parts: Parts) -> bool | PreTrainedModel:
+    """Return whether there is a reference, or the one that `model.reference` names."""
+    config = parts.place.config
+    path = config.model.reference
+    if not config.algorithm.kl_coef:
+        if path is not None:
+            raise ConfigError(f"model.reference is {path!r} and algorithm.kl_coef is 0, so nothing reads it; set kl_coef")
+        return False
+    return True if path is None else load_frozen(parts.place, path, like=parts.model, dtype=None)
+
+
+def build_teacher(parts: Parts) -> PreTrainedModel | None:
+    """Return the model to distil from; None where there is none.
+
+    Raises:
+        ConfigError: it cannot be loaded, or there is nothing to learn from at all.
+    """
+    algorithm = parts.place.config.algorithm
+    if algorithm.distill is None:
+        if algorithm.loss == "none":
+            raise ConfigError("algorithm.loss is none and algorithm.distill is not set: there is nothing to learn from")
+        return None
+    return load_frozen(parts.place, algorithm.distill.teacher, like=parts.model, dtype=algorithm.distill.dtype)
+
+
+def build_correction(place: Place) -> CorrectionSettings | None:
+    """Return the off-policy correction; None where there is none.
+
+    Raises:
+        ConfigError: it would compare the engine with itself, or its bounds cannot be.
+    """
+    from polyturn.algorithms.correction import Bounds, CorrectionSettings
+
+    algorithm = place.config.algorithm
+    correction = algorithm.correction
+    if correction is None:
+        return None
+    if algorithm.old_logprobs == "engine":
+        raise ConfigError(
+            "algorithm.correction compares the trainer's log-probabilities with the engine's, and algorithm.old_logprobs is "
+            "'engine', which takes these for those; set old_logprobs to 'trainer', or drop the correction"
+        )
+
+    def bounds(name: str, value: float | tuple[float, float]) -> Bounds:
+        if isinstance(value, tuple):
+            return Bounds(*value)
+        return Bounds(1 / value if value else math.inf, value) if name.endswith("_k1") else Bounds(-math.inf, value)
+
+    return CorrectionSettings(
+        weight=correction.weight,
+        cap=correction.cap,
+        beyond=correction.beyond,
+        normalize=correction.normalize,
+        reject={name: bounds(name, value) for name, value in correction.reject.items()},
+        veto=correction.veto,
+        negative_bound=correction.negative_bound,
+    )

@@ -1,0 +1,191 @@
+"""LoRA: what is trained, what the engine samples from, the reference, what is pushed, saved and resumed."""
+
+import asyncio
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from polyturn.core.errors import CheckpointError, ConfigError
+from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.testing.tiny import tiny_model
+from polyturn.training import hf, lora
+from polyturn.training.local import LocalPolicy
+from polyturn.training.loss_terms import LossSettings
+from polyturn.training.optim import OptimSettings
+
+torch.set_num_threads(1)
+VOCAB = 48
+
+
+def samples(seed: int = 0) -> list[TrainSample]:
+    rng = np.random.default_rng(seed)
+    weights = np.array([0.0] * 3 + [1.0] * 9, np.float32)
+    return [
+        TrainSample(
+            id=SampleId("g", str(i), 0),
+            token_ids=rng.integers(0, VOCAB, 12),
+            loss_weights=weights,
+            turn_ids=np.zeros(12, np.int32),
+            advantages=weights * (1.0 if i % 2 else -1.0),
+        )
+        for i in range(4)
+    ]
+
+
+def adapted(seed: int = 0, **settings: object) -> PreTrainedModel:
+    model = tiny_model(VOCAB, hidden=16, seed=seed)
+    lora.add_lora(model, lora.LoraSettings(rank=4, alpha=8, **settings), seed=seed)
+    return model
+
+
+def policy(model: PreTrainedModel, *, kl: float = 0.0) -> LocalPolicy:
+    return LocalPolicy(model, optim=OptimSettings(lr=0.05), loss=LossSettings(kl_coef=kl), reference=kl > 0)
+
+
+def train(made: LocalPolicy, steps: int = 3, first: int = 0) -> LocalPolicy:
+    for step in range(first, first + steps):
+        made.forward_backward(samples(step))
+        made.optim_step()
+    return made
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(12)[None]).logits
+
+
+def test_only_the_adapter_is_trained_and_it_starts_as_nothing():
+    plain, model = tiny_model(VOCAB, hidden=16), adapted()
+    assert torch.equal(logits(plain), logits(model))
+    made = train(policy(model))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    for name, tensor in lora.base_weights(model).items():
+        assert torch.equal(tensor, plain.state_dict()[name])
+    assert not torch.allclose(logits(plain), logits(model), atol=1e-3)
+    assert made.step_count == 3
+
+
+def test_the_same_seed_gives_the_same_adapter_and_leaves_the_global_random_state():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first, second = adapted(), adapted()
+    assert torch.equal(torch.rand(1), expected)
+    pairs = zip(lora.adapter_tensors(first).values(), lora.adapter_tensors(second).values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_embedded_engine_samples_from_the_adapted_model(temperature):
+    """I8: engine logprobs = trainer logprobs, before and after training, without a copy of any weight."""
+
+    async def check() -> None:
+        engine = EmbeddedEngine(model, num_slots=4, max_context=64)
+        worst = 0.0
+        for version in range(3):
+            await engine.update_weights(version)
+            found = await engine.generate(
+                GenerateRequest(
+                    request_id=f"r{version}",
+                    session_id=f"s{version}",
+                    prompt_ids=np.arange(5, dtype=np.int32),
+                    sampling=SamplingParams(max_tokens=20, temperature=temperature, seed=version),
+                )
+            )
+            n = len(found.token_ids)
+            sample = TrainSample(
+                id=SampleId("g", "t", 0),
+                token_ids=np.concatenate([np.arange(5), found.token_ids]),
+                loss_weights=np.array([0.0] * 5 + [1.0] * n),
+                turn_ids=np.zeros(5 + n, np.int32),
+                temperature=temperature,
+            )
+            (own,) = made.score([sample])
+            worst = max(worst, float(np.abs(own[5:] - found.logprobs).max()))
+            train(made, 2, first=2 * version)
+        await engine.close()
+        assert worst < 1e-4
+
+    model = adapted()
+    made = policy(model)
+    asyncio.run(check())
+
+
+def test_the_reference_is_the_model_without_its_adapter():
+    """No second copy of the weights, and scoring it in the middle of a step disturbs neither gradient nor adapter."""
+    plain = tiny_model(VOCAB, hidden=16)
+    made = train(policy(adapted(), kl=0.1))
+    expected = policy(plain).score(samples())
+    found = made.score(samples(), reference=True)
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
+    assert not all(np.allclose(a, b, atol=1e-3) for a, b in zip(made.score(samples()), found, strict=True))
+    assert sum(p.numel() for p in made.model.parameters()) < 1.5 * sum(p.numel() for p in plain.parameters())
+
+
+def test_after_a_warm_start_the_reference_is_the_adapter_of_that_moment():
+    model = train(policy(adapted())).model
+    expected = policy(copy.deepcopy(model)).score(samples())
+    made = train(policy(model, kl=0.1), first=5)
+    resumed = policy(adapted(), kl=0.1)
+    resumed.load_state_dict(made.state_dict())
+    for one in (made, resumed):
+        found = one.score(samples(), reference=True)
+        assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
+        assert not all(np.allclose(a, b, atol=1e-3) for a, b in zip(one.score(samples()), found, strict=True))
+
+
+def test_servers_get_merged_weights_under_the_models_own_names():
+    made = train(policy(adapted()))
+    plain = tiny_model(VOCAB, hidden=16, seed=3)
+    assert made.weights().keys() == plain.state_dict().keys() == made.live_weights().keys()
+    plain.load_state_dict(made.weights())
+    made.model.eval()
+    assert torch.allclose(logits(plain.eval()), logits(made.model), atol=1e-5)
+
+
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened():
+    straight = train(policy(adapted(), kl=0.1), 6)
+    first = train(policy(adapted(), kl=0.1), 3)
+    second = policy(adapted(), kl=0.1)
+    second.load_state_dict(first.state_dict())
+    train(second, 3, first=3)
+    pairs = zip(straight.model.parameters(), second.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_fits_no_other():
+    made = train(policy(adapted()))
+    state = made.state_dict()
+    assert sum(t.numel() for t in state["model"].values()) < 0.5 * sum(p.numel() for p in made.model.parameters())
+    other = tiny_model(VOCAB, hidden=16)
+    lora.add_lora(other, lora.LoraSettings(rank=2))
+    with pytest.raises(CheckpointError, match="must be what it was"):
+        policy(other).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        policy(tiny_model(VOCAB, hidden=16)).load_state_dict(state)
+
+
+def test_it_is_saved_merged_or_alone(tmp_path: Path):
+    model = train(policy(adapted())).model.eval()
+    merged = AutoModelForCausalLM.from_pretrained(hf.save_model(model, tmp_path / "merged"))
+    assert not lora.has_lora(merged)
+    assert torch.allclose(logits(merged), logits(model), atol=1e-5)
+    alone = hf.save_model(model, tmp_path / "alone", adapter_only=True)
+    assert not (alone / "model.safetensors").exists()
+    other = adapted(seed=0)
+    lora.load_adapter(other, alone)
+    assert torch.equal(logits(other), logits(model))
+    with pytest.raises(CheckpointError, match="no adapter in"):
+        lora.load_adapter(other, tmp_path / "merged")
+
+
+def test_modules_that_are_not_there_are_named():
+    with pytest.raises(ConfigError, match=r"does not fit this model.*its linear modules are down_proj, gate_proj"):
+        adapted(target_modules=["query"])
