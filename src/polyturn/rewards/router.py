@@ -211,9 +211,14 @@ class RewardRouter:
         try:
             target = self._target(trajectory.task)
         except UnknownNameError as problem:
-            raise RewardError(self._unscored(trajectory) or str(problem)) from problem
-        if target == "tools" and not of_tools and (missing := self._unscored(trajectory)) is not None:
-            raise RewardError(missing)
+            if not self._may_be_given:
+                raise RewardError(str(problem)) from problem
+            target = "tools"
+        if target == "tools" and not of_tools and self._may_be_given and not trajectory.stop_reason.is_truncation:
+            raise RewardError(
+                f"nothing says what the episode of task {trajectory.task.id!r} is worth: its agent returned None and posted "
+                f"no reward, and no reward function scores the data_source {trajectory.task.data_source!r}"
+            )
         if isinstance(target, RewardFunction):
             return await target(trajectory, tool_rewards=tool_rewards)
         if target == "interaction":
@@ -222,15 +227,6 @@ class RewardRouter:
         if target == "turns":
             return given, {}
         return math.fsum(of_tools.values()), {}
-
-    def _unscored(self, trajectory: Trajectory) -> str | None:
-        """Return what is wrong where the scheduler should have said what an episode is worth."""
-        if not self._may_be_given:
-            return None
-        return (
-            f"nothing says what the episode of task {trajectory.task.id!r} is worth: its agent returned None and posted no "
-            f"reward, and no reward function scores the data_source {trajectory.task.data_source!r}"
-        )
 
     def _target(self, task: Task) -> RewardFunction | str:
         if task.data_source is not None:

@@ -16,7 +16,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -86,6 +86,8 @@ class _Shared:
     is_started: bool = False
     is_closed: bool = False
     loop: asyncio.AbstractEventLoop | None = None
+    asked: dict[str, asyncio.Event] = field(default_factory=dict)
+    """The requests that the engine is answering; set once it has."""
     waiting: set[concurrent.futures.Future[Any]] = field(default_factory=set)
     """What plain methods in threads wait for."""
     started: float = field(default_factory=time.monotonic)
@@ -164,9 +166,12 @@ class Episode:
         """The tools that the task may call, in OpenAI's function form."""
         return self._context.tools.schemas_of(self.task)
 
-    def count_tokens(self, messages: Sequence[Message | Mapping[str, Any]]) -> int:
-        """Return how many tokens the prompt of a history has, for policies with a budget."""
-        return self._transcript.length_of([Message.from_openai(m) for m in messages])
+    def count_tokens(
+        self, messages: Sequence[Message | Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> int:
+        """Return how many tokens the prompt of a history has, for policies with a budget; `tools` replace its own."""
+        typed = [Message.from_openai(m) for m in messages]
+        return self._transcript.length_of(typed) if tools is None else len(self._context.encoder_listing(tools).start(typed))
 
     # What a scheduler does.
 
@@ -225,11 +230,17 @@ class Episode:
             media=transcript.builder.media,
         )
         engine, codec = self._context.engine, self._context.codec
-        if self._stops:
-            ended = await generate_until(engine, request, stops=self._stops, codec=codec)
-            self._shared.num_cut += ended.num_dropped
-        else:
-            ended = Stopped(await engine.generate(request), None, 0)
+        answered = self._shared.asked[request.request_id] = asyncio.Event()
+        try:
+            with self.lifecycle.generating():
+                if self._stops:
+                    ended = await generate_until(engine, request, stops=self._stops, codec=codec)
+                    self._shared.num_cut += ended.num_dropped
+                else:
+                    ended = Stopped(await engine.generate(request), None, 0)
+        finally:
+            answered.set()
+            del self._shared.asked[request.request_id]
         completion = ended.completion
         if sampling.banned_token_ids and np.isin(completion.token_ids, sampling.banned_token_ids).any():
             raise EngineError(
@@ -448,7 +459,18 @@ class Episode:
         """Call a method that the scheduler's author wrote, plain or async; see `AuthorCalls.call`."""
         return await self._context.calls.call(method, *args, is_shared=scheduler.shared, **options)
 
-    # What `run_episode` does.
+    # What `run_episode` and who watches it do.
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that its completions had, forks included."""
+        return sum(len(turn.completion.token_ids) for turn in self._shared.turns)
+
+    async def abort(self) -> None:
+        """Let the engine end what it is sampling for the episode; such a turn ends it, as aborted."""
+        for request_id, answered in list(self._shared.asked.items()):
+            await self._context.engine.abort(request_id)
+            await answered.wait()
 
     def enter(self) -> None:
         """Bind the episode to the running event loop."""
@@ -614,7 +636,13 @@ def _discard(awaitable: Awaitable[Any]) -> None:
 
 
 async def run_episode(
-    context: RolloutContext, task: Task, *, id: str, seed: int = 0, sampling: SamplingParams | None = None
+    context: RolloutContext,
+    task: Task,
+    *,
+    id: str,
+    seed: int = 0,
+    sampling: SamplingParams | None = None,
+    on_start: Callable[[Episode], object] | None = None,
 ) -> Trajectory:
     """Run `task` to its end and return the record, with its reward.
 
@@ -627,9 +655,12 @@ async def run_episode(
         id: Unique among live episodes; the engine's session id.
         seed: Every random choice of the episode follows from it.
         sampling: Overrides the context's sampling.
+        on_start: Is told the episode before anything else happens.
     """
     episode = Episode(context, task, id=id, seed=seed, sampling=sampling)
     episode.enter()
+    if on_start is not None:
+        on_start(episode)
     try:
         trajectory = await run_and_score(context, episode)
     except BaseException as problem:

@@ -91,6 +91,8 @@ class Transcript:
         self._is_edited = False
         self._given: Ids | None = None
         """The whole next prompt, where the caller wrote it."""
+        self._rejoins = False
+        """It goes on from a place that it may not be alone at, so the next prompt looks for a segment that it continues."""
         self._is_open_message = False
         self._said = ""
         """The text so far of the assistant message that goes on, while `_is_open_message`."""
@@ -310,12 +312,16 @@ class Transcript:
         ref: SpanRef | None = None
         if prompt.is_whole:
             ref = self.builder.rewrite(prompt.ids, turn=turn, media=prompt.media)
+        elif self._rejoins:
+            whole = np.concatenate([self.builder.context, prompt.ids])
+            ref = self.builder.rewrite(whole, turn=turn, media=(*self.builder.media, *prompt.media))
         elif len(prompt.ids) or self._pending:
             ref = self.builder.observe(prompt.ids, turn=turn)
             self.builder.add_media(*prompt.media)
         self._messages += self._pending
         self._openai += to_openai(self._pending)
         self._pending, self._addition, self._is_edited, self._given = (), NO_IDS, False, None
+        self._rejoins = False
         return ref
 
     def fork(
@@ -333,7 +339,7 @@ class Transcript:
         if agent is not None:
             return other
         if at is not None:
-            other._written = self._written
+            other._written, other._rejoins = self._written, True
             other.num_prompt, other.is_canonical, other._last_id = at.num_prompt, at.is_canonical, at.last_id
             return other
         other._written = self._written

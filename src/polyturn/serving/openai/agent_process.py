@@ -1,0 +1,103 @@
+"""An agent as a command: one process for each episode, which finds its model in the environment.
+
+    OPENAI_BASE_URL, OPENAI_API_KEY          what openai's clients read
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY    what anthropic's clients read
+    standard input                           the task, one JSON object
+
+Exit code 0 is an agent that has finished. It posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions
+score the episode. However the episode ends, the process and what it started are gone behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import SchedulerError
+from polyturn.core.serde import to_json
+from polyturn.core.task import Task
+from polyturn.serving.openai.endpoint import Address
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""Between the request to end and the end by force."""
+TAIL_BYTES = 4000
+
+
+async def run_command(
+    command: Sequence[str], *, address: Address, task: Task, env: Mapping[str, Any], cwd: Path | None, id: str
+) -> None:
+    """Run an agent's process to its end; it is ended if the call is cancelled.
+
+    Raises:
+        SchedulerError: it cannot be started, or fails; with the last of what it said.
+    """
+    variables = {
+        "OPENAI_BASE_URL": address.base_url,
+        "OPENAI_API_KEY": address.api_key,
+        "ANTHROPIC_BASE_URL": address.anthropic_base_url,
+        "ANTHROPIC_API_KEY": address.api_key,
+        "POLYTURN_EPISODE": id,
+    }
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=cwd,
+            env={**os.environ, **{k: str(v) for k, v in env.items()}, **variables},
+            start_new_session=True,
+        )
+    except OSError as problem:
+        raise SchedulerError(f"the agent's command {command[0]!r} cannot be started: {problem.strerror}") from problem
+    try:
+        assert process.stdin is not None and process.stderr is not None
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_tell(process.stdin, json.dumps(to_json(task)).encode() + b"\n"))
+            said = group.create_task(_tail(process.stderr))
+        code = await process.wait()
+    finally:
+        await asyncio.shield(_end(process))
+    if code != 0:
+        last = " / ".join(said.result().decode(errors="replace").strip().splitlines()[-3:])
+        raise SchedulerError(f"the agent's command {command[0]!r} ended with exit code {code}: {last or 'it said nothing'}")
+
+
+async def _tell(stdin: asyncio.StreamWriter, text: bytes) -> None:
+    try:
+        stdin.write(text)
+        await stdin.drain()
+        stdin.close()
+    except (BrokenPipeError, ConnectionResetError):
+        logger.debug("an agent's process did not read its task")
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    tail = b""
+    while piece := await stream.read(1 << 16):
+        tail = (tail + piece)[-TAIL_BYTES:]
+    return tail
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the process and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)  # the group is its own: it was started with a new session
+        except ProcessLookupError:
+            break
+        if process.returncode is not None:
+            continue
+        try:
+            await asyncio.wait_for(process.wait(), GRACE_S)
+        except TimeoutError:
+            continue
+    await process.wait()

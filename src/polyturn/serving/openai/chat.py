@@ -1,0 +1,222 @@
+"""The chat completions API: `/v1/chat/completions`.
+
+    {"messages": […], "tools": […], "n": 2}  ->  Ask  ->  {"choices": [{"message": {…}, "finish_reason": "stop"}], …}
+
+A stream is the finished completion in pieces: the events that clients expect, not an earlier first token. Two fields are
+our own: `return_token_ids` asks for `prompt_token_ids` and each choice's `token_ids`, and `reasoning_content` has reasoning.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from polyturn.serving.openai.ask import (
+    Ask,
+    Refused,
+    Said,
+    call_of,
+    check_parameters,
+    normal_messages,
+    normal_tools,
+    number,
+    texts,
+    whole,
+)
+from polyturn.serving.openai.wire import dumps
+
+READ = frozenset(
+    {
+        "messages",
+        "model",
+        "tools",
+        "tool_choice",
+        "n",
+        "stop",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "logprobs",
+        "top_logprobs",
+        "stream",
+        "stream_options",
+        "return_token_ids",
+        "continue_final_message",
+    }
+)
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "reasoning_effort",
+        "verbosity",
+        "add_generation_prompt",
+    }
+)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+}
+PIECE = 24
+"""Characters in one event of a stream."""
+LEAST_LOGPROB = -9999.0
+"""What clients are told for a token of probability 0, which JSON cannot write."""
+
+
+def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> Ask:
+    """Return what a request asks for.
+
+    Raises:
+        Refused: it cannot be understood, or not be done.
+    """
+    check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
+    messages = normal_messages(body.get("messages"))
+    if (whole(body, "top_logprobs", low=0, high=20) or 0) > 0 and "top_logprobs" not in ignored:
+        raise Refused(
+            f"top_logprobs is {body['top_logprobs']}, and only the logprob of the sampled token is known; use 0",
+            code="unsupported_parameter",
+            param="top_logprobs",
+        )
+    goes_on = bool(body.get("continue_final_message"))
+    if goes_on and (messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls") or len(messages) < 2):
+        raise Refused("continue_final_message needs an assistant message without calls at the end", param="messages")
+    return Ask(
+        messages=messages,
+        tools=normal_tools(body.get("tools")),
+        n=whole(body, "n", high=128) or 1,
+        may_call=may_call(body.get("tool_choice"), ignored),
+        goes_on=goes_on,
+        wants_texts=bool(body.get("logprobs")),
+        stops=texts(body, "stop"),
+        max_tokens=whole(body, "max_completion_tokens", "max_tokens"),
+        temperature=number(body, "temperature", low=0, high=100),
+        top_p=number(body, "top_p", low=0, high=1, above=True),
+        top_k=whole(body, "top_k", low=-1),
+        seed=whole(body, "seed", low=-(1 << 62), high=(1 << 63) - 1),
+    )
+
+
+def may_call(choice: Any, ignored: frozenset[str]) -> bool:
+    """Return whether calls are read.
+
+    Raises:
+        Refused: a call is demanded, which needs guided decoding.
+    """
+    if choice in (None, "auto", "none"):
+        return choice != "none"
+    if "tool_choice" in ignored:
+        return True
+    raise Refused(
+        f"tool_choice is {choice!r:.80}, and a call cannot be forced here: what is sampled would not be the policy's. "
+        "Use auto, or let it be ignored (`ignore: [tool_choice]`)",
+        code="unsupported_parameter",
+        param="tool_choice",
+    )
+
+
+def reply(body: Mapping[str, Any], said: Sequence[Said], *, model: str) -> dict[str, Any]:
+    """Return the answer to a request."""
+    answer: dict[str, Any] = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [_choice(index, one, body) for index, one in enumerate(said)],
+        "usage": usage(said),
+    }
+    if body.get("return_token_ids"):
+        answer["prompt_token_ids"] = said[0].prompt_ids.tolist()
+    return answer
+
+
+def events(body: Mapping[str, Any], said: Sequence[Said], *, model: str) -> Iterator[bytes]:
+    """Yield the answer to a request as server-sent events."""
+    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion.chunk", "created": int(time.time())}
+
+    def event(choices: list[dict[str, Any]], **rest: Any) -> bytes:
+        return b"data: " + dumps({**head, "model": model, "choices": choices, **rest}) + b"\n\n"
+
+    for index, one in enumerate(said):
+
+        def chunk(delta: dict[str, Any], finish: str | None = None, index: int = index, **rest: Any) -> bytes:
+            return event([{"index": index, "delta": delta, "finish_reason": finish, "logprobs": None, **rest}])
+
+        yield chunk({"role": "assistant", "content": ""})
+        for piece in pieces(one.reasoning or ""):
+            yield chunk({"reasoning_content": piece})
+        for piece in pieces(one.content):
+            yield chunk({"content": piece})
+        for number_, call in enumerate(one.calls):
+            made = call_of(call)
+            opened = {**made, "index": number_, "function": {"name": call.name, "arguments": ""}}
+            yield chunk({"tool_calls": [opened]})
+            for piece in pieces(made["function"]["arguments"]):
+                yield chunk({"tool_calls": [{"index": number_, "function": {"arguments": piece}}]})
+        last = _choice(index, one, body)
+        yield chunk({}, one.finish, **{k: v for k, v in last.items() if k in ("logprobs", "token_ids")})
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield event([], usage=usage(said))
+    yield b"data: [DONE]\n\n"
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces."""
+    for start in range(0, len(text), PIECE):
+        yield text[start : start + PIECE]
+
+
+def usage(said: Sequence[Said]) -> dict[str, Any]:
+    """Return how many tokens were read and written; the prompt counts once."""
+    prompt, written = len(said[0].prompt_ids), sum(len(s.token_ids) for s in said)
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+def token_logprobs(one: Said) -> list[dict[str, Any]]:
+    """Return the written tokens with their logprobs, as the chat API lists them."""
+    values = [] if one.logprobs is None else one.logprobs.tolist()
+    return [
+        {"token": text, "logprob": max(value, LEAST_LOGPROB), "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in zip(one.texts, values, strict=True)
+    ]
+
+
+def error(refused: Refused) -> dict[str, Any]:
+    """Return an error in the form that the openai client reads."""
+    codes = {"context_full": "context_length_exceeded", "unauthorized": "invalid_api_key"}
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    told = {"message": refused.message, "type": kind, "param": refused.param, "code": codes.get(refused.code, refused.code)}
+    return {"error": told}
+
+
+def _choice(index: int, one: Said, body: Mapping[str, Any]) -> dict[str, Any]:
+    message = {**one.message, "refusal": None}
+    if one.reasoning is not None:
+        message["reasoning_content"] = one.reasoning
+    logprobs = {"content": token_logprobs(one), "refusal": None} if body.get("logprobs") else None
+    choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": one.finish, "logprobs": logprobs}
+    if one.stopped_by is not None:
+        choice["stop_reason"] = one.stopped_by
+    if body.get("return_token_ids"):
+        choice["token_ids"] = one.token_ids.tolist()
+    return choice

@@ -1,0 +1,352 @@
+"""Endpoint: one HTTP server in front of many episodes, each with a base URL of its own that nobody can guess.
+
+    POST /episodes/{id}/v1/chat/completions   /v1/responses   /v1/messages   /v1/messages/count_tokens
+    GET  /episodes/{id}/v1/models             POST /episodes/{id}/v1/reward  {"reward": 1.0}
+    POST /v1/chat/completions, …              the same without an episode, where the server offers it
+
+A request needs its episode's key (`Authorization: Bearer KEY`, or `x-api-key: KEY`). Bodies have a bound, nothing in a
+request is ever a path or an address, and every error has the form that the client's library reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from polyturn.core.errors import PolyturnError, did_you_mean, one_line
+from polyturn.serving.openai import chat, messages, responses
+from polyturn.serving.openai.ask import Ask, Refused, Said
+from polyturn.serving.openai.wire import dumps, loads
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+MAX_ENDED = 4096
+"""Episodes whose end is remembered, so that a late request is told so."""
+
+
+class Answerer(Protocol):
+    """What answers requests: an episode's session, or a service without episodes."""
+
+    async def ask(self, ask: Ask) -> list[Said]:
+        """Answer one request."""
+        ...
+
+    def count_tokens(self, ask: Ask) -> int:
+        """Return how many tokens the prompt of a request has."""
+        ...
+
+    def give_reward(self, score: float, info: Mapping[str, Any]) -> None:
+        """Say what the episode is worth."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where an agent finds its episode."""
+
+    base_url: str
+    """For clients of OpenAI's API: it ends with /v1."""
+    anthropic_base_url: str
+    """For clients of Anthropic's API, which add /v1 themselves."""
+    api_key: str
+
+
+@dataclass(slots=True, eq=False)
+class _Guest:
+    """Somebody who may ask."""
+
+    answerer: Answerer
+    keys: tuple[bytes, ...]
+    """Any of these is taken; none lets everyone ask."""
+    kept: responses.Kept = field(default_factory=responses.Kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """What all episodes of a server have in common."""
+
+    host: str = "127.0.0.1"
+    models: tuple[str, ...] = ("polyturn",)
+    any_model: bool = True
+    """Whether a request may name a model that is not listed, as agents do that were written for another."""
+    ignore: frozenset[str] = frozenset()
+    """Parameters that cannot be done here and are ignored instead of refused."""
+    max_body_bytes: int = MAX_BODY_BYTES
+    token: str | None = None
+    """Opens every episode, and is demanded for what belongs to none; None lets everyone ask that."""
+
+
+class Endpoint:
+    """Serves while anybody holds it: it starts with the first `serving` and stops behind the last."""
+
+    def __init__(self, options: EndpointOptions | None = None, *, plain: Answerer | None = None) -> None:
+        self.options = options or EndpointOptions()
+        self._plain = None if plain is None else _Guest(plain, self._token())
+        self._guests: dict[str, _Guest] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._num_holders = 0
+        self._origin: asyncio.Future[str] | None = None
+        self._runner: web.AppRunner | None = None
+
+    @asynccontextmanager
+    async def serving(self, bound: socket.socket | None = None) -> AsyncIterator[str]:
+        """Serve for as long as the context lasts; enter as often as needed. Gives the origin, http://HOST:PORT."""
+        self._num_holders += 1
+        try:
+            if self._origin is None:
+                self._origin = asyncio.get_running_loop().create_future()
+                self._origin.set_result(await self._start(bound))
+            yield await asyncio.shield(self._origin)
+        finally:
+            self._num_holders -= 1
+            if self._num_holders == 0:
+                runner, self._runner, self._origin = self._runner, None, None
+                if runner is not None:
+                    await runner.cleanup()
+
+    async def _start(self, bound: socket.socket | None) -> str:
+        self._runner = web.AppRunner(self.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site: web.BaseSite
+        if bound is None:
+            site = web.TCPSite(self._runner, self.options.host, 0, backlog=2048)
+        else:
+            site = web.SockSite(self._runner, bound, backlog=2048)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def admit(self, answerer: Answerer, *, origin: str) -> tuple[str, Address]:
+        """Give a session its address; returns the secret part of it, which `dismiss` takes."""
+        name, key = secrets.token_urlsafe(18), secrets.token_urlsafe(24)
+        self._guests[name] = _Guest(answerer, (key.encode(), *self._token()))
+        base = f"{origin}/episodes/{name}"
+        return name, Address(base_url=f"{base}/v1", anthropic_base_url=base, api_key=key)
+
+    def dismiss(self, name: str, why: str) -> None:
+        """Take an address back; who asks there later is told why."""
+        if self._guests.pop(name, None) is not None:
+            self._ended[name] = why
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+
+    def check_token(self, request: web.Request) -> None:
+        """Refuse a request without the server's token.
+
+        Raises:
+            Refused: it has none, or another.
+        """
+        _check_key(request, self._token())
+
+    def app(self) -> web.Application:
+        """Return the application; a service adds routes of its own before it is served."""
+        app = web.Application(client_max_size=self.options.max_body_bytes)
+        for prefix in ("/episodes/{episode}/v1", "/v1"):
+            app.router.add_post(f"{prefix}/chat/completions", guarded(self._chat, chat.error))
+            app.router.add_post(f"{prefix}/responses", guarded(self._responses, chat.error))
+            app.router.add_post(f"{prefix}/messages", guarded(self._messages, messages.error))
+            app.router.add_post(f"{prefix}/messages/count_tokens", guarded(self._count_tokens, messages.error))
+            app.router.add_get(f"{prefix}/models", guarded(self._models, chat.error))
+            app.router.add_get(f"{prefix}/models/{{model:.+}}", guarded(self._model, chat.error))
+        for path in ("/episodes/{episode}/v1/reward", "/episodes/{episode}/reward"):
+            app.router.add_post(path, guarded(self._reward, chat.error))
+        app.router.add_get("/health", _health)
+        app.router.add_route("*", "/{path:.*}", guarded(_nowhere, chat.error))
+        return app
+
+    # Handlers.
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        guest, body = await self._open(request)
+        model = self._check_model(body)
+        said = await guest.answerer.ask(chat.parse(body, self.options.ignore))
+        if body.get("stream"):
+            return await _stream(request, chat.events(body, said, model=model))
+        return _json(chat.reply(body, said, model=model))
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        guest, body = await self._open(request)
+        model = self._check_model(body)
+        ask = responses.parse(body, guest.kept, self.options.ignore)
+        said = await guest.answerer.ask(ask)
+        answer = responses.reply(body, said, model=model)
+        history = list(ask.messages[1:] if body.get("instructions") else ask.messages)
+        guest.kept.keep(answer["id"], [*history, said[0].message])
+        return await _stream(request, responses.events(answer)) if body.get("stream") else _json(answer)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        guest, body = await self._open(request)
+        model = self._check_model(body)
+        said = await guest.answerer.ask(messages.parse(body, self.options.ignore))
+        answer = messages.reply(body, said, model=model)
+        return await _stream(request, messages.events(answer)) if body.get("stream") else _json(answer)
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        guest, body = await self._open(request)
+        self._check_model(body)
+        ask = messages.parse(body, self.options.ignore, needs_max_tokens=False)
+        return _json({"input_tokens": guest.answerer.count_tokens(ask)})
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._guest(request)
+        return _json({"object": "list", "data": [_model(name) for name in self.options.models]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        self._guest(request)
+        return _json(_model(self._check_model({"model": request.match_info["model"]})))
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        guest, body = await self._open(request)
+        score, info = read_reward(body)
+        guest.answerer.give_reward(score, info)
+        return _json({"reward": score})
+
+    # What they share.
+
+    async def _open(self, request: web.Request) -> tuple[_Guest, dict[str, Any]]:
+        guest = self._guest(request)
+        return guest, await read_body(request)
+
+    def _guest(self, request: web.Request) -> _Guest:
+        name = request.match_info.get("episode")
+        if name is None:
+            if self._plain is None:
+                raise Refused(
+                    "this server answers within episodes only: ask at the episode's base_url, …/episodes/ID/v1",
+                    status=404,
+                    code="not_found",
+                )
+            guest = self._plain
+        elif name in self._guests:
+            guest = self._guests[name]
+        else:
+            if name in self._ended:
+                raise Refused(f"the episode has ended: {self._ended[name]}", status=410, code="episode_ended")
+            raise Refused("there is no such episode; use the base_url that it was given", status=404, code="not_found")
+        _check_key(request, guest.keys)
+        return guest
+
+    def _check_model(self, body: Mapping[str, Any]) -> str:
+        name = body.get("model")
+        if not isinstance(name, str) or not name:
+            raise Refused(f"model is {name!r:.80}; name one, for instance {self.options.models[0]!r}", param="model")
+        if name not in self.options.models and not self.options.any_model:
+            raise Refused(
+                f"there is no model {name[:80]!r} here.{did_you_mean(name, self.options.models)}",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+        return name
+
+    def _token(self) -> tuple[bytes, ...]:
+        return () if self.options.token is None else (self.options.token.encode(),)
+
+
+def guarded(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], error: Callable[[Refused], dict[str, Any]]
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Return a handler whose errors are written as a client's library reads them."""
+
+    async def run(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refused as problem:
+            refused = problem
+        except web.HTTPRequestEntityTooLarge:
+            refused = Refused("the body is larger than this server takes", status=413, code="too_large")
+        except PolyturnError as problem:
+            refused = Refused(one_line(problem), status=500, code="server_error")
+        except Exception as problem:
+            logger.exception("a request to %s broke", request.rel_url.name)
+            refused = Refused(f"the server failed: {type(problem).__name__}", status=500, code="server_error")
+        # A client may not repeat by itself what the episode has seen: its library asks again only where this is absent.
+        return _json(error(refused), status=refused.status, headers={"x-should-retry": "false"})
+
+    return run
+
+
+async def read_body(request: web.Request) -> dict[str, Any]:
+    """Return a request's body, a JSON object.
+
+    Raises:
+        Refused: it is none.
+    """
+    try:
+        body = loads(await request.read())
+    except ValueError as problem:
+        raise Refused(f"the body is not JSON: {one_line(problem)}", code="invalid_json") from problem
+    if not isinstance(body, dict):
+        raise Refused(f"the body is {type(body).__name__}, not a JSON object", code="invalid_json")
+    return body
+
+
+def read_reward(given: Any) -> tuple[float, dict[str, Any]]:
+    """Return a reward and what is recorded beside it, from a number or a mapping with "reward" or "score".
+
+    Raises:
+        Refused: there is no finite number.
+    """
+    values = dict(given) if isinstance(given, Mapping) else {"reward": given}
+    score = values.pop("reward", values.pop("score", None))
+    if not isinstance(score, bool | int | float) or not math.isfinite(score):
+        raise Refused(
+            f"the reward is {given!r:.100}; give a finite number, or an object with one as `reward`", param="reward"
+        )
+    return float(score), values
+
+
+def _check_key(request: web.Request, keys: Sequence[bytes]) -> None:
+    if not keys:
+        return
+    header = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+    given = header.encode("utf-8", "surrogateescape")
+    matches = [hmac.compare_digest(given, key) for key in keys]
+    if not any(matches):
+        raise Refused(
+            "the API key is not this episode's; pass the api_key that came with the base_url",
+            status=401,
+            code="unauthorized",
+        )
+
+
+def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=dumps(value), status=status, content_type="application/json", headers=headers)
+
+
+async def _stream(request: web.Request, events: Iterator[bytes]) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await stream.prepare(request)
+    await stream.write(b"".join(events))
+    await stream.write_eof()
+    return stream
+
+
+def _model(name: str) -> dict[str, Any]:
+    told = {"id": name, "object": "model", "created": 0, "owned_by": "polyturn"}
+    return {**told, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+async def _health(request: web.Request) -> web.Response:
+    return _json({"status": "ok"})
+
+
+async def _nowhere(request: web.Request) -> web.StreamResponse:
+    raise Refused(
+        f"there is nothing at {request.method} {request.path[-80:]}; a base_url ends with /v1 for OpenAI's clients and "
+        "without it for Anthropic's",
+        status=404,
+        code="not_found",
+    )

@@ -1,0 +1,205 @@
+"""Anthropic's messages API: `/v1/messages`.
+
+    {"system": "…", "messages": [{"role": "user", "content": [{"type": "tool_result", …}]}], "max_tokens": 64}
+      ->  Ask with chat messages  ->  {"content": [{"type": "text", …}, {"type": "tool_use", …}], "stop_reason": "tool_use"}
+
+Blocks become chat messages: a tool result is a message of its own, before the text beside it. A last message of the
+assistant is continued, as that API has it.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from polyturn.serving.openai.ask import (
+    Ask,
+    Refused,
+    Said,
+    check_parameters,
+    normal_messages,
+    normal_tools,
+    number,
+    texts,
+    whole,
+)
+from polyturn.serving.openai.chat import may_call, pieces
+from polyturn.serving.openai.wire import dumps
+
+READ = frozenset(
+    {
+        "messages",
+        "model",
+        "system",
+        "tools",
+        "tool_choice",
+        "max_tokens",
+        "stop_sequences",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stream",
+        "thinking",
+    }
+)
+HARMLESS = frozenset({"metadata", "service_tier", "cache_control", "output_config", "betas", "speed", "inference_geo"})
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],), "context_management": ()}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, needs_max_tokens: bool = True) -> Ask:
+    """Return what a request asks for.
+
+    Raises:
+        Refused: it cannot be understood, or not be done.
+    """
+    check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise Refused(f"messages is {given!r:.80}; give a list of at least one message", param="messages")
+    messages: list[dict[str, Any]] = []
+    if body.get("system"):
+        system = body["system"]
+        messages.append({"role": "system", "content": system if isinstance(system, str) else _blocks(system, "system")})
+    for index, message in enumerate(given):
+        messages += _messages_of(message, f"messages[{index}]")
+    messages = normal_messages(messages)
+    if needs_max_tokens and body.get("max_tokens") is None:
+        raise Refused("max_tokens is missing; say how many tokens the answer may have", param="max_tokens")
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    last = messages[-1]
+    return Ask(
+        messages=messages,
+        tools=normal_tools([_tool(t, f"tools[{i}]") for i, t in enumerate(body.get("tools") or ())]),
+        may_call=may_call(kind if kind in (None, "auto", "none") else choice, ignored),
+        goes_on=last["role"] == "assistant" and not last.get("tool_calls") and len(messages) > 1,
+        stops=texts(body, "stop_sequences"),
+        max_tokens=whole(body, "max_tokens"),
+        temperature=number(body, "temperature", low=0, high=100),
+        top_p=number(body, "top_p", low=0, high=1, above=True),
+        top_k=whole(body, "top_k", low=-1),
+    )
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+        raise Refused(f"{where} is {tool!r:.80}; only tools with an input_schema can be called here", param=where)
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    return {"type": "function", "function": function}
+
+
+def _blocks(given: Any, where: str) -> list[dict[str, Any]]:
+    """Return text and image blocks as parts of the chat API."""
+    if not isinstance(given, list) or not all(isinstance(b, dict) for b in given):
+        raise Refused(f"{where} is {given!r:.80}; it is a text or a list of blocks", param=where)
+    return [_part(block, where) for block in given]
+
+
+def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if block.get("type") != "image":
+        return {"type": block.get("type"), "text": block.get("text")}
+    source = block.get("source")
+    if not isinstance(source, dict) or source.get("type") != "base64":
+        raise Refused(f"{where}: an image has a source of the type base64 here; nothing is fetched or opened", param=where)
+    return {"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{source.get('data')}"}}
+
+
+def _messages_of(message: Any, where: str) -> list[dict[str, Any]]:
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant"):
+        raise Refused(f"{where}.role is {role!r}; use user or assistant", param=f"{where}.role")
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
+        raise Refused(f"{where}.content is {content!r:.80}; it is a text or a list of blocks", param=f"{where}.content")
+    if role == "assistant":
+        return [_turn(content, where)]
+    found: list[dict[str, Any]] = []
+    shown = []
+    for block in content:
+        if block.get("type") == "tool_result":
+            said = block.get("content") or ""
+            said = said if isinstance(said, str) else _blocks(said, where)
+            found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+        else:
+            shown.append(_part(block, where))
+    if shown:
+        found.append({"role": "user", "content": shown})
+    return found
+
+
+def _turn(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": "assistant"}
+    shown, calls = [], []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False)}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "thinking":
+            turn["reasoning_content"] = block.get("thinking")
+        elif kind != "redacted_thinking":
+            shown.append(_part(block, where))
+    turn["content"] = shown
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def reply(body: Mapping[str, Any], said: Sequence[Said], *, model: str) -> dict[str, Any]:
+    """Return the answer to a request."""
+    (one,) = said
+    content: list[dict[str, Any]] = []
+    if one.reasoning is not None:
+        content.append({"type": "thinking", "thinking": one.reasoning, "signature": ""})
+    if one.content:
+        content.append({"type": "text", "text": one.content})
+    for call in one.calls:
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)})
+    is_stopped = one.stopped_by is not None and one.finish == "stop"
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": "stop_sequence" if is_stopped else STOP_REASONS[one.finish],
+        "stop_sequence": one.stopped_by,
+        "usage": {"input_tokens": len(one.prompt_ids), "output_tokens": len(one.token_ids)},
+    }
+
+
+def events(answer: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield a whole answer as server-sent events."""
+
+    def event(kind: str, **rest: Any) -> bytes:
+        return b"event: " + kind.encode() + b"\ndata: " + dumps({"type": kind, **rest}) + b"\n\n"
+
+    usage = answer["usage"]
+    started = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
+    yield event("message_start", message={**started, "usage": {**usage, "output_tokens": 0}})
+    for index, block in enumerate(answer["content"]):
+        field = {"text": "text", "thinking": "thinking", "tool_use": "input"}[block["type"]]
+        whole_text = json.dumps(block["input"], ensure_ascii=False) if field == "input" else block[field]
+        yield event("content_block_start", index=index, content_block={**block, field: {} if field == "input" else ""})
+        for piece in pieces(whole_text):
+            delta = {"type": "input_json_delta", "partial_json": piece} if field == "input" else None
+            yield event("content_block_delta", index=index, delta=delta or {"type": f"{field}_delta", field: piece})
+        yield event("content_block_stop", index=index)
+    delta = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
+    yield event("message_delta", delta=delta, usage={"output_tokens": usage["output_tokens"]})
+    yield event("message_stop")
+
+
+def error(refused: Refused) -> dict[str, Any]:
+    """Return an error in the form that the anthropic client reads."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+    kind = kinds.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
+    message = refused.message
+    if refused.code == "context_full":
+        message = f"prompt is too long: {message}"  # by these words, agents of that API know that they must shorten it
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,0 +1,189 @@
+"""`rollout.scheduler: black_box`: an agent that knows nothing of polyturn drives each episode through HTTP.
+
+    # agent.py
+    async def agent(base_url, api_key, task):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": …}])
+        return float(task.ground_truth in answer.choices[0].message.content)
+
+`SessionScheduler` is the common part: an episode whose turns are asked for by somebody else, still driven by the one loop.
+`BlackBox` calls that somebody: a coroutine function, a plain one (in a thread), or a command (in a process of its own).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import ConfigError, PolyturnError, SchedulerError
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.registry import import_attr
+from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.rollout.schedulers.registry import schedulers
+from polyturn.serving.openai.agent_process import run_command
+from polyturn.serving.openai.ask import Refused
+from polyturn.serving.openai.endpoint import Address, Endpoint, EndpointOptions, read_reward
+from polyturn.serving.openai.session import AgentSession, SessionRules
+
+if TYPE_CHECKING:
+    from polyturn.rollout.episode import Episode
+    from polyturn.rollout.live_turn import LiveTurn
+
+logger = logging.getLogger(__name__)
+
+TOLD = ("base_url", "anthropic_base_url", "api_key", "task", "model", "episode_id")
+"""What an agent may ask for, as parameters of these names."""
+
+
+class SessionScheduler(MultiTurnScheduler):
+    """An episode that somebody else asks for turn by turn; a subclass says who."""
+
+    gives_reward = True
+    rules = SessionRules()
+    session: AgentSession
+
+    async def run(self, episode: Episode) -> StopReason:
+        """Open a session on the episode and let its agent use it.
+
+        Raises:
+            SchedulerError: the agent failed, or never asked.
+        """
+        self.session = session = AgentSession(self, episode, self.rules)
+        reason = await session.run(lambda: self.let_ask(episode, session))
+        if session.num_calls == 0:
+            raise SchedulerError(
+                "the agent returned without a single request; give its client the base_url and the api_key that it is passed"
+            )
+        return reason
+
+    async def let_ask(self, episode: Episode, session: AgentSession) -> None:
+        """Make the session's requests, or wait until they are made."""
+        raise NotImplementedError
+
+    async def step(self, episode: Episode, turn: LiveTurn) -> Reply:
+        """Tell the agent what was said; its next request is the answer."""
+        return await self.session.answered(episode, turn)
+
+    async def check_finished(self, episode: Episode, turn: LiveTurn) -> None:
+        """Leave it to the agent, which is told that a completion was cut."""
+
+
+@schedulers.register("black_box")
+class BlackBox(SessionScheduler):
+    """Calls an agent for every episode and serves it the model under an address of its own."""
+
+    def __init__(
+        self,
+        *,
+        agent: str | Any = None,
+        command: Sequence[str] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        max_calls: int = 1000,
+        ignore: Sequence[str] = (),
+        models: Sequence[str] = (),
+        sampling: str = "run",
+        base: Path | None = None,
+    ) -> None:
+        """Choose the agent.
+
+        Args:
+            agent: `file.py:function`, `package.module:function` or a function. It is passed those of `TOLD` that it has
+                parameters for, and returns a reward (a number, or a mapping with "reward" and what else is to be recorded),
+                or None where it posts one or the run's reward functions score the episode.
+            command: Instead, a command to start for each episode. The addresses and the key are in its environment under
+                the names that the clients read, the task is a JSON object on its standard input.
+            kwargs: Further arguments of the function, or variables of the command's environment.
+            max_calls: Completions that an episode may have, over all its conversations.
+            ignore: Parameters of requests that cannot be done here and are ignored instead of refused.
+            models: Names that requests may use; () lets them use any.
+            sampling: "run": temperature, top_p and top_k are the run's, as the trainer's logprobs are; "request": those of
+                the requests, for evaluation.
+            base: The folder that relative paths start from.
+
+        Raises:
+            ConfigError: there is no such agent, or it asks for what it is not told.
+        """
+        if (agent is None) == (command is None):
+            raise ConfigError("black_box needs an agent (file.py:function) or a command, one of the two")
+        if sampling not in ("run", "request"):
+            raise ConfigError(f"black_box: sampling is {sampling!r}; use 'run' or 'request'")
+        if max_calls < 1:
+            raise ConfigError(f"black_box: max_calls is {max_calls}; use at least 1")
+        if command is not None and (isinstance(command, str) or not command):
+            raise ConfigError(f"black_box: command is {command!r}; write it as a list, [python, agent.py]")
+        self._command = None if command is None else tuple(map(str, command))
+        self._kwargs = dict(kwargs or {})
+        self._base = base
+        function = import_attr(agent, base=base) if isinstance(agent, str) else agent
+        self._function = function
+        self._wanted = () if function is None else _wanted(function, self._kwargs, str(agent))
+        self.rules = SessionRules(samples_as_asked=sampling == "request", max_calls=max_calls)
+        options = EndpointOptions(models=tuple(models) or ("polyturn",), any_model=not models, ignore=frozenset(ignore))
+        self._endpoint = Endpoint(options)
+
+    async def let_ask(self, episode: Episode, session: AgentSession) -> None:
+        """Call the agent, and keep the reward that it returns.
+
+        Raises:
+            SchedulerError: the agent raised, or returned no reward.
+        """
+        async with self._endpoint.serving() as origin:
+            name, address = self._endpoint.admit(session, origin=origin)
+            try:
+                returned = await self._call(episode, address)
+            finally:
+                self._endpoint.dismiss(name, "its agent has finished")
+            if returned is not None:
+                try:
+                    session.give_reward(*read_reward(returned))
+                except Refused as problem:
+                    raise SchedulerError(f"the agent returned {returned!r:.100}: {problem.message}") from problem
+
+    async def _call(self, episode: Episode, address: Address) -> Any:
+        if self._command is not None:
+            await run_command(
+                self._command, address=address, task=episode.task, env=self._kwargs, cwd=self._base, id=episode.id
+            )
+            return None
+        told = {
+            "base_url": address.base_url,
+            "anthropic_base_url": address.anthropic_base_url,
+            "api_key": address.api_key,
+            "task": episode.task,
+            "model": self._endpoint.options.models[0],
+            "episode_id": episode.id,
+        }
+        arguments = {name: told[name] for name in self._wanted} | self._kwargs
+        try:
+            return await episode.call(self, self._function, has_deadline=False, of="the agent", **arguments)
+        except SchedulerError:
+            raise
+        except PolyturnError as problem:
+            raise SchedulerError(f"the agent raised {problem}") from problem
+
+
+def _wanted(function: Any, kwargs: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return which of `TOLD` a function has parameters for.
+
+    Raises:
+        ConfigError: it is no function, or has a parameter that nothing fills.
+    """
+    if not inspect.isroutine(function):
+        raise ConfigError(f"black_box: the agent {name!r} is a {type(function).__name__}; name a function")
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return tuple(t for t in TOLD if t not in kwargs)
+    for parameter in parameters.values():
+        is_filled = parameter.name in TOLD or parameter.name in kwargs or parameter.default is not parameter.empty
+        if not is_filled or parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"black_box: the agent {name!r} has a parameter {parameter.name!r}, which nothing fills; it may take "
+                f"{', '.join(TOLD)}, and what scheduler_kwargs.kwargs names"
+            )
+    for given in kwargs:
+        if given not in parameters:
+            raise ConfigError(f"black_box: the agent {name!r} has no parameter {given!r}, which kwargs names")
+    return tuple(t for t in TOLD if t in parameters and t not in kwargs)
