@@ -31,6 +31,15 @@ class FilteredSamples(NamedTuple):
     metrics: Metrics
 
 
+def has_signal(group: TrajectoryGroup) -> bool:
+    """Return whether the rewards of the trajectories that did not fail differ, so that there is something to learn from.
+
+    A group in which one trajectory is left is taken as it is; one in which all failed has none.
+    """
+    live = [t for t in group.trajectories if not t.is_failed]
+    return len(live) == 1 or len({None if t.reward is None else t.reward.total for t in live}) > 1
+
+
 def filter_groups(groups: Sequence[TrajectoryGroup], *, zero_variance: bool = True) -> FilteredGroups:
     """Drop failed trajectories, groups that have none left, and groups whose rewards are all equal.
 
@@ -46,10 +55,9 @@ def filter_groups(groups: Sequence[TrajectoryGroup], *, zero_variance: bool = Tr
     for group in groups:
         live = tuple(t for t in group.trajectories if not t.is_failed)
         failed += [t for t in group.trajectories if t.is_failed]
-        rewards = {t.reward.total if t.reward is not None else None for t in live}
         if not live:
             num_empty += 1
-        elif zero_variance and len(live) > 1 and len(rewards) == 1:
+        elif zero_variance and not has_signal(group):
             num_flat += 1
             flat += live
         else:

@@ -1,62 +1,142 @@
 """GroupBuffer: finished groups wait here, and staleness is bounded by slots that are freed only by new weights.
 
-Before a group may start it needs a slot. There are (1 + max_staleness) steps' worth of slots ahead of the version that is
-live, and one step's worth is freed when new weights are live. So a group that starts under version v is trained at the
-latest in step v + max_staleness, and its staleness never passes the bound (I10). With max_staleness = 0 this is
-synchronous training: all groups of a step start, all are trained, new weights, and again.
+Before a group may start it needs a slot, which comes with a ticket. There are slots for the step that the live weights are
+for and for `max_staleness` steps ahead of it; one step's worth is freed when new weights are live. So a group that starts
+under version v is trained at the latest in step v + max_staleness, and no token's staleness passes the bound (I10): tokens
+that are sampled later only have newer versions.
 
-    slots granted so far  <=  (version + 1 + max_staleness) * groups_per_step
+    tickets   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...      two groups a step, `extra` 2: a wave of four for each step
+    step 0    the first two that are complete; the others are left over
+
+`extra` groups are started beyond those that a step trains on. What is left over is cut off by the caller (waves), or, with
+`carries`, stays for a later step: then nothing is dropped, and a step waits only for those that no later step could train.
+With `extra` 0 every step trains its own tickets, in order, so that nothing depends on which group finished first.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from polyturn.core.trajectory import TrajectoryGroup
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A group that has a slot."""
+
+    ticket: int
+    version: int
+    """The live weights when it got the slot; all its tokens are of this version or a newer one."""
+    group: TrajectoryGroup | None = None
+    finished: int = -1
+    """How many groups finished before it."""
+
+
+class Taken(NamedTuple):
+    """What one step trains on."""
+
+    groups: list[TrajectoryGroup]
+    left: list[int]
+    """Tickets that no step will train on any more; those that run are to be cut off."""
 
 
 class GroupBuffer:
     """Slots for groups that may start, and a queue of those that are done."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int = 0, version: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int = 0,
+        version: int = 0,
+        extra: int = 0,
+        carries: bool = False,
+        pending: Sequence[int] = (),
+    ) -> None:
+        """Start before the step that trains the weights of `version`.
+
+        Args:
+            groups_per_step: How many groups a step trains on.
+            max_staleness: By how many versions their tokens may be behind.
+            version: The weights that are live.
+            extra: How many groups are started beyond a step's.
+            carries: Whether those that a step does not take stay for a later one.
+            pending: Tickets that a run before this one granted and did not train, with `carries`; they are granted again.
+        """
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.version = version
-        self._granted = version * groups_per_step
-        self._done: dict[int, TrajectoryGroup] = {}
-        self._next = self._granted
+        self._extra = extra
+        self._carries = carries and extra > 0
+        self._step = version
+        self._flights: dict[int, Flight] = {}
+        self._again = list(pending)
+        self._next = version * (groups_per_step if self._carries else groups_per_step + extra)
+        self._next += len(self._again)
+        self._num_finished = 0
         self._changed = asyncio.Condition()
 
     @property
     def num_waiting(self) -> int:
         """Groups that are done and not yet taken."""
-        return len(self._done)
+        return sum(flight.group is not None for flight in self._flights.values())
+
+    @property
+    def tickets_per_step(self) -> int:
+        """How many tickets each step uses up."""
+        return self.groups_per_step if self._carries else self.groups_per_step + self._extra
+
+    @property
+    def pending(self) -> list[int]:
+        """Tickets below the next one that no step has trained, with `carries`: a run that goes on grants them again."""
+        return sorted([*self._flights, *self._again]) if self._carries else []
 
     async def admit(self) -> int:
         """Wait for a slot and return its ticket, a running number."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._granted < self._num_slots)
-            ticket = self._granted
-            self._granted += 1
+            await self._changed.wait_for(self._has_slot)
+            if self._again:
+                ticket = self._again.pop(0)
+            else:
+                ticket, self._next = self._next, self._next + 1
+            self._flights[ticket] = Flight(ticket, self.version)
             return ticket
 
     async def put(self, ticket: int, group: TrajectoryGroup) -> None:
-        """Hand in the group that was run on `ticket`."""
+        """Hand in the group that was run on `ticket`; one that is no longer wanted is forgotten."""
         async with self._changed:
-            self._done[ticket] = group
-            self._changed.notify_all()
+            if (flight := self._flights.get(ticket)) is not None:
+                flight.group, flight.finished = group, self._num_finished
+                self._num_finished += 1
+                self._changed.notify_all()
 
-    async def take(self) -> list[TrajectoryGroup]:
-        """Wait for one step's groups and return them in the order of their tickets.
-
-        Tickets are consumed in order, whatever order groups finish in, so that nothing that is trained on depends on
-        timing, and long episodes are not left behind.
-        """
-        wanted = range(self._next, self._next + self.groups_per_step)
+    async def take(self) -> Taken:
+        """Wait for one step's groups and return them in the order of their tickets."""
         async with self._changed:
-            await self._changed.wait_for(lambda: all(ticket in self._done for ticket in wanted))
-            self._next = wanted.stop
-            return [self._done.pop(ticket) for ticket in wanted]
+            chosen: list[Flight] | None = None
+
+            def is_ready() -> bool:
+                nonlocal chosen
+                chosen = self._due() if self._carries else self._of_wave()
+                return chosen is not None
+
+            await self._changed.wait_for(is_ready)
+            assert chosen is not None
+            groups = [f.group for f in sorted(chosen, key=lambda f: f.ticket) if f.group is not None]
+            for flight in chosen:
+                del self._flights[flight.ticket]
+            left: list[int] = []
+            if not self._carries:
+                end = (self._step + 1) * self.tickets_per_step
+                left = sorted(ticket for ticket in self._flights if ticket < end)
+                for ticket in left:
+                    del self._flights[ticket]
+                self._next = max(self._next, end)
+            self._step += 1
+            return Taken(groups, left)
 
     async def advance(self, version: int) -> None:
         """Free the slots of one step: the weights of `version` are live."""
@@ -64,6 +144,38 @@ class GroupBuffer:
             self.version = version
             self._changed.notify_all()
 
-    @property
-    def _num_slots(self) -> int:
-        return (self.version + 1 + self.max_staleness) * self.groups_per_step
+    def _has_slot(self) -> bool:
+        if self._carries:
+            ahead = self._step * self.groups_per_step + len(self._flights)
+            return ahead < (self.version + 1) * self.groups_per_step + self._extra
+        return self._next < (self.version + 1 + self.max_staleness) * self.tickets_per_step
+
+    def _of_wave(self) -> list[Flight] | None:
+        """Return the first complete groups of the step's own tickets; None while there are too few."""
+        end = (self._step + 1) * self.tickets_per_step
+        done = [f for f in self._flights.values() if f.ticket < end and f.group is not None]
+        if len(done) < self.groups_per_step:
+            return None
+        return sorted(done, key=lambda f: f.finished)[: self.groups_per_step]
+
+    def _due(self) -> list[Flight] | None:
+        """Return the first complete groups, and among them as many old ones as must not wait; None while there are too few.
+
+        Of those that can be trained in the next j + 1 steps at the latest, all but j steps' worth must be trained now.
+        """
+        flights = sorted(self._flights.values(), key=lambda f: (f.group is None, f.finished))
+        done = [f for f in flights if f.group is not None]
+        if len(done) < self.groups_per_step:
+            return None
+        chosen: list[Flight] = []
+        for later in range(self.max_staleness + 1):
+            oldest = self._step + later - self.max_staleness
+            old = sum(f.version <= oldest for f in flights)
+            need = old - later * self.groups_per_step - sum(f.version <= oldest for f in chosen)
+            if need > 0:
+                found = [f for f in done if f.version <= oldest and f not in chosen][:need]
+                if len(found) < need:
+                    return None
+                chosen += found
+        chosen += [f for f in done if f not in chosen][: self.groups_per_step - len(chosen)]
+        return chosen

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -30,3 +35,62 @@ def _leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
             leaves.append(error)
     real = [e for e in leaves if not isinstance(e, asyncio.CancelledError)]
     return (real or leaves)[0]
+
+
+class OneThread:
+    """One daemon thread that runs one function after another, for work that must not hold the event loop up.
+
+    Always the same thread, because native libraries keep a pool of threads for each thread that calls them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run `function` in the thread; the future is of the running event loop."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(set_it: Callable[[], None]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lambda: None if future.done() else set_it())
+
+        def work() -> None:
+            try:
+                result = function()
+            except BaseException as problem:
+                error = problem
+                settle(lambda: future.set_exception(error))
+            else:
+                settle(lambda: future.set_result(result))
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._work.put(work)
+        return future
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+
+class Finished(NamedTuple, Generic[T]):
+    """What came of work that was waited for to its end."""
+
+    result: T
+    cancelled: asyncio.CancelledError | None
+    """Set where the caller was cancelled meanwhile; raise it once what the work did is recorded."""
+
+
+async def finish(work: asyncio.Future[T]) -> Finished[T]:
+    """Wait for `work` to its end even while the caller is cancelled: for what must not be left half done."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError as problem:
+            cancelled = problem
+    return Finished(work.result(), cancelled)

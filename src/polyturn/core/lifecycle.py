@@ -8,6 +8,9 @@ weights). Separate so that no other file decides what may follow what.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
 
 from polyturn.core.errors import LifecycleError
@@ -104,3 +107,26 @@ class Lifecycle:
             raise LifecycleError(f"an episode cannot go from {self._state.value} to {to.value}; allowed: {allowed}")
         self._state = to
         self.history.append(to)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Be what `suspended` finds, for an engine that may have to hold a completion back."""
+        token = _generating.set(self)
+        try:
+            yield
+        finally:
+            _generating.reset(token)
+
+
+_generating: ContextVar[Lifecycle | None] = ContextVar("generating", default=None)
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Hold the episode that this task generates for in SUSPENDED, and let it go on GENERATING; nothing without one."""
+    lifecycle = _generating.get()
+    if lifecycle is not None:
+        lifecycle.move(RequestState.SUSPENDED)
+    yield
+    if lifecycle is not None:
+        lifecycle.move(RequestState.GENERATING)

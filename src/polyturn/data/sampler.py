@@ -12,6 +12,7 @@ In every epoch each task comes exactly once, also across a resume. A `Curriculum
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ class TaskSampler:
         self._shuffle = shuffle
         self._epoch = 0
         self._position = 0
+        self._number = 0
+        """How many visits there were."""
         self._order = self._permutation()
 
     def next(self) -> Visit:
@@ -52,7 +55,19 @@ class TaskSampler:
             self._order = self._permutation()
         index = int(self._order[self._position])
         self._position += 1
+        self._number += 1
         return Visit(self._epoch, index)
+
+    def at(self, number: int) -> Visit:
+        """Return visit `number`, counted from the start; the next one is the one behind it."""
+        if number != self._number:
+            self.seek(number)
+        return self.next()
+
+    def instead(self, visit: Visit, *, number: int, attempt: int) -> int:
+        """Return a task of the same epoch that stands in for that of visit `number`; another one for each attempt."""
+        choice = self.choose(visit.epoch)
+        return int(choice[random.Random(f"{self._seed}/{number}/{attempt}").randrange(len(choice))])
 
     def choose(self, epoch: int) -> Sequence[int]:
         """Return the tasks of an epoch, before they are shuffled: each of them once."""
@@ -64,7 +79,7 @@ class TaskSampler:
 
     def seek(self, visits: int) -> None:
         """Go to the place after so many visits from the start."""
-        self._epoch, self._position = 0, visits
+        self._epoch, self._position, self._number = 0, visits, visits
         while self._position >= (size := len(self.choose(self._epoch))):
             if size == 0:
                 raise DataError(_empty(self._epoch))
@@ -94,6 +109,7 @@ class TaskSampler:
                     "resume with the same dataset and seed, or start a new run"
                 )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._number = self.visits(self._epoch) + self._position
         self._order = self._permutation()
 
     def _permutation(self) -> NDArray[np.int64]:

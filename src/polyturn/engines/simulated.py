@@ -82,7 +82,8 @@ class _Run:
     """How many tokens it will have."""
     future: asyncio.Future[Completion]
     order: int
-    version: int
+    versions: list[tuple[int, int]]
+    """(first token, policy version) of each run of tokens."""
     done: int = 0
     """Tokens that it had when it was last put back."""
     joined: int = 0
@@ -176,7 +177,7 @@ class SimulatedEngine:
             )
         loop = asyncio.get_running_loop()
         self._order += 1
-        run = _Run(request, length, loop.create_future(), self._order, self._version)
+        run = _Run(request, length, loop.create_future(), self._order, [(0, self._version)])
         self._live[request.request_id] = run
         if self._state == "hung":
             loop.call_later(self._timeout_s, self._fail, run, f"{self.name} did not answer within {self._timeout_s:g} s")
@@ -204,6 +205,15 @@ class SimulatedEngine:
         """Let completions carry `version`, and drop what was computed before."""
         if self._state == "dead":
             raise EngineLostError(f"{self.name} cannot be reached")
+        if self._state == "up":
+            self._catch_up()
+        for run in self._live.values():
+            if run.future.done():
+                continue
+            done = run.done + (max(self._step - run.joined, 0) if run.is_running else 0)
+            if run.versions[-1][0] == done:
+                run.versions.pop()
+            run.versions.append((done, version))
         self._version = version
         self._cache.clear()
         self._cached = 0
@@ -375,7 +385,7 @@ class SimulatedEngine:
                     token_ids=ids,
                     logprobs=np.full(done, -1.0, np.float32),
                     finish_reason=reason,
-                    policy_versions=((0, run.version),),
+                    policy_versions=tuple(v for v in run.versions if v[0] < max(1, done)),
                     info={"prefilled_tokens": run.prefilled},
                 )
             )

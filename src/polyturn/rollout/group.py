@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from polyturn.core.aio import first_error
 from polyturn.core.generation import SamplingParams
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.context import RolloutContext, derive_seed
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.episode import Episode, run_episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,31 @@ class GroupSpec:
     sampling: SamplingParams | None = None
 
 
+@dataclass(slots=True, eq=False)
+class LiveGroup:
+    """The episodes of a group while it runs, for who may have to cut it off."""
+
+    episodes: list[Episode] = field(default_factory=list)
+    is_cut: bool = False
+
+    async def abort(self) -> None:
+        """Let the engine end the completions that are being sampled, so that `lengths` counts what they had."""
+        self.is_cut = True
+        for episode in self.episodes:
+            await episode.abort()
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens that each episode has sampled so far."""
+        return [episode.num_sampled for episode in self.episodes]
+
+
 async def run_group(
-    context: RolloutContext, spec: GroupSpec, *, slots: AbstractAsyncContextManager[object]
+    context: RolloutContext,
+    spec: GroupSpec,
+    *,
+    slots: AbstractAsyncContextManager[object],
+    live: LiveGroup | None = None,
 ) -> TrajectoryGroup:
     """Run all members of a group and return them in order of their index.
 
@@ -38,6 +61,7 @@ async def run_group(
         context: What the episodes of a run share.
         spec: The group.
         slots: Entered for the length of each episode, a semaphore of the pool.
+        live: Is told the episodes as they start.
     """
 
     async def member(index: int) -> Trajectory:
@@ -48,6 +72,7 @@ async def run_group(
                 id=f"{spec.id}/{index}",
                 seed=derive_seed(spec.seed, spec.task.id, index),
                 sampling=spec.sampling,
+                on_start=None if live is None else live.episodes.append,
             )
 
     with first_error():

@@ -14,7 +14,7 @@ from polyturn.core.aio import first_error
 from polyturn.core.errors import RolloutError
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.group import GroupSpec, run_group
+from polyturn.rollout.group import GroupSpec, LiveGroup, run_group
 
 
 class RolloutPool:
@@ -34,14 +34,15 @@ class RolloutPool:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._on_group = on_group
 
-    async def run_one(self, spec: GroupSpec) -> TrajectoryGroup:
-        """Run one group.
+    async def run_one(self, spec: GroupSpec, *, live: LiveGroup | None = None) -> TrajectoryGroup:
+        """Run one group; `live` is told its episodes, and may cut them off, which counts as no failure.
 
         Raises:
             RolloutError: too large a share of the latest trajectories failed.
         """
-        group = await run_group(self.context, spec, slots=self._slots)
-        self.failures.count(group)
+        group = await run_group(self.context, spec, slots=self._slots, live=live)
+        if live is None or not live.is_cut:
+            self.failures.count(group)
         if self._on_group is not None:
             self._on_group(group)
         return group

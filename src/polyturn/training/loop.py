@@ -1,11 +1,12 @@
 """The training loop: one asynchronous loop, of which synchronous training is staleness 0.
 
     producer   sampler -> slot of the buffer -> run_group -> buffer
-    consumer   buffer -> filters -> samples -> advantages -> policy -> new weights -> slots of the next step
+    consumer   buffer -> update (filters, samples, advantages, policy) -> new weights -> slots of the next step
 
 The producer starts a group whenever the buffer grants a slot; the consumer takes one step's groups, trains, publishes the
-new weights, and only then frees the slots. Training itself runs without giving up the event loop, so that no one samples
-from half an update and a cancellation never lands in the middle of a step.
+new weights, and only then frees the slots. Where the engine samples from the trainer's own parameters, training runs
+without giving up the event loop, so that no one samples from half an update; else it runs in a thread, and rollout goes on
+beside it. Either way a cancellation never lands in the middle of a step.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from polyturn.buffer.drops import Drops
 from polyturn.buffer.group_buffer import GroupBuffer
-from polyturn.core.aio import first_error
+from polyturn.buffer.replay import Replay
+from polyturn.buffer.staleness import check_staleness
+from polyturn.core.aio import Finished, OneThread, finish, first_error
 from polyturn.core.errors import CheckpointError
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
@@ -29,11 +33,11 @@ from polyturn.data.sampler import TaskSampler
 from polyturn.evaluation.evaluate import EvalResult, EvalSet, evaluate
 from polyturn.evaluation.report import EvalReport, report
 from polyturn.rollout.context import derive_seed
-from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.schema import Trained
 from polyturn.training.checkpoint import Checkpoints
-from polyturn.training.update import Update
+from polyturn.training.producer import Producer
+from polyturn.training.update import StepResult, Update
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,14 @@ class LoopSettings:
     seed: int = 0
     shuffle: bool = True
     max_staleness: int = 0
+    extra_groups: int = 0
+    """Groups that are started beyond those of a step; the first complete ones are taken."""
+    carries_over: bool = False
+    """Whether the others are trained in a later step instead of being cut off."""
+    max_attempts: int = 0
+    """How many further tasks are tried in place of a group whose rewards are all equal."""
+    replayed_groups: int = 0
+    """Groups of earlier steps that are trained on again beside those of a step."""
     eval_before: bool = True
     eval_every: int = 0
     eval_limit_during: int | None = None
@@ -120,7 +132,9 @@ class Trainer:
         engine_metrics: Callable[[], Mapping[str, float]] = dict,
         fingerprint: str = "",
         sampler: Callable[[], TaskSampler] | None = None,
+        trains_in_thread: bool = False,
     ) -> None:
+        """Take the parts; `trains_in_thread` is for an engine that does not sample from the trainer's own parameters."""
         self.settings = settings
         self.state = LoopState()
         self.update = update
@@ -136,7 +150,10 @@ class Trainer:
         self._engine_metrics = engine_metrics
         self._fingerprint = fingerprint
         self._new_sampler = sampler or partial(TaskSampler, len(tasks), seed=settings.seed, shuffle=settings.shuffle)
-        self._running: set[asyncio.Task[None]] = set()
+        self._thread = OneThread("polyturn-update") if trains_in_thread else None
+        self._buffer: GroupBuffer | None = None
+        self._pending: list[int] = []
+        self._replay = Replay(max_staleness=settings.max_staleness, seed=settings.seed)
 
     async def run(self) -> LoopState:
         """Evaluate, train, evaluate again; leave a checkpoint, also when cancelled.
@@ -182,63 +199,75 @@ class Trainer:
         self._sampler().load_state_dict(saved["sampler"])
         self.policy.load_state_dict(saved["policy"])
         self.state = LoopState(**saved["loop"])
+        self._pending = list(saved.get("pending", ()))
         logger.info("resumed from %s at step %d", path, self.state.step)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        settings, state = self.settings, self.state
-        buffer = GroupBuffer(
-            groups_per_step=settings.groups_per_step, max_staleness=settings.max_staleness, version=state.step
+        settings, state, drops = self.settings, self.state, Drops()
+        buffer = self._buffer = GroupBuffer(
+            groups_per_step=settings.groups_per_step,
+            max_staleness=settings.max_staleness,
+            version=state.step,
+            extra=settings.extra_groups,
+            carries=settings.carries_over,
+            pending=self._pending,
         )
-        producer = tasks.create_task(self._produce(buffer, tasks), name="producer")
+        producer = Producer(
+            buffer,
+            pool=self._pool,
+            tasks=self._tasks,
+            sampler=self._sampler(),
+            drops=drops,
+            group_size=settings.group_size,
+            seed=settings.seed,
+            max_attempts=settings.max_attempts,
+            on_group=partial(self._observer.on_group, phase="rollout", total=settings.groups_per_step),
+        )
+        num_groups = (settings.steps - state.step) * buffer.tickets_per_step
+        producing = tasks.create_task(producer.run(tasks, num_groups=num_groups), name="producer")
         try:
             while state.step < settings.steps:
                 clock = _StepClock(self._engine_busy_s)
-                groups = await buffer.take()
-                metrics, trained = self.update.run(groups, step=state.step)
+                groups, left = await buffer.take()
+                producer.cut(left, tasks)
+                check_staleness(groups, step=state.step, max_staleness=settings.max_staleness)
+                replayed = self._replay.draw(settings.replayed_groups, step=state.step)
+                (metrics, trained), cancelled = await self._run_update([*groups, *replayed])
                 state.step += 1
                 try:
+                    if cancelled is not None:
+                        raise cancelled
                     await self._channel.publish(state.step)
                 finally:  # the step was taken, so it is recorded, also when the run is cancelled here
                     metrics["time/step_s"], metrics["time/generate_s"] = clock.read()
                     metrics["time/other_share"] = _other_share(metrics)
-                    metrics |= self._engine_metrics()
+                    left_out = [g for g in groups if self.update.leaves_out(g)]
+                    metrics |= {**self._engine_metrics(), **drops.read(groups, left_out=left_out)}
+                    if settings.replayed_groups:
+                        self._replay.add(groups)
+                        metrics["buffer/groups_replayed"] = float(len(replayed))
                     self._observer.on_step(state.step, metrics, groups, trained)
                 if await self._is_done():
                     break
                 await buffer.advance(state.step)
         finally:
-            producer.cancel()
-            for task in list(self._running):
-                task.cancel()
+            self._pending = buffer.pending
+            self._buffer = None
+            producing.cancel()
+            producer.stop()
 
-    async def _produce(self, buffer: GroupBuffer, tasks: asyncio.TaskGroup) -> None:
-        """Start a group whenever the buffer has a slot, in the order of the sampler."""
-        settings = self.settings
-        sampler = self._sampler()
-        num_left = (settings.steps - self.state.step) * settings.groups_per_step
-
-        async def run(ticket: int, spec: GroupSpec) -> None:
-            group = await self._pool.run_one(spec)
-            self._observer.on_group(group, phase="rollout", total=settings.groups_per_step)
-            await buffer.put(ticket, group)
-
-        for _ in range(num_left):
-            ticket = await buffer.admit()
-            visit = sampler.next()
-            spec = GroupSpec(
-                id=f"g{ticket}",
-                task=self._tasks[visit.task],
-                size=settings.group_size,
-                seed=derive_seed(settings.seed, visit.epoch),
-            )
-            task = tasks.create_task(run(ticket, spec), name=spec.id)
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+    async def _run_update(self, groups: Sequence[TrajectoryGroup]) -> Finished[StepResult]:
+        """Train to the end of the step, whatever happens meanwhile."""
+        train = partial(self.update.run, groups, step=self.state.step)
+        if self._thread is None:
+            return Finished(train(), None)
+        return await finish(self._thread.submit(train))
 
     def _sampler(self) -> TaskSampler:
         """Return the order of tasks, at the first one that no step so far was trained on."""
-        sampler = self._new_sampler()
-        sampler.seek(self.state.step * self.settings.groups_per_step)
+        sampler, settings = self._new_sampler(), self.settings
+        wave = settings.groups_per_step + (0 if settings.carries_over else settings.extra_groups)
+        sampler.seek(self.state.step * wave)
         return sampler
 
     async def _is_done(self) -> bool:
@@ -305,6 +334,7 @@ class Trainer:
             "policy": self.policy.state_dict(),
             "loop": asdict(self.state),
             "sampler": self._sampler().state_dict(),
+            "pending": self._pending if self._buffer is None else self._buffer.pending,
             "fingerprint": self._fingerprint,
         }
         self.checkpoints.save(self.state.step, state, export=self._export, is_best=is_best)

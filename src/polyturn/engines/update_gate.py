@@ -1,0 +1,138 @@
+"""UpdateGate: what new weights do to the completions that are being sampled when they come.
+
+    in_flight       they go on, with the new weights:               [ version 4 4 4 4 | 5 5 5 5 ]   one request
+    wait            the weights wait until they have ended:         [ version 4 4 4 4 4 4 4 ]   then the weights
+    abort_resume    they are cut, and resumed as new requests:      [ version 4 4 4 4 ] + [ 5 5 5 5 ]   two requests
+
+Separate from the engines, because it is the same for all of them: it stands between the episodes and an engine, and is
+closed while weights are published. In all three a completion says by token which version sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Literal, Protocol
+
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.lifecycle import suspended
+from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.engines.continuation import continued, joined
+
+UpdateMode = Literal["in_flight", "wait", "abort_resume"]
+
+
+class UpdateGate:
+    """An engine to which requests can be held back; `core.protocols.Engine`."""
+
+    def __init__(self, engine: Engine, *, mode: UpdateMode) -> None:
+        self.engine = engine
+        self.mode = mode
+        self.num_suspended = 0
+        """Completions that were cut and resumed so far."""
+        self._live: dict[str, bool] = {}
+        """Requests the engine is answering -> whether their caller wants an end."""
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """The engine's."""
+        return self.engine.capabilities
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion; while the weights change it waits for them, or is suspended and resumed.
+
+        Raises:
+            EngineError: the engine's.
+        """
+        if self.mode == "in_flight":
+            return await self.engine.generate(request)
+        parts: list[Completion] = []
+        while True:
+            if parts:
+                with suspended():
+                    await self._is_open.wait()
+            else:
+                await self._is_open.wait()
+            asked = continued(request, parts)
+            self._live[request.request_id] = False
+            self._is_idle.clear()
+            try:
+                part = await self.engine.generate(asked)
+            finally:
+                wants_end = self._live.pop(request.request_id)
+                if not self._live:
+                    self._is_idle.set()
+            parts.append(part)
+            is_suspended = part.finish_reason is FinishReason.ABORT and not wants_end and not self._is_open.is_set()
+            if not is_suspended or self.mode == "wait":
+                return joined(parts)
+            self.num_suspended += 1
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; its `generate` returns what there is."""
+        if request_id in self._live:
+            self._live[request_id] = True
+        await self.engine.abort(request_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Tell the engine."""
+        await self.engine.end_session(session_id)
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        """Bring new weights to the engine as the mode says."""
+        async with self.closed():
+            await self.engine.update_weights(version, weights=weights)
+
+    async def close(self) -> None:
+        """Close the engine."""
+        await self.engine.close()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """Keep the weights free to change: nothing of an episode is being sampled inside, unless updates are in flight."""
+        if self.mode == "in_flight":
+            yield
+            return
+        self._is_open.clear()
+        try:
+            if self.mode == "abort_resume":
+                for request_id in list(self._live):
+                    await self.engine.abort(request_id)
+            await self._is_idle.wait()
+            yield
+        finally:
+            self._is_open.set()
+
+
+class Channel(Protocol):
+    """A way of weights to an engine."""
+
+    async def start(self, version: int) -> object:
+        """Bring the first weights there."""
+        ...
+
+    async def publish(self, version: int) -> object:
+        """Bring the weights as they are now."""
+        ...
+
+
+class GatedChannel:
+    """A channel that closes the gate of the episodes while weights go through it; its own probes pass beside the gate."""
+
+    def __init__(self, channel: Channel, gate: UpdateGate) -> None:
+        self._channel = channel
+        self._gate = gate
+
+    async def start(self, version: int) -> object:
+        """Bring the first weights there."""
+        return await self._channel.start(version)
+
+    async def publish(self, version: int) -> object:
+        """Bring the weights as they are now, as the gate's mode says."""
+        async with self._gate.closed():
+            return await self._channel.publish(version)

@@ -1,0 +1,137 @@
+"""Producer: the half of the loop that starts groups whenever the buffer has a slot, and cuts off those that nobody wants.
+
+    ticket -> visit of a task -> group -> rewards differ? -> buffer
+                                          no: another task in its place, a bounded number of times (dynamic sampling)
+
+Which task stands in for another follows from the ticket, so that it does not depend on which group finished first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from polyturn.batching.filters import has_signal
+from polyturn.buffer.drops import Drops
+from polyturn.buffer.group_buffer import GroupBuffer
+from polyturn.core.errors import EngineError, one_line
+from polyturn.core.task import Task
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.data.sampler import TaskSampler, Visit
+from polyturn.rollout.context import derive_seed
+from polyturn.rollout.group import GroupSpec, LiveGroup
+from polyturn.rollout.pool import RolloutPool
+
+logger = logging.getLogger(__name__)
+
+_ABORT_S = 5.0
+"""How long an engine may take to say what a group that is cut off had sampled."""
+
+
+@dataclass(slots=True, eq=False)
+class _Started:
+    """A group that runs."""
+
+    task: asyncio.Task[None]
+    live: LiveGroup = field(default_factory=LiveGroup)
+
+
+class Producer:
+    """Starts groups in the order of a sampler, for one call of the loop."""
+
+    def __init__(
+        self,
+        buffer: GroupBuffer,
+        *,
+        pool: RolloutPool,
+        tasks: Sequence[Task],
+        sampler: TaskSampler,
+        drops: Drops,
+        group_size: int,
+        seed: int,
+        max_attempts: int,
+        on_group: Callable[[TrajectoryGroup], None],
+    ) -> None:
+        """Take what it needs.
+
+        Args:
+            buffer: Grants slots and takes finished groups.
+            pool: Runs groups.
+            tasks: What the sampler's visits count.
+            sampler: At the first visit that no step was trained on.
+            drops: Is told what is not trained on.
+            group_size: Trajectories of a group.
+            seed: The run's.
+            max_attempts: How many further tasks stand in for a group whose rewards are all equal.
+            on_group: Is told every finished group that a step may train on.
+        """
+        self._buffer = buffer
+        self._pool = pool
+        self._tasks = tasks
+        self._sampler = sampler
+        self._drops = drops
+        self._group_size = group_size
+        self._seed = seed
+        self._max_attempts = max_attempts
+        self._on_group = on_group
+        self._started: dict[int, _Started] = {}
+        self._cutting: set[asyncio.Task[None]] = set()
+
+    async def run(self, tasks: asyncio.TaskGroup, *, num_groups: int) -> None:
+        """Start `num_groups` groups, each once there is a slot for it."""
+        for _ in range(num_groups):
+            ticket = await self._buffer.admit()
+            visit = self._sampler.at(ticket)
+            live = LiveGroup()
+            task = tasks.create_task(self._fill(ticket, visit, live), name=f"g{ticket}")
+            self._started[ticket] = _Started(task, live)
+
+    def cut(self, tickets: Sequence[int], tasks: asyncio.TaskGroup) -> None:
+        """Cut off the groups of tickets that no step wants any more, without waiting for it; count what they had."""
+        for ticket in tickets:
+            started = self._started.pop(ticket, None)
+            if started is not None:
+                cutting = tasks.create_task(self._cut(started), name=f"cut g{ticket}")
+                self._cutting.add(cutting)
+                cutting.add_done_callback(self._cutting.discard)
+
+    def stop(self) -> None:
+        """Cancel everything that runs."""
+        for task in (*(started.task for started in self._started.values()), *self._cutting):
+            task.cancel()
+
+    async def _fill(self, ticket: int, visit: Visit, live: LiveGroup) -> None:
+        """Run groups until one has something to learn from, or too many had not, and hand the last one in."""
+        index, seed = visit.task, derive_seed(self._seed, visit.epoch)
+        try:
+            for attempt in range(self._max_attempts + 1):
+                live.episodes.clear()
+                spec = GroupSpec(
+                    id=f"g{ticket}" if attempt == 0 else f"g{ticket}r{attempt}",
+                    task=self._tasks[index],
+                    size=self._group_size,
+                    seed=seed if attempt == 0 else derive_seed(seed, ticket, attempt),
+                )
+                group = await self._pool.run_one(spec, live=live)
+                if live.is_cut:
+                    return
+                if attempt == self._max_attempts or has_signal(group):
+                    break
+                self._drops.add_group(group, reason="resampled")
+                index = self._sampler.instead(visit, number=ticket, attempt=attempt)
+            self._on_group(group)
+            await self._buffer.put(ticket, group)
+        finally:
+            if not live.is_cut:
+                self._started.pop(ticket, None)
+
+    async def _cut(self, started: _Started) -> None:
+        try:
+            async with asyncio.timeout(_ABORT_S):
+                await started.live.abort()
+        except (TimeoutError, EngineError) as problem:
+            logger.debug("the engine did not end the completions of a group that was cut off (%s)", one_line(problem))
+        self._drops.add(started.live.lengths, reason="left_over")
+        started.task.cancel()
