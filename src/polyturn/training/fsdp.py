@@ -1,0 +1,291 @@
+"""ShardedPolicy: one rank's share of a model whose parameters, gradients and moments are spread over many devices.
+
+    mesh (dp, tp):   a row of `tp` ranks holds one shard of every layer's matrices and sees the same samples,
+                     the `dp` rows see different samples; fully_shard spreads each parameter over the rows
+
+It is `LocalPolicy` with three differences. Gradients of the rows are summed, never averaged, because coefficients were
+normalised over the global batch (I7). Every rank runs the same number of micro-batches, the shorter ones empty passes of
+weight zero, because each pass of a sharded model is a collective. And the norm of the gradient is that of all shards, so
+that clipping, and skipping a step that is not finite, come out the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from polyturn.batching.layout import MicroBatch
+from polyturn.core.arrays import Floats
+from polyturn.core.errors import AlignmentError, ConfigError
+from polyturn.core.metrics import Metrics
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.training.forward import TargetForward, TargetScores
+from polyturn.training.local import LocalPolicy
+from polyturn.training.loss_terms import Terms
+from polyturn.training.optim import Optimizer, OptimSettings
+from polyturn.training.reference import FrozenModel, Scorer, make_reference
+from polyturn.training.shards import cut_like, gather_whole, is_split_over_row, local_part, spread_whole
+from polyturn.training.tensor_parallel import split_layers
+
+_FILLER = TrainSample(
+    id=SampleId("filler", "0", 0),
+    token_ids=np.zeros(2, np.int32),
+    loss_weights=np.array([0, 1], np.float32),
+    turn_ids=np.zeros(2, np.int32),
+)
+
+
+def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
+    """Return the mesh over all ranks of the process group: rows that hold the same samples along "tp".
+
+    Raises:
+        ConfigError: the ranks do not divide into rows.
+    """
+    ranks = dist.get_world_size()
+    if ranks % tensor_parallel:
+        raise ConfigError(
+            f"train.distributed.tensor_parallel is {tensor_parallel} and there are {ranks} ranks; it must divide them"
+        )
+    return init_device_mesh(device.type, (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
+
+
+class ShardedPolicy(LocalPolicy):
+    """Owns this rank's shards; its methods are collective, so every rank calls the same ones in the same order."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+        teacher: PreTrainedModel | None = None,
+        **options: Any,
+    ) -> None:
+        """Shard `model` in place.
+
+        Args:
+            model: The whole model, on any device; the same architecture on every rank.
+            mesh: From `make_mesh`.
+            device: Where this rank computes.
+            teacher: The model to distil from; it is whole on every rank.
+            options: The others of `LocalPolicy`.
+
+        Raises:
+            ConfigError: the model cannot be split as `mesh` asks.
+        """
+        self.mesh = mesh
+        self._own_device = device
+        self._num_empty = 0
+        super().__init__(model, teacher=None if teacher is None else teacher.to(device), **options)  # type: ignore[arg-type]
+
+    def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
+        """Return the log-probabilities of this rank's samples."""
+        scores = super().score(samples, reference=reference)
+        logprobs = self._score_reference if reference else self._logprobs
+        self.model.eval()
+        with torch.no_grad():
+            for _ in range(self._num_empty):
+                logprobs(self._empty())
+        self.model.train()
+        self._root.reshard()
+        return scores
+
+    optimizer: ShardedOptimizer
+
+    def optim_step(self) -> Metrics:
+        """Take one step, on every rank or on none."""
+        self._root.reshard()
+        return super().optim_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return on rank 0 the whole state on the CPU, as `LocalPolicy` would; None in place of tensors on the others."""
+        gathered: dict[str, Any] = gather_whole(super().state_dict())
+        return gathered
+
+    def load_whole(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from the whole state on rank 0, in place; the other ranks give None.
+
+        Raises:
+            CheckpointError: it is another model's.
+        """
+        whole = spread_whole(state)
+        like = self.model.state_dict()
+        whole["model"] = {name: cut_like(tensor, like.get(name)) for name, tensor in whole["model"].items()}
+        if "optimizer" not in whole:
+            self.model.load_state_dict(whole["model"])
+            return
+        if isinstance(self._reference, _ShardedReference) and "reference" in whole:
+            like = self._reference.live()
+            whole["reference"] = {name: cut_like(t, like.get(name)) for name, t in whole["reference"].items()}
+        params = self.optimizer.parameters_in_order()
+        for number, values in whole["optimizer"]["adamw"]["state"].items():
+            for name, value in values.items():
+                if isinstance(value, Tensor) and value.shape == params[number].shape:
+                    values[name] = cut_like(value, params[number])
+        self.load_state_dict(whole)
+
+    def whole_weights(self) -> dict[str, Any]:
+        """Return name -> whole tensor on the CPU on rank 0, name -> None on the others."""
+        gathered: dict[str, Any] = gather_whole({n: t.detach() for n, t in self.model.state_dict().items()})
+        return gathered
+
+    def _prepare(
+        self, model: PreTrainedModel, optim: OptimSettings, reference: bool | PreTrainedModel
+    ) -> tuple[Any, Scorer | None, ShardedOptimizer]:
+        # A reference is made of the whole model, and whether its head is separate is tried on the whole model too.
+        self._root = _Root(model, TargetForward(model))
+        scorer = make_reference(model, self._root, reference)  # type: ignore[arg-type]
+        if isinstance(scorer, FrozenModel):
+            scorer = _ShardedReference(scorer, mesh=self.mesh["dp"])
+        tp = self.mesh["tp"]
+        partial = split_layers(model, tp) if tp.size() > 1 else []
+        self._root.shard(self.mesh["dp"])
+        return self._root, scorer, ShardedOptimizer(model, optim, mesh=self.mesh, partial=partial)
+
+    def _lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
+        """Cut this rank's samples, and count the passes by which the longest rank is longer."""
+        batches: list[MicroBatch] = []
+        problem: AlignmentError | None = None
+        try:
+            batches = super()._lay_out(samples, coefs) if samples else []
+        except AlignmentError as found:
+            problem = found
+        counts = torch.tensor([len(batches), problem is not None], device=self._own_device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        most, is_wrong = counts.tolist()
+        if problem is not None:
+            raise problem
+        if is_wrong:
+            raise AlignmentError("the samples of another rank cannot be laid out")
+        self._num_empty = most - len(batches)
+        return batches
+
+    def _accumulate(
+        self,
+        samples: Sequence[TrainSample],
+        coefs: Sequence[ArrayLike],
+        terms_of: Callable[[MicroBatch, TargetScores], Terms],
+        *,
+        entropy_grad: bool | None,
+    ) -> Metrics:
+        metrics = super()._accumulate(samples, coefs, terms_of, entropy_grad=entropy_grad)
+        for _ in range(self._num_empty):
+            (self._forward(self._empty(), entropy_grad=entropy_grad).logprobs_S.sum() * 0.0).backward()
+        return metrics
+
+    def _empty(self) -> MicroBatch:
+        """Return a pass that keeps step with the other ranks and weighs nothing."""
+        (batch,) = super()._lay_out([_FILLER], [np.zeros(2)])
+        return batch
+
+
+class _Root(nn.Module):
+    """The root of the sharded modules: the whole forward pass, the head included, happens inside its hooks."""
+
+    def __init__(self, model: PreTrainedModel, forward: TargetForward) -> None:
+        super().__init__()
+        self.model = model
+        self._targets = forward
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Spread the parameters over `mesh`, layer by layer, and sum gradients instead of averaging them."""
+        kinds = set(self.model._no_split_modules or ())
+        layers = [m for m in self.model.modules() if type(m).__name__ in kinds]
+        for module in (*layers, self):
+            sharded = fully_shard(module, mesh=mesh)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+
+    def reshard(self) -> None:
+        """Free the whole copies of what the last pass used; the sharded module brings its own."""
+
+    def forward(self, batch: MicroBatch, **options: Any) -> TargetScores:
+        """Return what the forward pass gives for each target."""
+        scores = self._targets(batch, **options)
+        return scores._replace(logprobs_S=scores.logprobs_S.clone())  # the hook of the backward pass must not sit on a view
+
+
+class _ShardedReference(FrozenModel):
+    """A frozen model that is sharded like the one that trains; every pass of it is a collective too."""
+
+    def __init__(self, whole: FrozenModel, *, mesh: DeviceMesh) -> None:
+        self.__dict__.update(whole.__dict__)
+        self._root = _Root(self._model, self._forward)
+        self._root.shard(mesh)
+        self._forward = self._root  # type: ignore[assignment]
+
+    def live(self) -> dict[str, Any]:
+        """Return name -> this rank's shard."""
+        return self._model.state_dict()
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Return [S] the log-probability of each target."""
+        found = super().logprobs(batch)
+        self._root.reshard()
+        return found
+
+
+class ShardedOptimizer(Optimizer):
+    """AdamW over shards: each rank updates its own, by the norm of all."""
+
+    def __init__(self, model: nn.Module, settings: OptimSettings, *, mesh: DeviceMesh, partial: Sequence[str] = ()) -> None:
+        """Take the parameters of a sharded `model`; `partial` names those whose gradient must be summed over a row."""
+        super().__init__(model, settings)
+        self._mesh = mesh
+        self._partial = set(partial)
+
+    def parameters_in_order(self) -> list[nn.Parameter]:
+        """Return the parameters by the numbers that the state gives them."""
+        return [p for group in self._adamw.param_groups for p in group["params"]]
+
+    def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
+        tp = self._mesh["tp"]
+        if self._partial:
+            for name, param in self._named:
+                if name in self._partial and param.grad is not None:
+                    dist.all_reduce(local_part(param.grad), group=tp.get_group())
+        dtype = torch.promote_types(params[0].dtype, torch.float32)
+        squares_split, squares_whole = (torch.zeros((), dtype=dtype, device=local_part(params[0]).device) for _ in range(2))
+        for grad in (p.grad for p in params if p.grad is not None):
+            square = torch.linalg.vector_norm(local_part(grad), dtype=dtype) ** 2
+            if is_split_over_row(grad):
+                squares_split += square
+            else:
+                squares_whole += square
+        if self._problem is not None:
+            squares_whole += math.nan
+        dist.all_reduce(squares_whole, group=self._mesh["dp"].get_group())
+        dist.all_reduce(squares_split)
+        return torch.sqrt(squares_whole + squares_split)
+
+    def _clip(self, params: Sequence[nn.Parameter], norm: Tensor) -> None:
+        assert self.settings.max_grad_norm is not None
+        factor = torch.clamp(self.settings.max_grad_norm / (norm + 1e-6), max=1.0)
+        for param in params:
+            if param.grad is not None:
+                local_part(param.grad).mul_(factor)
+
+    def _skip(self, problem: str) -> None:
+        """Skip with the reason of the rank that has one."""
+        reasons: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, self._problem)
+        super()._skip(next((r for r in reasons if r is not None), problem))
+
+    def _non_finite_message(self, norm: float) -> str:
+        # By this rank's shards alone: not every rank comes here, and a look at whole tensors is a collective.
+        bad = [n for n, p in self._named if p.grad is not None and not torch.isfinite(local_part(p.grad)).all()]
+        where = f", first in {bad[0]!r}" if bad else ""
+        return (
+            f"the gradient's norm is {norm} at optimizer step {self.step_count}{where}: look at the loss metrics of the "
+            "last steps, or lower optim.lr"
+        )

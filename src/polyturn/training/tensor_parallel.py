@@ -1,0 +1,63 @@
+"""Tensor parallelism inside the decoder layers, after the plan that transformers ships with a model.
+
+    colwise   the outputs of a linear layer are split over the row   q, k, v, gate, up
+    rowwise   its inputs are split, its outputs summed               o, down
+
+Embedding and head stay whole within a row (they may be one tensor, and fully_shard spreads them over the rows); so does
+everything outside the plan. A parameter that is whole and yet sees only this rank's heads (`replicated_with_grad_allreduce`:
+the norms of queries and keys) has a partial gradient on each rank of a row; it is summed before the optimizer uses it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
+
+from polyturn.core.errors import ConfigError
+
+_SUMMED = "replicated_with_grad_allreduce"
+
+
+def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
+    """Split the layers of `model` over `mesh` in place, and name the whole parameters with partial gradients.
+
+    Raises:
+        ConfigError: transformers has no plan for this model, or its heads do not divide.
+    """
+    plan = {name: style for name, style in (model.tp_plan or {}).items() if ".layers." in f".{name}"}
+    if not plan:
+        raise ConfigError(
+            f"train.distributed.tensor_parallel is {mesh.size()} and transformers has no tensor parallel plan for "
+            f"{model.config.model_type!r}; set it to 1, the parameters are sharded all the same"
+        )
+    config = model.config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % mesh.size():
+            raise ConfigError(
+                f"train.distributed.tensor_parallel is {mesh.size()} and the model's {name} is {getattr(config, name)}; "
+                "it must divide it"
+            )
+    styles: dict[str, ParallelStyle] = {}
+    partial: list[str] = []
+    for name, module in model.named_modules():
+        style = next((s for pattern, s in plan.items() if _matches(pattern, name)), None)
+        if style == "colwise":
+            styles[name] = ColwiseParallel()
+        elif style == "rowwise":
+            styles[name] = RowwiseParallel()
+        elif style == _SUMMED:
+            partial += [f"{name}.{own}" for own, _ in module.named_parameters()]
+        elif style is not None:
+            raise ConfigError(
+                f"the tensor parallel plan of {model.config.model_type!r} splits {name} {style!r}, which is not "
+                "supported; set train.distributed.tensor_parallel to 1"
+            )
+    parallelize_module(model, mesh, styles)
+    return partial
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
