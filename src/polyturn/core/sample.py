@@ -38,6 +38,7 @@ _FLOATS = (
     "values",
     "rewards",
     "advantages",
+    "returns",
     "correction",
     "marks",
 )
@@ -57,8 +58,12 @@ class TrainSample(Record):
     """The trainer's at the start of the step, the denominator of the ratio."""
     ref_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
+    """The critic's: index t is the value of the state that token t is sampled in."""
     rewards: NDArray[np.float32] | None = None
+    """Rewards on single tokens beside the trajectory's own `reward`, such as a KL penalty; read at weighted tokens only."""
     advantages: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
+    """What the critic should have said; NaN where its value is not trained."""
     correction: NDArray[np.float32] | None = None
     """What each token's policy loss is multiplied by, because another policy sampled it (`algorithms/correction.py`)."""
     marks: NDArray[np.float32] | None = None

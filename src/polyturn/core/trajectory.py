@@ -250,3 +250,5 @@ class TrajectoryGroup(Record):
     id: str
     task: Task
     trajectories: tuple[Trajectory, ...]
+    baseline: Trajectory | None = None
+    """A greedily decoded one that the others are compared with; never trained, in no statistic, None unless asked for."""

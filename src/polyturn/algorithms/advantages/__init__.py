@@ -1,0 +1,56 @@
+"""Advantage estimators: from rewards to one number per trained token.
+
+    rewards_G = [1, 0, 0, 1]  ->  grpo: [+0.87, -0.87, -0.87, +0.87], the same on every weighted token of a trajectory
+
+NumPy only, because no gradient passes through an advantage. Failed trajectories never reach an estimator. `group.py`
+compares the rewards of one group, `batch.py` looks at the whole batch, `turns.py` at single turns, `gae.py` at a critic's
+values; `base.py` says what an estimator sees, and `assign.py` brings it to the samples.
+"""
+
+from polyturn.algorithms.advantages.assign import assign_advantages, bind_estimator, check_estimator
+from polyturn.algorithms.advantages.base import (
+    Estimate,
+    Estimator,
+    GroupView,
+    MemberView,
+    Rewards,
+    Traits,
+    advantages,
+    declare,
+    traits_of,
+)
+from polyturn.algorithms.advantages.batch import gdpo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from polyturn.algorithms.advantages.gae import bilevel_gae, gae, turn_gae
+from polyturn.algorithms.advantages.group import dr_grpo, grpo, grpo_passk, opo, rloo
+from polyturn.algorithms.advantages.turns import gigpo, mt_grpo, return_to_go
+
+__all__ = [
+    "Estimate",
+    "Estimator",
+    "GroupView",
+    "MemberView",
+    "Rewards",
+    "Traits",
+    "advantages",
+    "assign_advantages",
+    "bilevel_gae",
+    "bind_estimator",
+    "check_estimator",
+    "declare",
+    "dr_grpo",
+    "gae",
+    "gdpo",
+    "gigpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "mt_grpo",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "return_to_go",
+    "rloo",
+    "traits_of",
+    "turn_gae",
+]

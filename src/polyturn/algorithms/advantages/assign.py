@@ -1,0 +1,181 @@
+"""From the groups of a step and an estimator to samples with advantages.
+
+    groups, samples -> views (failed trajectories left out) -> checks -> estimator -> samples with advantages (and returns)
+
+The only place that knows how an estimator is called. What it cannot work on is refused here in a sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyturn.algorithms.advantages.base import Estimate, Estimator, GroupView, MemberView, traits_of
+from polyturn.core.arrays import Floats
+from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean
+from polyturn.core.messages import Message
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.core.signature import has_parameter, takes_any_keyword
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+
+
+def assign_advantages(
+    groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, estimator: Estimator
+) -> list[TrainSample]:
+    """Return `samples`, in their order, with `advantages` set by `estimator`, and `returns` where it has a critic.
+
+    Args:
+        groups: The groups the samples come from. Failed trajectories are left out of the statistics.
+        samples: Samples of these groups; those of failed trajectories must have been left out.
+        estimator: One of the registry `advantages`, its options bound (`bind_estimator`).
+
+    Raises:
+        AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
+        TrainingError: the estimator needs what no trajectory of the step brings.
+    """
+    places: dict[tuple[str, str], list[int]] = {}
+    for index, sample in enumerate(samples):
+        places.setdefault((sample.id.group, sample.id.trajectory), []).append(index)
+    owned: list[list[int]] = []
+    batch: list[GroupView] = []
+    for group in groups:
+        kept = [t for t in group.trajectories if not t.is_failed]
+        if not kept:
+            continue
+        indices = [places.pop((group.id, t.id), []) for t in kept]
+        owned += indices
+        members = tuple(_member(group, t, [samples[i] for i in at]) for t, at in zip(kept, indices, strict=True))
+        batch.append(GroupView(id=group.id, members=members, greedy_reward=_greedy_reward(group)))
+    if places:
+        lost: SampleId = samples[next(iter(places.values()))[0]].id
+        raise AlignmentError(
+            f"sample {lost} belongs to no live trajectory of these groups; filter samples and groups together"
+        )
+    _check_batch(batch, estimator)
+    found = _call(estimator, batch)
+    out = list(samples)
+    arrays = [member for group in found.advantages for member in group]
+    targets = None if found.returns is None else [member for group in found.returns for member in group]
+    for number, own in enumerate(owned):
+        for place, index in enumerate(own):
+            returns = {} if targets is None else {"returns": targets[number][place]}
+            out[index] = samples[index].replace(advantages=arrays[number][place], **returns)
+    return out
+
+
+def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Estimator:
+    """Return `estimator` with its options.
+
+    Args:
+        estimator: The function.
+        offered: What every estimator may use; it gets those that it has a parameter for.
+        kwargs: Options of its own, which win.
+
+    Raises:
+        ConfigError: it takes no such option.
+    """
+    inputs = ("rewards_G", "samples_G", "batch")
+    for name in kwargs:
+        if not has_parameter(estimator, name) and not takes_any_keyword(estimator):
+            options = [n for n in inspect.signature(estimator).parameters if n not in inputs]
+            raise ConfigError(f"algorithm.advantage_kwargs: the estimator takes no {name!r}.{did_you_mean(name, options)}")
+    bound = {**{k: v for k, v in offered.items() if has_parameter(estimator, k)}, **kwargs}
+    return functools.partial(estimator, **bound) if bound else estimator
+
+
+def check_estimator(estimator: Estimator, *, name: str, group_size: int, has_penalties: bool = False) -> None:
+    """Refuse an estimator that cannot work in a run, before anything is sampled.
+
+    Raises:
+        ConfigError: groups are too small for it, or it has no use for rewards on single tokens.
+    """
+    traits = traits_of(estimator)
+    if group_size < traits.min_group:
+        raise ConfigError(
+            f"train.group_size is {group_size} and the estimator {name!r} compares the trajectories of a group; "
+            f"set it to {traits.min_group} or more, or algorithm.advantage to one without groups (reinforce_plus_plus, gae)"
+        )
+    if has_penalties and not traits.takes_penalties:
+        raise ConfigError(
+            f"the estimator {name!r} normalises each reward apart, and a KL penalty on single tokens is none of them: set "
+            "algorithm.kl_in_reward.coef to 0 and algorithm.kl_coef to the weight of a KL term in the loss"
+        )
+
+
+def state_keys(trajectory: Trajectory) -> tuple[Hashable, ...]:
+    """Return for each turn a key of the state it was taken in, None where it is not known.
+
+    It is the `state_key` that the turn before left in its info, else what that turn's observation says; the first turn is in
+    the state of the task.
+    """
+    keys: list[Hashable] = ["task"]
+    for turn in trajectory.turns:
+        own = turn.info.get("state_key")
+        seen = tuple(_text(m) for m in turn.observation)
+        keys.append(("key", str(own)) if own is not None else ("seen", *seen) if seen else None)
+    return tuple(keys[: len(trajectory.turns)])
+
+
+def _text(message: Message) -> str:
+    return f"{message.role}:{message.content}"
+
+
+def _member(group: TrajectoryGroup, trajectory: Trajectory, samples: Sequence[TrainSample]) -> MemberView:
+    reward = trajectory.reward
+    if reward is None or not math.isfinite(reward.total):
+        raise AlignmentError(
+            f"trajectory {trajectory.id!r} of group {group.id!r} has the reward {reward}; every trajectory that did not "
+            "fail needs a finite one before advantages are computed"
+        )
+    numbers = {k: float(v) for k, v in reward.info.items() if isinstance(v, int | float)}
+    scores = [np.nan if s is None else s for s in trajectory.turn_scores]
+    return MemberView(
+        id=trajectory.id,
+        reward=reward.total,
+        samples=tuple(samples),
+        components={**numbers, **reward.components},
+        turn_scores_K=np.array(scores, dtype=np.float64),
+        states_K=state_keys(trajectory),
+    )
+
+
+def _greedy_reward(group: TrajectoryGroup) -> float | None:
+    greedy = group.baseline
+    if greedy is None or greedy.is_failed or greedy.reward is None or not math.isfinite(greedy.reward.total):
+        return None
+    return greedy.reward.total
+
+
+def _check_batch(batch: Sequence[GroupView], estimator: Estimator) -> None:
+    traits = traits_of(estimator)
+    members = [m for g in batch for m in g.members]
+    if not members:
+        return
+    if traits.needs_turn_scores and not any(np.isfinite(m.turn_scores_K).any() for m in members):
+        raise TrainingError(
+            f"the advantage estimator needs scores of turns and none of the {len(members)} trajectories of a step has one; "
+            "let the interaction or the tools return scores, set turn.scores in a scheduler, or use an estimator of "
+            "outcomes such as grpo"
+        )
+    later = [s for m in members for s in m.states_K[1:]]
+    if traits.needs_states and later and all(s is None for s in later):
+        raise TrainingError(
+            "the advantage estimator compares turns that were taken in one state, and no turn of this step left an "
+            "observation or a state_key in its info; set turn.info['state_key'], or use one of outcomes such as grpo"
+        )
+    missing = next((s.id for m in members for s in m.samples if s.values is None), None) if traits.needs_values else None
+    if missing is not None:
+        raise TrainingError(f"the advantage estimator needs a critic's values and sample {missing} has none; pass a critic")
+
+
+def _call(estimator: Estimator, batch: Sequence[GroupView]) -> Estimate:
+    if traits_of(estimator).scope == "batch":
+        found = estimator(batch)
+        return found if isinstance(found, Estimate) else Estimate(found)
+    per_group: list[list[list[Floats]]] = [estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch]
+    return Estimate(per_group)

@@ -1,0 +1,280 @@
+"""What an estimator sees, what it answers, and what it says about itself.
+
+    group    (rewards_G, samples_G, **options) -> for each member, for each of its samples, [T]
+    batch    (batch, **options) -> Estimate            a batch is a list of `GroupView`, a group a list of `MemberView`
+
+An estimator is a plain function. One that needs more than the rewards of a group says so with `declare`, so that the trainer
+makes what it needs (values, a greedy rollout), keeps what it can use (groups whose rewards are equal), and refuses what it
+cannot work on (groups of one) before anything is sampled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.arrays import Floats
+from polyturn.core.registry import Registry
+from polyturn.core.sample import TrainSample
+
+Rewards = NDArray[np.float64]
+"""[G] the scalar reward of each trajectory of a group."""
+Estimator = Callable[..., Any]
+"""(rewards_G, samples_G, **options) -> for each trajectory, for each of its samples, [T] advantages, 0 where nothing is
+weighted. A trajectory may have no sample (no turn fitted) and still counts in the group's statistics. Declared with
+`scope="batch"`: (batch, **options) -> Estimate."""
+
+advantages: Registry[Estimator] = Registry("advantages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What an estimator needs, and what may be spared it."""
+
+    scope: Literal["group", "batch"] = "group"
+    min_group: int = 1
+    """The smallest group that it can compare."""
+    only_compares: bool = False
+    """Whether all advantages of a group are 0 whose rewards are equal, and no other group is touched by that group: then it
+    may be left out before anything is computed for it."""
+    needs_turn_scores: bool = False
+    needs_values: bool = False
+    """A critic's values at the trained tokens (`TrainSample.values`)."""
+    needs_states: bool = False
+    """Keys of the states that turns were taken in."""
+    needs_greedy: bool = False
+    """One more rollout of each task, decoded greedily and never trained (`GroupView.greedy_reward`)."""
+    takes_penalties: bool = True
+    """Whether it knows what to do with rewards on single tokens (`TrainSample.rewards`), such as a KL penalty."""
+
+
+_traits: dict[Estimator, Traits] = {}
+
+
+def declare(
+    *,
+    scope: Literal["group", "batch"] = "group",
+    min_group: int = 1,
+    only_compares: bool = False,
+    needs_turn_scores: bool = False,
+    needs_values: bool = False,
+    needs_states: bool = False,
+    needs_greedy: bool = False,
+    takes_penalties: bool = True,
+) -> Callable[[Estimator], Estimator]:
+    """Return a decorator that says what an estimator needs (see `Traits`)."""
+    traits = Traits(
+        scope=scope,
+        min_group=min_group,
+        only_compares=only_compares,
+        needs_turn_scores=needs_turn_scores,
+        needs_values=needs_values,
+        needs_states=needs_states,
+        needs_greedy=needs_greedy,
+        takes_penalties=takes_penalties,
+    )
+
+    def add(fn: Estimator) -> Estimator:
+        _traits[fn] = traits
+        return fn
+
+    return add
+
+
+def traits_of(estimator: Estimator) -> Traits:
+    """Return what `estimator` declared, also of one whose options are bound; without a declaration the defaults."""
+    while isinstance(estimator, functools.partial):
+        estimator = estimator.func
+    return _traits.get(estimator, Traits())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberView:
+    """One trajectory as an estimator of a batch sees it."""
+
+    id: str
+    reward: float
+    """What it earned."""
+    samples: tuple[TrainSample, ...]
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named scores that the reward was made of, and the numbers that the reward function returned beside its score."""
+    turn_scores_K: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    """The score of each turn, NaN where nothing scored it."""
+    states_K: tuple[Hashable, ...] = ()
+    """A key of the state that each turn was taken in; None where it is not known."""
+
+    @property
+    def num_turns(self) -> int:
+        """K: how many turns the trajectory has."""
+        of_tokens = [int(s.turn_ids.max()) + 1 for s in self.samples if len(s)]
+        return max([len(self.turn_scores_K), *of_tokens])
+
+    @property
+    def penalty(self) -> float:
+        """The sum of the rewards on single trained tokens."""
+        return float(sum(_penalties(s).sum() for s in self.samples))
+
+    @property
+    def total(self) -> float:
+        """What it earned, and what its tokens cost."""
+        return self.reward + self.penalty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupView:
+    """The trajectories of one task that did not fail."""
+
+    id: str
+    members: tuple[MemberView, ...]
+    greedy_reward: float | None = None
+    """What a greedily decoded rollout of the task earned; None where there was none, or it failed."""
+
+    @property
+    def totals(self) -> Rewards:
+        """[G] what each member earned, penalties included."""
+        return np.array([m.total for m in self.members], dtype=np.float64)
+
+
+class Estimate(NamedTuple):
+    """What an estimator of a batch returns."""
+
+    advantages: list[list[list[Floats]]]
+    """For each group, member and sample [T], 0 where nothing is weighted."""
+    returns: list[list[list[Floats]]] | None = None
+    """The same shape: what the critic should have said; NaN where its value was not used. None without a critic."""
+
+
+class Stream(NamedTuple):
+    """The trained tokens of a trajectory in the order of time, wherever its history was cut into samples."""
+
+    sample_N: NDArray[np.int64]
+    token_N: NDArray[np.int64]
+    turn_N: NDArray[np.int64]
+
+    def gather(self, arrays: Sequence[Floats | None]) -> NDArray[np.float64]:
+        """Return [N] the entries of one array per sample; those of None are 0."""
+        out = np.zeros(len(self.token_N))
+        for index, array in enumerate(arrays):
+            if array is not None:
+                mine = self.sample_N == index
+                out[mine] = np.asarray(array, dtype=np.float64)[self.token_N[mine]]
+        return out
+
+    def scatter(self, values_N: NDArray[np.float64], samples: Sequence[TrainSample]) -> list[Floats]:
+        """Return for each sample [T] the values at its trained tokens, 0 elsewhere."""
+        out = [np.zeros(len(s), dtype=np.float32) for s in samples]
+        for index, array in enumerate(out):
+            mine = self.sample_N == index
+            array[self.token_N[mine]] = values_N[mine]
+        return out
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """Where in the stream each turn that has trained tokens ends: the index of its last one."""
+        return np.flatnonzero(np.append(self.turn_N[1:] != self.turn_N[:-1], True)) if len(self.turn_N) else self.turn_N
+
+
+def stream(samples: Sequence[TrainSample]) -> Stream:
+    """Return the trained tokens of one trajectory in the order of time: by turn, then as its samples hold them."""
+    tokens = [np.flatnonzero(s.loss_weights) for s in samples]
+    sample_N = np.repeat(np.arange(len(samples)), [len(t) for t in tokens])
+    token_N = np.concatenate([*tokens, np.empty(0, np.int64)]).astype(np.int64)
+    turns = [s.turn_ids[t] for s, t in zip(samples, tokens, strict=True)]
+    turn_N = np.maximum(np.concatenate([*turns, np.empty(0, np.int64)]), 0).astype(np.int64)
+    order = np.argsort(turn_N, kind="stable")
+    return Stream(sample_N[order], token_N[order], turn_N[order])
+
+
+Outcome = Literal["rest", "add", "ignore", "end"]
+"""How a trajectory's reward and the scores of its turns become the reward of each turn.
+
+rest      its score; the last turn also gets what the scores leave of the trajectory's reward, so that they sum to it
+add       its score; the last turn also gets the trajectory's reward
+ignore    its score
+end       nothing; the last turn gets the trajectory's reward
+"""
+OUTCOMES = ("rest", "add", "ignore", "end")
+
+
+def turn_rewards(member: MemberView, outcome: Outcome) -> NDArray[np.float64]:
+    """Return [K] the reward of each turn, without penalties on single tokens."""
+    rewards_K = np.zeros(member.num_turns)
+    scores_K = np.nan_to_num(np.asarray(member.turn_scores_K, dtype=np.float64))
+    if outcome != "end":
+        rewards_K[: len(scores_K)] = scores_K
+    if len(rewards_K) and outcome != "ignore":
+        rewards_K[-1] += member.reward - (scores_K.sum() if outcome == "rest" else 0.0)
+    return rewards_K
+
+
+def turn_penalties(member: MemberView) -> NDArray[np.float64]:
+    """Return [K] the sum of the penalties on each turn's trained tokens."""
+    at = stream(member.samples)
+    penalties_K = np.zeros(member.num_turns)
+    np.add.at(penalties_K, at.turn_N, at.gather([s.rewards for s in member.samples]))
+    return penalties_K
+
+
+def rewards_at_ends(member: MemberView, at: Stream, outcome: Outcome) -> NDArray[np.float64]:
+    """Return for each entry of `at.ends` the reward that its token brings.
+
+    The reward of a turn without trained tokens falls to the last trained turn before it; of one that none precedes, to
+    nobody, because no trained token had a part in it.
+    """
+    rewards_K = turn_rewards(member, outcome)
+    summed = np.concatenate([[0.0], np.cumsum(rewards_K)])
+    turns = at.turn_N[at.ends]
+    until = np.append(turns[1:], len(rewards_K))
+    return summed[until] - summed[turns]
+
+
+def spread(batch: Sequence[GroupView], scalars: Sequence[Sequence[float]]) -> Estimate:
+    """Return each member's number on all its trained tokens."""
+    return Estimate(
+        [
+            [[on_weighted(s, a) for s in m.samples] for m, a in zip(g.members, of_group, strict=True)]
+            for g, of_group in zip(batch, scalars, strict=True)
+        ]
+    )
+
+
+def on_weighted(sample: TrainSample, value: float) -> Floats:
+    """[T] `value` on every weighted token, 0 elsewhere."""
+    return np.where(sample.loss_weights != 0, np.float32(value), np.float32(0.0))
+
+
+def on_turns(sample: TrainSample, values_K: NDArray[np.float64]) -> Floats:
+    """[T] the value of its turn on every weighted token, 0 elsewhere."""
+    weighted = sample.loss_weights != 0
+    out = np.zeros(len(sample), dtype=np.float32)
+    out[weighted] = values_K[sample.turn_ids[weighted]]
+    return out
+
+
+def whiten(batch: Sequence[GroupView], estimate: Estimate, *, eps: float = 1e-8) -> Estimate:
+    """Return the advantages with mean 0 and variance 1 over all trained tokens of the batch; returns stay as they are."""
+    samples = [s for g in batch for m in g.members for s in m.samples]
+    arrays = [a for g in estimate.advantages for m in g for a in m]
+    picked = [a[s.loss_weights != 0].astype(np.float64) for s, a in zip(samples, arrays, strict=True)]
+    flat = np.concatenate([*picked, np.empty(0)])
+    if not len(flat):
+        return estimate
+    mean, scale = flat.mean(), np.sqrt(flat.var(ddof=1) + eps) if len(flat) > 1 else 1.0
+    done = iter(
+        [
+            np.where(s.loss_weights != 0, ((a - mean) / scale), 0.0).astype(np.float32)
+            for s, a in zip(samples, arrays, strict=True)
+        ]
+    )
+    return estimate._replace(advantages=[[[next(done) for _ in m] for m in g] for g in estimate.advantages])
+
+
+def _penalties(sample: TrainSample) -> NDArray[np.float64]:
+    if sample.rewards is None:
+        return np.zeros(0)
+    return sample.rewards[sample.loss_weights != 0].astype(np.float64)

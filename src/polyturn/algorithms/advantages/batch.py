@@ -1,0 +1,149 @@
+"""Estimators that look at the whole batch of a step; every trained token of a trajectory gets the same number.
+
+Statistics over a batch are taken over all trained tokens where the source does so, and never depend on how trajectories are
+cut into samples or micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from polyturn.algorithms.advantages.base import (
+    OUTCOMES,
+    Estimate,
+    GroupView,
+    Outcome,
+    advantages,
+    declare,
+    rewards_at_ends,
+    spread,
+    stream,
+    whiten,
+)
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+
+
+@advantages.register("reinforce_plus_plus")
+@declare(scope="batch")
+def reinforce_plus_plus(
+    batch: Sequence[GroupView], *, gamma: float = 1.0, outcome: Outcome = "end", eps: float = 1e-8
+) -> Estimate:
+    """Take each token's return, normalised over all trained tokens of the batch: A_t = (G_t - mean) / sqrt(var + eps).
+
+    G_t = sum over the trained tokens i >= t of gamma^(i-t) r_i; the trajectory's reward is on its last token, penalties such
+    as a KL term on their own. It needs no group. Source: Hu et al. 2025 (REINFORCE++), equations 5 to 7.
+    """
+    check_outcome(outcome)
+    found = []
+    for group in batch:
+        of_group = []
+        for member in group.members:
+            at = stream(member.samples)
+            rewards_N = at.gather([s.rewards for s in member.samples])
+            rewards_N[at.ends] += rewards_at_ends(member, at, outcome)
+            running = 0.0
+            for n in reversed(range(len(rewards_N))):
+                rewards_N[n] = running = rewards_N[n] + gamma * running
+            of_group.append(at.scatter(rewards_N, member.samples))
+        found.append(of_group)
+    return whiten(batch, Estimate(found), eps=eps)
+
+
+@advantages.register("reinforce_plus_plus_baseline")
+@declare(scope="batch", min_group=2)
+def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-8) -> Estimate:
+    """Centre rewards in their group, then normalise over all trained tokens of the batch.
+
+    A = (r - mean of the group - mean) / sqrt(var + eps), the outer statistics over tokens. Source: Hu et al. 2025
+    (REINFORCE++), section 3.2, the form with a group baseline.
+    """
+    centred = [g.totals - (g.totals.mean() if len(g.members) > 1 else 0.0) for g in batch]
+    return whiten(batch, spread(batch, [c.tolist() for c in centred]), eps=eps)
+
+
+@advantages.register("gpg")
+@declare(scope="batch", min_group=2)
+def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> Estimate:
+    """Centre rewards in their group and make up for the groups that teach nothing: A = alpha (r - mean) / f_norm.
+
+    alpha = B / (B - M), B the trajectories of the batch and M those in groups whose rewards are all equal: their tokens take
+    part in the mean of the loss with a gradient of 0. Source: Chu et al. 2025 (GPG), equations 6 and 8.
+    """
+    totals = [g.totals for g in batch]
+    num_all = sum(len(t) for t in totals)
+    num_live = sum(len(t) for t in totals if np.ptp(t) > 0 or len(t) == 1)
+    alpha = num_all / num_live if num_live else 1.0
+    return spread(batch, [(alpha * (t - (t.mean() if len(t) > 1 else 0.0)) / f_norm).tolist() for t in totals])
+
+
+@advantages.register("remax")
+@declare(scope="batch", needs_greedy=True)
+def remax(batch: Sequence[GroupView]) -> Estimate:
+    """Compare each trajectory with a greedy one of the same task: A = r - r_greedy.
+
+    One more trajectory of each task is decoded greedily, and never trained. Where it failed, the mean of the other members
+    stands in for it, which is unbiased too. Source: Li et al. 2023 (ReMax), equation 6.
+    """
+    scalars = []
+    for group in batch:
+        totals_G, n = group.totals, len(group.members)
+        if group.greedy_reward is not None:
+            scalars.append((totals_G - group.greedy_reward).tolist())
+        else:
+            scalars.append(((totals_G - totals_G.mean()) * n / (n - 1) if n > 1 else totals_G).tolist())
+    return spread(batch, scalars)
+
+
+@advantages.register("gdpo")
+@declare(scope="batch", min_group=2, takes_penalties=False)
+def gdpo(
+    batch: Sequence[GroupView],
+    *,
+    weights: Mapping[str, float] | None = None,
+    norm_by_std: bool = True,
+    whiten_batch: bool = True,
+    eps: float = 1e-6,
+) -> Estimate:
+    """Normalise several rewards apart, so that none drowns another: A = sum of w_c (r_c - mean_c) / (std_c + eps).
+
+    mean_c and std_c are those of component c in its group; the sums are then normalised over the trajectories of the batch.
+    A component is one of `Reward.components`, or a number that the reward function returned beside its score; one that a
+    trajectory lacks is 0. `weights` names those that count; by default `reward.weights`. Source: Liu et al. 2026 (GDPO),
+    equations 4 to 6.
+
+    Raises:
+        UnknownNameError: no trajectory has such a component.
+    """
+    known = dict.fromkeys(name for g in batch for m in g.members for name in m.components)
+    if weights is None:
+        weights = dict.fromkeys(known, 1.0)
+    for name in weights:
+        if name not in known and known and weights[name]:
+            raise UnknownNameError(
+                f"gdpo weighs the reward {name!r}, which no trajectory of this step has.{did_you_mean(name, known)}"
+            )
+    sums = []
+    for group in batch:
+        sum_G = np.zeros(len(group.members))
+        for name, weight in weights.items():
+            values = np.array([m.components.get(name, 0.0) for m in group.members], dtype=np.float64)
+            if len(values) > 1 and np.ptp(values) > 0:
+                centred = values - values.mean()
+                sum_G += weight * (centred / (values.std(ddof=1) + eps) if norm_by_std else centred)
+        sums.append(sum_G)
+    flat = np.concatenate([*sums, np.empty(0)])
+    if whiten_batch and len(flat) > 1:
+        sums = [(s - flat.mean()) / (flat.std(ddof=1) + eps) for s in sums]
+    return spread(batch, [s.tolist() for s in sums])
+
+
+def check_outcome(outcome: str) -> None:
+    """Refuse an unknown way of combining reward and turn scores.
+
+    Raises:
+        ConfigError: it is none of `OUTCOMES`.
+    """
+    if outcome not in OUTCOMES:
+        raise ConfigError(f"algorithm.advantage_kwargs.outcome is {outcome!r}.{did_you_mean(outcome, OUTCOMES)}")

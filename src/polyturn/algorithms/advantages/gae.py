@@ -1,0 +1,161 @@
+"""Generalised advantage estimation with a critic, over tokens, over turns, and over both.
+
+    stream of trained tokens    a0 a1 | a2 a3 a4 |       observations stand between the turns and are no part of it
+    rewards                      .  r0   .  .  r1        on the last trained token of each turn
+    values                      v0 v1   v2 v3 v4         v_t is the value of the state that token t is sampled in
+
+delta_t = r_t + gamma v_next - v_t;  A_t = delta_t + gamma lam A_next;  the critic's target is A_t + v_t.
+Values and rewards at observations do not exist here: whatever a critic says there changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.algorithms.advantages.base import (
+    Estimate,
+    GroupView,
+    MemberView,
+    Outcome,
+    Stream,
+    advantages,
+    declare,
+    rewards_at_ends,
+    stream,
+    whiten,
+)
+from polyturn.algorithms.advantages.batch import check_outcome
+
+Numbers = NDArray[np.float64]
+
+
+@advantages.register("gae")
+@declare(scope="batch", needs_values=True)
+def gae(
+    batch: Sequence[GroupView],
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    outcome: Outcome = "rest",
+    whiten_batch: bool = True,
+) -> Estimate:
+    """Estimate the advantage of each token: A_t = sum over l of (gamma lam)^l delta_{t+l}, over trained tokens alone.
+
+    The next value behind a turn's last token is that of the next turn's first one. Normalised over the batch's trained
+    tokens unless `whiten_batch` is false. Source: Schulman et al. 2016 (GAE), equation 16.
+    """
+
+    def one(member: MemberView, at: Stream, values_N: Numbers) -> _Found:
+        rewards_N = at.gather([s.rewards for s in member.samples])
+        rewards_N[at.ends] += rewards_at_ends(member, at, outcome)
+        found_N = _gae(rewards_N, values_N, gamma, lam)
+        return _Found(found_N, found_N + values_N)
+
+    return _estimate(batch, one, outcome, whiten_batch)
+
+
+@advantages.register("turn_gae")
+@declare(scope="batch", needs_values=True)
+def turn_gae(
+    batch: Sequence[GroupView],
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    outcome: Outcome = "rest",
+    whiten_batch: bool = True,
+) -> Estimate:
+    """Estimate the advantage of each turn, a whole completion being one action: the same recursion over turns.
+
+    The value of a turn is that of its first trained token, the state before the model speaks; only there is the critic
+    trained. gamma and lam count turns, not tokens. Source: Li et al. 2025 (Turn-PPO), section 3; the recursion is
+    Schulman et al. 2016, equation 16.
+    """
+
+    def one(member: MemberView, at: Stream, values_N: Numbers) -> _Found:
+        ends = at.ends
+        starts = np.append(0, ends[:-1] + 1) if len(ends) else ends
+        rewards_U = rewards_at_ends(member, at, outcome)
+        if len(ends):
+            rewards_U = rewards_U + np.add.reduceat(at.gather([s.rewards for s in member.samples]), starts)
+        found_U = _gae(rewards_U, values_N[starts], gamma, lam)
+        returns_N = np.full(len(values_N), np.nan)
+        returns_N[starts] = found_U + values_N[starts]
+        return _Found(np.repeat(found_U, ends - starts + 1), returns_N)
+
+    return _estimate(batch, one, outcome, whiten_batch)
+
+
+@advantages.register("bilevel_gae")
+@declare(scope="batch", needs_values=True)
+def bilevel_gae(
+    batch: Sequence[GroupView],
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    turn_gamma: float = 1.0,
+    turn_lam: float = 1.0,
+    outcome: Outcome = "rest",
+    whiten_batch: bool = True,
+) -> Estimate:
+    """Estimate turns first, then the tokens within each, so that discounting tokens does not blur turns.
+
+    Turns: delta_k = r_k + turn_gamma V_{k+1} - V_k and A_k = delta_k + turn_gamma turn_lam A_{k+1}, V_k the value at the
+    last trained token of turn k. Tokens of a turn: the last one has A_k, and before it A_i = delta_i + gamma lam A_{i+1},
+    delta_i = r_i + gamma v_{i+1} - v_i. Source: Wang et al. 2025 (VAGEN), section 4.2, Bi-Level GAE.
+    """
+
+    def one(member: MemberView, at: Stream, values_N: Numbers) -> _Found:
+        ends = at.ends
+        rewards_N = at.gather([s.rewards for s in member.samples])
+        turn_U = _gae(rewards_at_ends(member, at, outcome) + rewards_N[ends], values_N[ends], turn_gamma, turn_lam)
+        found_N = np.zeros(len(values_N))
+        found_N[ends] = turn_U
+        is_end = np.zeros(len(values_N), dtype=bool)
+        is_end[ends] = True
+        for n in reversed(range(len(values_N))):
+            if not is_end[n]:
+                delta = rewards_N[n] + gamma * values_N[n + 1] - values_N[n]
+                found_N[n] = delta + gamma * lam * found_N[n + 1]
+        return _Found(found_N, found_N + values_N)
+
+    return _estimate(batch, one, outcome, whiten_batch)
+
+
+class _Found(NamedTuple):
+    """[N] over the stream of one trajectory."""
+
+    advantages_N: Numbers
+    returns_N: Numbers
+
+
+def _gae(rewards_U: Numbers, values_U: Numbers, gamma: float, lam: float) -> Numbers:
+    """Return [U] the advantages of decisions that follow one another; nothing follows the last."""
+    found_U = np.zeros(len(values_U))
+    running = following = 0.0
+    for u in reversed(range(len(values_U))):
+        delta = rewards_U[u] + gamma * following - values_U[u]
+        found_U[u] = running = delta + gamma * lam * running
+        following = values_U[u]
+    return found_U
+
+
+def _estimate(
+    batch: Sequence[GroupView], one: Callable[[MemberView, Stream, Numbers], _Found], outcome: Outcome, is_whitened: bool
+) -> Estimate:
+    check_outcome(outcome)
+    found: list[list[list[NDArray[np.float32]]]] = []
+    targets: list[list[list[NDArray[np.float32]]]] = []
+    for group in batch:
+        found.append([])
+        targets.append([])
+        for member in group.members:
+            at = stream(member.samples)
+            advantages_N, returns_N = one(member, at, at.gather([s.values for s in member.samples]))
+            found[-1].append(at.scatter(advantages_N, member.samples))
+            targets[-1].append(at.scatter(returns_N, member.samples))
+    estimate = Estimate(found, targets)
+    return whiten(batch, estimate) if is_whitened else estimate

@@ -1,0 +1,121 @@
+"""Estimators that compare the rewards of one group; every trained token of a trajectory gets the same number.
+
+rewards_G [G] of the trajectories of one task, samples_G their training samples  ->  [T] for each sample
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from polyturn.algorithms.advantages.base import Rewards, advantages, declare, on_weighted
+from polyturn.core.arrays import Floats
+from polyturn.core.errors import ConfigError
+from polyturn.core.sample import TrainSample
+
+Samples = Sequence[Sequence[TrainSample]]
+
+
+@advantages.register("grpo")
+@declare(min_group=2, only_compares=True)
+def grpo(rewards_G: Rewards, samples_G: Samples, *, norm_by_std: bool = True, eps: float = 1e-6) -> list[list[Floats]]:
+    """Compare each trajectory with its group: A = (r - mean) / (std + eps), the same on all its tokens.
+
+    The standard deviation is the unbiased one (n - 1). A group of which one is left has nothing to compare with: mean 0 and
+    std 1. Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2, outcome supervision. Without `norm_by_std` it is only
+    centred: Liu et al. 2025 (Dr. GRPO), which removes the bias towards groups of low variance.
+    """
+    values = np.asarray(rewards_G, dtype=np.float64)
+    mean, std = (values.mean(), values.std(ddof=1)) if len(values) > 1 else (0.0, 1.0)
+    return _on_all(samples_G, (values - mean) / (std + eps) if norm_by_std else values - mean)
+
+
+@advantages.register("dr_grpo")
+@declare(min_group=2, only_compares=True)
+def dr_grpo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
+    """Centre the rewards of the group without dividing by their spread: A = r - mean.
+
+    Source: Liu et al. 2025 (Understanding R1-Zero-like Training: Dr. GRPO), equation 3.
+    """
+    return grpo(rewards_G, samples_G, norm_by_std=False)
+
+
+@advantages.register("rloo")
+@declare(min_group=2, only_compares=True)
+def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
+    """Compare each trajectory with the others: A_i = r_i - mean of r_j over j != i.
+
+    The baseline does not know the trajectory itself, so the gradient is unbiased. Source: Ahmadian et al. 2024 (Back to
+    Basics), equation 8; Kool et al. 2019.
+    """
+    values = np.asarray(rewards_G, dtype=np.float64)
+    n = len(values)
+    return _on_all(samples_G, (values - values.mean()) * n / (n - 1) if n > 1 else values)
+
+
+@advantages.register("opo")
+@declare(min_group=2, only_compares=True)
+def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
+    """Subtract the mean weighted by length: A_i = r_i - sum(l_j r_j) / sum(l_j), l the number of trained tokens.
+
+    Of all baselines that are one number it has about the least variance, where a gradient's squared norm grows like the
+    length. Source: Hao et al. 2025 (On-Policy RL with Optimal Reward Baseline), equation 9.
+    """
+    values = np.asarray(rewards_G, dtype=np.float64)
+    lengths = np.array([sum(s.num_weighted for s in samples) for samples in samples_G], dtype=np.float64)
+    if len(values) < 2:
+        return _on_all(samples_G, values)
+    baseline = (lengths * values).sum() / lengths.sum() if lengths.sum() else values.mean()
+    return _on_all(samples_G, values - baseline)
+
+
+@advantages.register("grpo_passk")
+@declare(min_group=2, only_compares=True)
+def grpo_passk(
+    rewards_G: Rewards, samples_G: Samples, *, k: int | None = None, norm_by_std: bool = True, eps: float = 1e-6
+) -> list[list[Floats]]:
+    """Reward the best of k tries instead of the average one.
+
+    With k: let S be a set of k members, drawn from the n of the group, and R_S = max of r over S. With mean and std over all
+    such sets, A_i = (mean of R_S over the sets that hold i - mean) / (std + eps); computed in closed form. Source: Chen et
+    al. 2025 (Pass@k Training), section 2.4, there for rewards of 0 and 1.
+
+    Without k, that is k = n: A = (best - second best) / (std of r + eps) for the best member and 0 for the others, what the
+    best adds to the maximum of the group. Source: Tang et al. 2025 (Optimizing Language Models for Inference Time
+    Objectives), section 3. Without `norm_by_std` nothing is divided.
+
+    Raises:
+        ConfigError: k is not between 1 and n - 1.
+    """
+    values = np.asarray(rewards_G, dtype=np.float64)
+    n = len(values)
+    if n < 2:
+        return _on_all(samples_G, np.zeros(n))
+    order = np.argsort(values, kind="stable")
+    if k is None:
+        scalars = np.zeros(n)
+        lead = values[order[-1]] - values[order[-2]]
+        scalars[order[-1]] = lead / (values.std(ddof=1) + eps) if norm_by_std else lead
+        return _on_all(samples_G, scalars)
+    if not 1 <= k < n:
+        raise ConfigError(f"algorithm.advantage_kwargs.k is {k} in a group of {n}; it must be from 1 to {n - 1}")
+    sorted_G = values[order]
+    # Of the sets whose best is the one of rank j, there are as many as ways to choose the other k - 1 below it.
+    share = np.array([math.comb(j, k - 1) for j in range(n)]) / math.comb(n, k)
+    mean = float(share @ sorted_G)
+    std = math.sqrt(max(float(share @ sorted_G**2) - mean**2, 0.0))
+    holding = np.empty(n)
+    for rank in range(n):
+        # The k - 1 others come from the n - 1 members without this one; only those above it change the maximum.
+        with_it = [math.comb(j - 1, k - 2) if k > 1 else 0 for j in range(rank + 1, n)]
+        alone = math.comb(rank, k - 1)
+        holding[rank] = (alone * sorted_G[rank] + np.dot(with_it, sorted_G[rank + 1 :])) / math.comb(n - 1, k - 1)
+    scalars = np.empty(n)
+    scalars[order] = (holding - mean) / (std + eps) if norm_by_std else holding - mean
+    return _on_all(samples_G, scalars)
+
+
+def _on_all(samples_G: Samples, scalars_G: Rewards) -> list[list[Floats]]:
+    return [[on_weighted(s, a) for s in samples] for samples, a in zip(samples_G, scalars_G.tolist(), strict=True)]

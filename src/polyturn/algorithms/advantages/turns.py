@@ -1,0 +1,147 @@
+"""Estimators that give each turn its own credit, from the scores of turns and the states they were taken in.
+
+    turn        0     1     2          scores 0.2, none, 1.0        a reward of 1.2
+    return      1.2   1.0   1.0        what came from this turn on: a turn answers for what followed it
+
+All tokens of a turn share its number. Turns are taken to follow one another in the order of their indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.algorithms.advantages.base import (
+    Estimate,
+    GroupView,
+    MemberView,
+    Outcome,
+    advantages,
+    declare,
+    on_turns,
+    turn_penalties,
+    turn_rewards,
+)
+from polyturn.algorithms.advantages.batch import check_outcome
+
+
+@advantages.register("return_to_go")
+@declare(scope="batch", needs_turn_scores=True)
+def return_to_go(
+    batch: Sequence[GroupView],
+    *,
+    gamma: float = 1.0,
+    outcome: Outcome = "rest",
+    baseline: bool = True,
+    norm_by_std: bool = False,
+    eps: float = 1e-6,
+) -> Estimate:
+    """Credit each turn with the scores from it on: A_k = G_k - b_k, G_k = sum over l >= k of gamma^(l-k) r_l.
+
+    b_k is the mean of G_k over the other members of the group that have a turn k, so the gradient stays unbiased; 0 where
+    there is none. With `outcome` rest and gamma 1 it is unbiased for the trajectory's reward whatever the scores are: then
+    G_k is that reward less what was known before the turn. `norm_by_std` divides by the deviation of the group's A. Source:
+    Sutton et al. 2000 (policy gradient theorem, reward to go); Schulman et al. 2016, section 2, for gamma as a bias against
+    variance.
+    """
+    check_outcome(outcome)
+    found = []
+    for group in batch:
+        returns = [_returns(m, gamma, outcome) for m in group.members]
+        credits = [g.copy() for g in returns]
+        for index, mine in enumerate(credits):
+            for k in range(len(mine) if baseline else 0):
+                others = [g[k] for j, g in enumerate(returns) if j != index and len(g) > k]
+                mine[k] -= np.mean(others) if others else 0.0
+        flat = np.concatenate([*credits, np.empty(0)])
+        scale = flat.std(ddof=1) + eps if norm_by_std and len(flat) > 1 else 1.0
+        found.append([_on_members(m, c / scale) for m, c in zip(group.members, credits, strict=True)])
+    return Estimate(found)
+
+
+@advantages.register("mt_grpo")
+@declare(scope="batch", min_group=2, needs_turn_scores=True)
+def mt_grpo(
+    batch: Sequence[GroupView], *, outcome_weight: float = 1.0, norm_by_std: bool = True, eps: float = 1e-6
+) -> Estimate:
+    """Add a turn's standing among its peers to the trajectory's: A_k = T_k + outcome_weight O, at the last A_K = T_K + O.
+
+    T_k = (s_k - mean) / (std + eps) over the scores of turn k in the group, 0 where the turn has none or no other has; O is
+    the same of the trajectories' rewards. Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO), equations 7 and
+    8, where there are two turns and the last has no score of its own.
+    """
+    found = []
+    for group in batch:
+        outcome_G = _standing(group.totals, norm_by_std, eps)
+        num_turns = [m.num_turns for m in group.members]
+        credits = [np.zeros(k) for k in num_turns]
+        for k in range(max([0, *num_turns])):
+            scored = [i for i, m in enumerate(group.members) if len(m.turn_scores_K) > k and np.isfinite(m.turn_scores_K[k])]
+            values = np.array([group.members[i].turn_scores_K[k] for i in scored], dtype=np.float64)
+            for i, standing in zip(scored, _standing(values, norm_by_std, eps), strict=True):
+                credits[i][k] = standing
+        for mine, of_outcome in zip(credits, outcome_G, strict=True):
+            mine[:-1] += outcome_weight * of_outcome
+            mine[-1:] += of_outcome
+        found.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
+    return Estimate(found)
+
+
+@advantages.register("gigpo")
+@declare(scope="batch", min_group=2, needs_states=True)
+def gigpo(
+    batch: Sequence[GroupView],
+    *,
+    step_weight: float = 1.0,
+    gamma: float = 0.95,
+    outcome: Outcome = "rest",
+    norm_by_std: bool = True,
+    eps: float = 1e-6,
+) -> Estimate:
+    """Compare trajectories in their group, and turns that were taken in one state: A_k = E + step_weight S_k.
+
+    E = (R - mean) / (std + eps) over the group. Turns of the group with equal state keys, also of one trajectory, are an
+    anchor group; S_k = (G_k - mean) / (std + eps) over it, G_k = sum over l >= k of gamma^(l-k) r_l; 0 in a state that was
+    met once. Without `norm_by_std` both are only centred. The key of a state is the `state_key` that the turn before it left
+    in its info, else what that turn's observation says; the first turn is in the state of the task. Source: Feng et al. 2025
+    (GiGPO), equations 3, 6, 7 and 8.
+    """
+    check_outcome(outcome)
+    found = []
+    for group in batch:
+        of_group = _standing(group.totals, norm_by_std, eps)
+        returns = [_returns(m, gamma, outcome) for m in group.members]
+        anchors: dict[Hashable, list[tuple[int, int]]] = {}
+        for i, member in enumerate(group.members):
+            for k, state in enumerate(member.states_K[: len(returns[i])]):
+                if state is not None:
+                    anchors.setdefault(state, []).append((i, k))
+        credits = [np.full(len(g), e) for g, e in zip(returns, of_group, strict=True)]
+        for places in anchors.values():
+            values = np.array([returns[i][k] for i, k in places])
+            for (i, k), standing in zip(places, _standing(values, norm_by_std, eps), strict=True):
+                credits[i][k] += step_weight * standing
+        found.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
+    return Estimate(found)
+
+
+def _returns(member: MemberView, gamma: float, outcome: Outcome) -> NDArray[np.float64]:
+    """Return [K] the discounted sum of the rewards from each turn on, penalties on tokens included."""
+    returns_K = turn_rewards(member, outcome) + turn_penalties(member)
+    for k in reversed(range(len(returns_K) - 1)):
+        returns_K[k] += gamma * returns_K[k + 1]
+    return returns_K
+
+
+def _standing(values: NDArray[np.float64], norm_by_std: bool, eps: float) -> NDArray[np.float64]:
+    """Return how each value stands among all of them; 0 where there is nothing to compare with."""
+    if len(values) < 2:
+        return np.zeros(len(values))
+    centred = values - values.mean()
+    return centred / (values.std(ddof=1) + eps) if norm_by_std else centred
+
+
+def _on_members(member: MemberView, credits_K: NDArray[np.float64]) -> list[NDArray[np.float32]]:
+    return [on_turns(s, credits_K) for s in member.samples]
