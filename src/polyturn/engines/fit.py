@@ -9,6 +9,7 @@ Each figure is a difference of two timings, so that what both have in common fal
     prefill_token_s   one long prompt that the server has not seen, less a short one
     request_s         many requests of one token at once, less one, per request; their prompts and steps taken off
     prefix_cache      whether the long prompt costs less than half as much when it comes again
+    cache_block       greatest common divisor of what the server says it had of prompts of several lengths
 
 The server should serve nothing else meanwhile. Ways of measuring alternate within a repeat.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,10 +47,19 @@ class _Bench:
         self._vocab_size = vocab_size
         self._rng = random.Random(0)
         self._numbers = itertools.count()
+        self._prefilled = 0
+        """Prompt tokens that the last request was computed for, as the server says."""
 
     def prompt(self, length: int) -> Ids:
         """Return ids that the server has not seen."""
         return ids_array([self._rng.randrange(self._vocab_size) for _ in range(length)])
+
+    async def cached(self, length: int) -> int:
+        """Return how many tokens of a prompt the server still has when it comes a second time, as it says itself."""
+        prompt = self.prompt(length)
+        await self.seconds([prompt], 1)
+        await self.seconds([prompt], 1)
+        return length - self._prefilled
 
     async def seconds(self, prompts: Sequence[Ids], max_tokens: int) -> float:
         """Return how long all of `prompts` take at once, with `max_tokens` each.
@@ -72,6 +83,7 @@ class _Bench:
                     f"the server gave {len(completion.token_ids)} tokens where {max_tokens} were asked for, so a step "
                     "cannot be timed; let it ignore the end token, and give it room for them"
                 )
+            self._prefilled = int(completion.info.get("prefilled_tokens", len(prompt)))
             await self._engine.end_session(name)
 
         began = loop.time()
@@ -133,7 +145,9 @@ async def fit(
     table = [(b, (median(many[b]) - median(few[b])) / (MANY - FEW)) for b in batches]
     prefill = max(median(long) - median(short), 0.0) / (long_prompt_tokens - prompt_tokens)
     cost_of_each = (median(one_each) - median(short)) / max(widest - 1, 1) - prompt_tokens * prefill
+    shares = [await bench.cached(long_prompt_tokens * k // 7) for k in (3, 4, 5, 6, 7)]
     return Speed(
+        cache_block=max(math.gcd(*shares), 1),
         table=tuple(table),
         prefill_token_s=prefill,
         request_s=max(cost_of_each, 0.0),

@@ -29,7 +29,7 @@ def vllm_command(
     flags = [
         *("--model", str(model), "--host", "127.0.0.1", "--port", "{port}"),
         *("--max-model-len", str(max_context), "--skip-tokenizer-init"),
-        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"),
         *("--worker-extension-cls", "polyturn_vllm_worker.WeightLoader", "--scheduling-policy", "priority"),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(SERVER_SIDE)}

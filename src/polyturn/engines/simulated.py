@@ -45,16 +45,15 @@ class Speed:
     """What a request costs the server beside its tokens, such as reading it and sending the answer."""
     prefix_cache: bool = True
     """Whether a session's next turn computes only what is new."""
+    cache_block: int = 1
+    """Prefixes are kept in blocks of so many tokens; what does not fill one is computed again."""
     slots: int = 32
     kv_tokens: int = 1_000_000
 
     def __post_init__(self) -> None:
-        if (
-            self.slots < 1
-            or self.kv_tokens < 1
-            or min(self.step_s, self.prefill_token_s, self.per_sequence_s, self.request_s) < 0
-        ):
-            raise ConfigError(f"{self} cannot be: slots and kv_tokens are at least 1, and times at least 0")
+        times = (self.step_s, self.prefill_token_s, self.per_sequence_s, self.request_s)
+        if min(self.slots, self.kv_tokens, self.cache_block) < 1 or min(times) < 0:
+            raise ConfigError(f"{self} cannot be: slots, kv_tokens and cache_block are at least 1, and times at least 0")
         if [b for b, _ in self.table] != sorted({b for b, _ in self.table}):
             raise ConfigError(f"the table's batch sizes must rise, not {[b for b, _ in self.table]}")
 
@@ -320,7 +319,7 @@ class SimulatedEngine:
             size = len(run.request.prompt_ids) + run.done
             held = self._cache.pop(run.request.session_id, 0)
             self._cached -= held
-            new = size - min(held, size - 1)
+            new = size - min(held, size - 1) // self.speed.cache_block * self.speed.cache_block
             prefilled += new
             num_admitted += 1
             run.prefilled += new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 
 import numpy as np
@@ -77,6 +78,17 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
         return [c.info["prefilled_tokens"] for c in (first, second, third)]
 
     assert run_virtual(main()) == [10, 6, 30]
+
+
+def test_what_does_not_fill_a_block_of_the_prefix_cache_is_computed_again() -> None:
+    async def main() -> int:
+        engine = SimulatedEngine(dataclasses.replace(SPEED, cache_block=8, request_s=1.0), plan=lambda r: 4)
+        await engine.generate(ask("a"))
+        second = await engine.generate(ask("a", prompt=20, turn=1))
+        assert engine.busy_s == pytest.approx(2 * 1.0 + 0.1 * (10 + 12) + 8 * 1.5)
+        return int(second.info["prefilled_tokens"])
+
+    assert run_virtual(main()) == 20 - 8  # it had 14 tokens
 
 
 def test_what_outgrows_the_room_is_put_back_and_still_answered_whole() -> None:

@@ -1,0 +1,97 @@
+"""What the benchmarks on real servers share: a small random Qwen3, a server of it on chosen cores, and its client.
+
+    async with server("vllm", cores={0}) as url:
+        engine = client("vllm", url)
+
+The environments are those of `make engines`; a benchmark whose environment is missing says so and prints no figure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+from polyturn.engines.launcher import Server
+from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.serve_commands import SERVE_COMMANDS
+from polyturn.engines.sglang import SglangEngine
+from polyturn.engines.vllm import VllmEngine
+
+VOCAB, MAX_CONTEXT = 1024, 8192
+CLIENTS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
+
+
+def python_of(engine: str) -> Path:
+    """Return the interpreter of the environment that serves `engine`.
+
+    Raises:
+        SystemExit: it was not built.
+    """
+    path = Path(__file__).parents[1] / "scripts" / "engines" / "build.py"
+    spec = importlib.util.spec_from_file_location("engines_build", path)
+    assert spec is not None and spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    folder: Path = build.folder_of(engine)
+    if not (folder / build.MARKER).exists():
+        sys.exit(f"there is no environment for {engine}; build it with `make engines`")
+    return folder / "bin" / "python"
+
+
+def write_model(folder: Path) -> None:
+    """Write a random Qwen3 of 0.7 million parameters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_CONTEXT,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+@contextlib.asynccontextmanager
+async def server(engine: str, *, cores: Iterable[int] | None = None, args: tuple[str, ...] = ()) -> AsyncIterator[str]:
+    """Start a server and yield its URL.
+
+    Args:
+        engine: "vllm" or "sglang".
+        cores: The cores that it may use; None for all.
+        args: More of its flags.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder))
+        spec = SERVE_COMMANDS[engine](
+            python=str(python_of(engine)), model=Path(folder), max_context=MAX_CONTEXT, device="cpu", args=args
+        )
+        if cores is not None:
+            listed = ",".join(map(str, sorted(cores)))
+            # Threads of a parallel region must not outnumber the cores, and vLLM binds its threads unless told not to.
+            env = {**spec.env, "OMP_NUM_THREADS": str(len(set(cores))), "VLLM_CPU_OMP_THREADS_BIND": listed}
+            spec = dataclasses.replace(spec, command=("taskset", "-c", listed, *spec.command), env=env)
+        running = await Server.start(spec)
+        try:
+            yield running.url
+        finally:
+            await running.stop()
+
+
+def client(engine: str, url: str, *, max_in_flight: int = 256) -> RemoteEngine:
+    """Return a client of that server."""
+    return CLIENTS[engine](url, vocab_size=VOCAB, max_context=MAX_CONTEXT, max_in_flight=max_in_flight)
