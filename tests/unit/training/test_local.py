@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn.algorithms.losses import TokenLoss
+from polyturn.algorithms.kl import AdaptiveKl
+from polyturn.algorithms.losses import TokenLoss, policy_losses
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError, UnknownNameError
 from polyturn.core.metrics import merge, reduce
 from polyturn.core.protocols import Policy
@@ -250,11 +251,69 @@ def test_a_step_with_a_bad_loss_is_skipped_and_reports_only_finite_figures():
     assert not all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
 
 
+def test_distillation_has_the_gradient_of_the_kl_to_the_teacher():
+    """Over all next tokens, each weighted by its probability: the term's gradient is that of KL(policy || teacher)."""
+    student, teacher = tiny_model(VOCAB, hidden=16, seed=1), tiny_model(VOCAB, hidden=16, seed=2)
+    prompt = np.arange(5)
+    made = LocalPolicy(
+        student,
+        optim=OptimSettings(),
+        loss=LossSettings(policy_loss=policy_losses.resolve("none"), distill_coef=1.0),
+        teacher=teacher,
+    )
+    every = [
+        TrainSample(
+            id=SampleId("g", str(token), 0),
+            token_ids=np.append(prompt, token),
+            loss_weights=np.array([0.0] * 5 + [1.0]),
+            turn_ids=np.zeros(6),
+            advantages=np.zeros(6),
+        )
+        for token in range(VOCAB)
+    ]
+    ids = torch.arange(5)[None]
+    logprobs = torch.log_softmax(student(input_ids=ids).logits[0, -1], -1)
+    coefs = [np.array([0.0] * 5 + [float(p)]) for p in logprobs.exp().detach()]
+    found = reduce(made.forward_backward(every, coefs=coefs))
+    grads = [p.grad.clone() for p in student.parameters()]
+    student.zero_grad()
+    with torch.no_grad():
+        of_teacher = torch.log_softmax(teacher(input_ids=ids).logits[0, -1], -1)
+    kl = (logprobs.exp() * (logprobs - of_teacher)).sum()
+    kl.backward()
+    assert found["loss/distill"] == pytest.approx(kl.item(), rel=1e-4)
+    assert all(torch.allclose(g, p.grad, atol=1e-6) for g, p in zip(grads, student.parameters(), strict=True))
+
+
+def test_marks_are_chosen_over_the_whole_step_from_the_log_probabilities_it_begins_with():
+    made = policy(policy_loss=policy_losses.resolve("kl_cov"), policy_loss_kwargs={"kl_cov_ratio": 0.2})
+    batch = samples()
+    count = sum(s.num_weighted for s in batch)
+    found = reduce(made.forward_backward(batch))
+    assert found["policy/marked_share"] == pytest.approx(int(0.2 * count) / count)
+
+
+def test_an_adaptive_kl_weight_is_what_the_loss_uses_and_what_a_checkpoint_keeps():
+    control = AdaptiveKl(coef=0.1, target=1.0)
+    made = LocalPolicy(
+        tiny_model(VOCAB, hidden=16), optim=OptimSettings(), loss=LossSettings(kl_coef=0.1), reference=True, kl=control
+    )
+    batch = [s.replace(ref_logprobs=np.full(len(s), -5.0)) for s in samples()]
+    before = reduce(made.forward_backward(batch))["loss/kl"]
+    control.update(100.0, num_trajectories=5000)
+    assert reduce(made.forward_backward(batch))["loss/kl"] == pytest.approx(1.1 * before)
+    assert made.state_dict()["kl"] == {"coef": pytest.approx(0.11)}
+
+
 def test_missing_pieces_are_named():
     with pytest.raises(TrainingError, match="no advantages"):
         policy().forward_backward(samples(advantages=None))
     with pytest.raises(ConfigError, match="no reference policy"):
         policy(kl_coef=0.1)
+    with pytest.raises(ConfigError, match="there is no teacher"):
+        policy(distill_coef=0.1)
+    with pytest.raises(ConfigError, match="the reference has a vocabulary of 32 and the model of 48"):
+        LocalPolicy(tiny_model(VOCAB), optim=OptimSettings(), reference=tiny_model(32))
     with pytest.raises(ConfigError, match="built without a reference"):
         policy().score(samples(), reference=True)
     with pytest.raises(UnknownNameError, match="Did you mean 'token-mean'"):

@@ -1,0 +1,107 @@
+"""Whole runs of a tiny model with each part of the loss that a configuration can ask for, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from polyturn.cli.main import main
+from polyturn.testing.runs import call_command, write_tiny_run
+
+RUN = ["train.steps=2", "evaluation.data=null", "warm_start.conversations=null"]
+LORA = "model.lora={rank: 2, alpha: 4}"
+CORRECTION = "algorithm.correction={reject: {token_k1: 5.0, seq_mean_k3: 0.5}, veto: 1.0e-4}"
+
+
+def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """Train, and return the metrics of each step."""
+    called = call_command(main, "train", write_tiny_run(folder), *RUN, *overrides)
+    assert called.code == 0, called.err
+    lines = (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [one for one in found if "loss/total" in one]
+
+
+@pytest.mark.parametrize("loss", ["cispo", "gspo", "clip_cov"])
+def test_a_run_trains_with_each_kind_of_loss(tmp_path, loss):
+    steps = train(tmp_path, f"algorithm.loss={loss}", "train.minibatches=2")
+    assert len(steps) == 2
+    assert all(s["loss/grad_norm"] > 0 and s["loss/skipped_steps"] == 0 for s in steps)
+
+
+def test_a_run_corrects_for_its_engine(tmp_path):
+    """The embedded engine is the policy, so weights are 1 and nothing is rejected: what is measured is float32's noise."""
+    steps = train(tmp_path, CORRECTION)
+    for step in steps:
+        assert step["policy/correction_weight"] == pytest.approx(1.0, abs=1e-4)
+        assert step["policy/correction_effective_share"] == pytest.approx(1.0, abs=1e-4)
+        assert step["tokens/dropped_rejected"] == 0
+        assert abs(step["policy/off_policy_kl"]) < 1e-4
+
+
+def test_the_weight_of_the_kl_follows_its_target_and_survives_a_resume(tmp_path):
+    target = ["algorithm.kl_coef=0.1", "algorithm.kl_target=1.0", "algorithm.kl_horizon=12", "train.checkpoint_every=1"]
+    steps = train(tmp_path, *target)
+    # The KL is far below its target: each step of n trajectories lowers the weight by n / 12 of a fifth.
+    assert steps[0]["policy/kl_coef"] == pytest.approx(0.1)
+    assert 0.09 <= steps[1]["policy/kl_coef"] < 0.1
+    state = torch.load(tmp_path / "runs/tiny/checkpoints/step-000002/state.pt", weights_only=True)
+    assert 0.081 <= state["policy"]["kl"]["coef"] < steps[1]["policy/kl_coef"]
+
+
+def test_lora_trains_an_adapter_keeps_it_and_leaves_a_merged_model(tmp_path):
+    steps = train(tmp_path, LORA, "algorithm.kl_coef=0.1", "train.checkpoint_every=1")
+    assert max(s["policy/rollout_difference_max"] for s in steps) < 1e-4  # the engine samples from the adapted model
+    run = tmp_path / "runs/tiny"
+    kept = load_file(run / "checkpoints/step-000002/model/adapter_model.safetensors")
+    assert kept and all("lora_" in name for name in kept)
+    assert not (run / "checkpoints/step-000002/model/model.safetensors").exists()
+    evaluated = call_command(main, "eval", tmp_path / "config.yaml", LORA, "--checkpoint", run)
+    assert evaluated.code == 0, evaluated.err
+    refused = call_command(main, "eval", tmp_path / "config.yaml", "--checkpoint", run / "checkpoints/step-000002")
+    assert refused.code != 0 and "holds an adapter and model.lora is not set" in refused.err
+    resumed = call_command(main, "train", tmp_path / "config.yaml", *RUN, LORA, "algorithm.kl_coef=0.1", "train.steps=3")
+    assert resumed.code == 0, resumed.err
+
+
+def test_a_teacher_teaches_without_any_reward(tmp_path):
+    """The student is drawn to the teacher, and the loss is the KL alone."""
+    train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.05")
+    teacher = next((tmp_path / "first/runs/tiny").glob("checkpoints/step-*/model"))
+    assert AutoModelForCausalLM.from_pretrained(teacher) is not None
+    distill = [f"algorithm.distill={{teacher: {teacher}, estimator: k3+}}", "algorithm.loss=none"]
+    steps = train(tmp_path / "second", *distill, "train.steps=6", "train.optim.lr=0.01")
+    kl = [s["policy/kl_to_teacher"] for s in steps]
+    assert np.mean(kl[-2:]) < 0.5 * kl[0]
+    assert all(s["loss/policy"] == 0 for s in steps)
+
+
+def test_the_reference_may_be_another_model(tmp_path):
+    train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.05")
+    other = next((tmp_path / "first/runs/tiny").glob("checkpoints/step-*/model"))
+    steps = train(tmp_path / "second", "algorithm.kl_coef=0.1", f"model.reference={other}")
+    assert steps[0]["policy/kl_to_reference"] > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.loss=gspoo"], "Did you mean 'gspo'"),
+        (["algorithm.loss=sapo", "algorithm.loss_kwargs={tau_neg: 0}"], "both must be above 0"),
+        (["algorithm.loss=none"], "there is nothing to learn from"),
+        (["algorithm.kl_target=0.1"], "kl_coef is 0"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k4"], "'k4'"),
+        (["model.reference=somewhere"], "nothing reads it"),
+        (["algorithm.correction={}", "algorithm.old_logprobs=engine"], "set old_logprobs to 'trainer'"),
+        (["algorithm.correction={reject: {seq_k1: 2.0}}"], "no rejection by 'seq_k1'"),
+        (["model.lora={target_modules: [query]}"], "its linear modules are"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(tmp_path, overrides, message):
+    called = call_command(main, "train", write_tiny_run(tmp_path), *RUN, *overrides)
+    assert called.code != 0
+    assert message in called.err and "Traceback" not in called.err
