@@ -25,6 +25,7 @@ from polyturn.core.generation import SamplingParams
 from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter
+from polyturn.engines.update_gate import UpdateGate
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rewards.calls import CallOptions, RateLimit
 from polyturn.rewards.code import Sandbox
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.engines.pool import EnginePool
     from polyturn.engines.process import ProcessEngine
+    from polyturn.training.distributed import Team
 
 _NUM_TRIALS = 9
 """Random dialogues that a run tries its template with, besides the canned ones; `polyturn check` tries more."""
@@ -62,6 +64,8 @@ class Parts:
     context: RolloutContext
     template: TemplateReport
     max_context: int
+    team: Team | None = None
+    """The ranks that train together; None where this process trains alone."""
 
 
 def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
@@ -92,7 +96,7 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
     scheduler = build_scheduler(place)
     engine = build_engine(place, model, tokenizer=tokenizer, media=media, max_context=max_context, checkpoint=checkpoint)
     context = RolloutContext(
-        engine=engine,
+        engine=engine if config.engine.update == "in_flight" else UpdateGate(engine, mode=config.engine.update),
         codec=codec,
         media=media,
         parser=build_parser(

@@ -55,9 +55,9 @@ class UpdateGate:
         while True:
             if parts:
                 with suspended():
-                    await self._is_open.wait()
+                    await self._opened()
             else:
-                await self._is_open.wait()
+                await self._opened()
             asked = continued(request, parts)
             self._live[request.request_id] = False
             self._is_idle.clear()
@@ -91,6 +91,10 @@ class UpdateGate:
     async def close(self) -> None:
         """Close the engine."""
         await self.engine.close()
+
+    async def _opened(self) -> None:
+        while not self._is_open.is_set():  # it may close again before those who waited run
+            await self._is_open.wait()
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:

@@ -24,11 +24,10 @@ from polyturn.algorithms.advantages import grpo
 from polyturn.core.arrays import Floats
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.metrics import Mean, Metrics
-from polyturn.core.protocols import Engine
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.engines.simulated import SimulatedEngine, Speed
-from polyturn.engines.update_gate import GatedChannel, UpdateGate, UpdateMode
+from polyturn.engines.update_gate import UpdateGate, UpdateMode
 from polyturn.engines.virtual_time import run_virtual
 from polyturn.evaluation.report import EvalReport
 from polyturn.rollout.limits import Limits
@@ -110,17 +109,17 @@ class _Observer:
 class _Channel:
     """New weights come after a random time, in which the trainer would have trained."""
 
-    def __init__(self, engine: Engine, policy: CountingPolicy, *, train_s: Callable[[], float]) -> None:
-        self._engine = engine
+    def __init__(self, gate: UpdateGate, policy: CountingPolicy, *, train_s: Callable[[], float]) -> None:
+        self._gate = gate
         self._policy = policy
         self._train_s = train_s
 
     async def start(self, version: int) -> None:
-        await self._engine.update_weights(version)
+        await self._gate.update_weights(version)
 
     async def publish(self, version: int) -> None:
         await asyncio.sleep(self._train_s())
-        await self._engine.update_weights(version)
+        await self._gate.update_weights(version)
         self._policy.step = version
 
 
@@ -174,13 +173,12 @@ def run_simulated(
     policy = CountingPolicy(run)
 
     async def main(path: Path) -> None:
-        channel = _Channel(engine, policy, train_s=lambda: rng.expovariate(1 / train_s))
         trainer = Trainer(
             settings,
             update=Update(
                 policy, estimator=grpo, settings=UpdateSettings(is_stale=settings.max_staleness > 0, drop_zero_variance=True)
             ),
-            channel=GatedChannel(channel, gate),
+            channel=_Channel(gate, policy, train_s=lambda: rng.expovariate(1 / train_s)),
             pool=RolloutPool(context, max_concurrent=1 << 16),
             tasks=[task(f"What is {i}?", id=f"t{i}", data_source="simulated") for i in range(num_tasks)],
             eval_sets=[],
