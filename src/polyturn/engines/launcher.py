@@ -28,6 +28,8 @@ from pathlib import Path
 from polyturn.core.errors import EngineError, one_line
 
 _TAIL_LINES = 20
+_KILLED_S = 5.0
+"""How long the system may take to end processes that were killed."""
 _DIE_WITH_PARENT = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # PR_SET_PDEATHSIG; it survives the exec
@@ -115,6 +117,7 @@ class Server:
         await asyncio.to_thread(self._wait_for_end, self.spec.stop_timeout_s)
         self._signal(signal.SIGKILL)
         await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(self._wait_for_end, _KILLED_S)
         if self.spec.log is None:
             self.log.unlink(missing_ok=True)
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from polyturn.core.aio import first_error
 from polyturn.core.errors import ConfigError, EngineError, EngineGoneError, EngineLostError, one_line
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.engines.completion_parts import nothing
 from polyturn.engines.order import OrderPolicy, make_policy
 from polyturn.engines.recovery import Revivable, Served, Verify, recover
 from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Replica, Waiting
@@ -185,7 +186,7 @@ class EnginePool:
                 waiting = self._live[request.request_id] = Waiting(request, loop.time(), loop.create_future())
                 replica = await self._placed(waiting)
                 if replica is None:
-                    return _nothing(self._served.version)
+                    return nothing(self._served.version)
                 try:
                     completion = await self._ask(replica, waiting)
                 except EngineLostError as problem:
@@ -241,13 +242,16 @@ class EnginePool:
                 self.exclude(replica, problem)
                 return
             replica.version, replica.is_stale = version, False
+            if replica.recovery is not None:
+                replica.recovery.cancel()
+                replica.recovery = None
             self._up(replica)
 
         try:
             with first_error():
                 async with asyncio.TaskGroup() as tasks:
                     for replica in self._replicas:
-                        if replica.recovery is None and not replica.is_gone:
+                        if not replica.is_gone and (replica.recovery is None or self._files is None):
                             tasks.create_task(push(replica))
                         else:
                             replica.is_stale = True  # it gets them when it is back
@@ -442,8 +446,3 @@ class EnginePool:
             left = sum(not other.is_gone for other in self._replicas)
             logger.error("%s is out for good (%s); %d servers are left", replica.name, one_line(problem), left)
             self._admit()
-
-
-def _nothing(version: int) -> Completion:
-    """Return what a request has that was ended before it was sent."""
-    return Completion(token_ids=[], logprobs=[], finish_reason=FinishReason.ABORT, policy_versions=((0, version),))  # type: ignore[arg-type]

@@ -101,11 +101,11 @@ async def recover(
 
 async def _renew(replica: Replica, target: Served, verify: Verify | None) -> bool:
     """Give `replica` the weights that it should have; return whether it needed them."""
-    if target.weights is None:
-        return False
     if not replica.is_stale and await _serves(replica.engine, target.version):
         return False
     replica.is_stale = True
+    if target.weights is None:
+        raise EngineError(f"{replica.name} serves other weights than policy version {target.version}, which are not kept")
     await replica.engine.update_weights(target.version, weights=target.weights)
     if verify is not None:
         await verify(replica.engine, target.version)

@@ -15,22 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.checks import check_request
+from polyturn.engines.completion_parts import continued, joined, nothing
+from polyturn.engines.flight import Flight
 from polyturn.engines.keeper import Keeper
 from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.link import Link
@@ -40,10 +38,6 @@ logger = logging.getLogger(__name__)
 
 FOREIGN_VERSION = -1
 """The policy version of tokens from weights that this client did not send, once it has sent some."""
-_ABORT_GRACE_S = 10.0
-_ABORT_TIMEOUT_S = 5.0
-_FIRST_ABORT_PAUSE_S, _LAST_ABORT_PAUSE_S = 0.005, 0.5
-_FIRST_BUSY_PAUSE_S, _LAST_BUSY_PAUSE_S = 0.05, 2.0
 _NUM_LOOKS = 2
 """So many looks at a server's health in a row must fail for it to count as lost."""
 _HUNG_AFTER = 3.0
@@ -63,21 +57,6 @@ class ServerFacts(NamedTuple):
     seeded: bool
     priorities: bool
     max_context: int | None
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request whose `generate` has not returned."""
-
-    wire_id: str = ""
-    """The id that the server knows it by."""
-    sent: asyncio.Task[Any] | None = None
-    is_waiting: bool = False
-    """Whether the server refuses it for now, so that there is nothing to end there."""
-    problem: EngineLostError | None = None
-    """Why it was given up."""
-    end: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the caller wants it to end."""
 
 
 class RemoteEngine(ABC):
@@ -130,7 +109,7 @@ class RemoteEngine(ABC):
         self._health_s = health_s
         self._busy_limit_s = busy_s
         self._places = asyncio.Semaphore(max_in_flight)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._files = None if model is None else WeightFolder(model)
@@ -219,7 +198,9 @@ class RemoteEngine(ABC):
         self._check(request)  # now also against what the server said about itself
         if not self._live:
             self._busy_since = time.perf_counter()
-        live = self._live[request.request_id] = _Live()
+        flight = self._live[request.request_id] = Flight(
+            self.url, abort=self._abort_quietly, abort_later=self._abort_later, busy_limit_s=self._busy_limit_s
+        )
         if self._watch is None:
             self._watch = self._background(self._watch_health())
         parts: list[Completion] = []
@@ -228,23 +209,24 @@ class RemoteEngine(ABC):
                 while True:
                     await self._is_open.wait()
                     updates = self._updates
-                    parts.append(await self._ask(request, parts, live))
-                    if not self._goes_on(request, parts[-1], live) or self._updates == updates:
-                        return parts[0] if len(parts) == 1 else _joined(parts)
+                    parts.append(await self._ask(request, parts, flight))
+                    if not self._goes_on(request, parts[-1], flight) or self._updates == updates:
+                        return joined(parts)
         finally:
+            self.num_busy += flight.num_busy
             del self._live[request.request_id]
             if not self._live:
                 self._busy_s += time.perf_counter() - self._busy_since
 
-    def _goes_on(self, request: GenerateRequest, part: Completion, live: _Live) -> bool:
+    def _goes_on(self, request: GenerateRequest, part: Completion, flight: Flight) -> bool:
         """Return whether `part` was cut by something that its caller did not ask for."""
         is_late = request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline
-        return part.finish_reason is FinishReason.ABORT and not live.end.is_set() and not is_late
+        return part.finish_reason is FinishReason.ABORT and not flight.is_ended and not is_late
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns what there is. Unknown ids are fine."""
-        if (live := self._live.get(request_id)) is not None:
-            live.end.set()
+        if (flight := self._live.get(request_id)) is not None:
+            flight.end()
 
     async def end_session(self, session_id: str) -> None:
         """Do nothing: the server's prefix cache forgets by itself."""
@@ -378,64 +360,29 @@ class RemoteEngine(ABC):
             except (EngineError, TimeoutError):
                 failed = failed + 1 if self._is_open.is_set() else 0
             if failed >= _NUM_LOOKS:
-                self._give_up(EngineLostError(f"{self.url} takes requests and does not answer them"))
+                for flight in self._live.values():
+                    flight.give_up(EngineLostError(f"{self.url} takes requests and does not answer them"))
                 break
         self._watch = None
 
-    def _give_up(self, problem: EngineLostError) -> None:
-        for live in self._live.values():
-            live.problem = problem
-            if live.sent is not None:
-                live.sent.cancel()
-
     # One request.
 
-    async def _ask(self, request: GenerateRequest, parts: Sequence[Completion], live: _Live) -> Completion:
+    async def _ask(self, request: GenerateRequest, parts: Sequence[Completion], flight: Flight) -> Completion:
         """Send `request`, continued behind the tokens of `parts`, and wait for the answer."""
         if parts:
-            request = _continued(request, parts)
-        live.wire_id, live.problem = uuid.uuid4().hex, None
-        live.sent = asyncio.create_task(self._send(self._call(request, live.wire_id), live))
-        try:
-            reply = await self._within(live.sent, request.deadline, live)
-        except asyncio.CancelledError:
-            live.sent.cancel()
-            self._background(self._abort_quietly(live.wire_id))
-            task = asyncio.current_task()
-            if live.problem is not None and (task is None or not task.cancelling()):
-                raise live.problem from None
-            raise
-        except EngineLostError:
-            self._background(self._abort_quietly(live.wire_id))  # the server may still be at work on it
-            raise
+            request = continued(request, parts)
+
+        async def post(wire_id: str) -> Any:
+            call = self._call(request, wire_id)
+            return await self._post(call.path, call.body, timeout_s=self._timeout_s)
+
+        reply = await flight.fly(post, deadline=request.deadline)
         if reply is None:
-            return Completion(  # the caller wanted an end before the server took it
-                token_ids=np.empty(0, np.int32),
-                logprobs=np.empty(0, np.float32),
-                finish_reason=FinishReason.ABORT,
-                policy_versions=((0, self.version),),
-                info={"prefilled_tokens": 0},
-            )
+            return nothing(self.version)
         try:
             return self._read(request, reply)
         except (KeyError, IndexError, TypeError, ValueError) as problem:
             raise EngineError(f"{self.url} answered what {self.name} does not say ({one_line(problem)})") from problem
-
-    async def _send(self, call: Call, live: _Live) -> Any:
-        """POST until the server takes it; one that is full is asked again."""
-        loop = asyncio.get_running_loop()
-        limit, pause = loop.time() + self._busy_limit_s, _FIRST_BUSY_PAUSE_S
-        while True:
-            live.is_waiting = False
-            try:
-                return await self._post(call.path, call.body, timeout_s=self._timeout_s)
-            except EngineBusyError:
-                self.num_busy += 1
-                if loop.time() + pause > limit:
-                    raise
-            live.is_waiting = True
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_BUSY_PAUSE_S)
 
     def _check(self, request: GenerateRequest) -> None:
         if self._is_closed:
@@ -465,36 +412,14 @@ class RemoteEngine(ABC):
         wanted, context = request.sampling.max_tokens, self._context
         return wanted if context is None else min(wanted, context - len(request.prompt_ids))
 
-    async def _within(self, sent: asyncio.Task[Any], deadline: float | None, live: _Live) -> Any:
-        """Wait for the answer; once the deadline has passed or the caller wants an end, ask for what there is.
-
-        Returns None where the server had not taken the request by then.
-        """
-        loop = asyncio.get_running_loop()
-        left = None if deadline is None else max(deadline - loop.time(), 0.0)
-        ended = asyncio.create_task(live.end.wait())
-        try:
-            await asyncio.wait({sent, ended}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ended.cancel()
-        grace, pause = loop.time() + _ABORT_GRACE_S, _FIRST_ABORT_PAUSE_S
-        while not sent.done():
-            if live.is_waiting:
-                sent.cancel()
-                return None
-            if loop.time() > grace:
-                sent.cancel()
-                raise EngineLostError(f"{self.url} did not end a request within {_ABORT_GRACE_S:.0f} s of being asked to")
-            await self._abort_quietly(live.wire_id)  # again and again: the request may still have been on its way
-            await asyncio.wait({sent}, timeout=pause)
-            pause = min(2 * pause, _LAST_ABORT_PAUSE_S)
-        return await sent
-
     async def _abort_quietly(self, wire_id: str) -> None:
         try:
             await self._abort(wire_id)
         except EngineError as problem:
             logger.debug("%s: a request could not be aborted (%s)", self.url, one_line(problem))
+
+    def _abort_later(self, wire_id: str) -> None:
+        self._background(self._abort_quietly(wire_id))
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` without holding the caller up; `close` waits for it."""
@@ -505,39 +430,3 @@ class RemoteEngine(ABC):
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
         return await self._link.post(path, body, timeout_s=timeout_s)
-
-
-def version_runs(runs: Sequence[tuple[int, int]], *, current: int) -> tuple[tuple[int, int], ...]:
-    """Return (first token, version) runs from token 0 that change at each entry; `current` where there are none."""
-    out: list[tuple[int, int]] = []
-    for start, version in runs or [(0, current)]:
-        if not out or out[-1][1] != version:
-            out.append((start if out else 0, version))
-    return tuple(out)
-
-
-def _continued(request: GenerateRequest, parts: Sequence[Completion]) -> GenerateRequest:
-    """Return the request for the rest of a completion of which `parts` are there."""
-    ids = [part.token_ids for part in parts]
-    done = sum(map(len, ids))
-    return dataclasses.replace(
-        request,
-        prompt_ids=np.concatenate([request.prompt_ids, *ids]),
-        sampling=dataclasses.replace(request.sampling, max_tokens=request.sampling.max_tokens - done),
-    )
-
-
-def _joined(parts: Sequence[Completion]) -> Completion:
-    """Return the parts of one completion as one."""
-    versions: list[tuple[int, int]] = []
-    start = 0
-    for part in parts:
-        versions += [(start + first, version) for first, version in part.policy_versions if len(part.token_ids)]
-        start += len(part.token_ids)
-    return Completion(
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts if part.logprobs is not None]),
-        finish_reason=parts[-1].finish_reason,
-        policy_versions=version_runs(versions, current=parts[-1].policy_versions[-1][1]),
-        info={"prefilled_tokens": sum(part.info["prefilled_tokens"] for part in parts), "parts": len(parts)},
-    )

@@ -17,7 +17,8 @@ import numpy as np
 from polyturn.core.errors import EngineError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.remote import Call, RemoteEngine, ServerFacts, version_runs
+from polyturn.engines.completion_parts import version_runs
+from polyturn.engines.remote import Call, RemoteEngine, ServerFacts
 
 _LOAD_TIMEOUT_S = 600.0
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}

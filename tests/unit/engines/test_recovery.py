@@ -1,0 +1,187 @@
+"""From a lost server to one that serves the right weights again, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.core.errors import EngineError, EngineGoneError, EngineLostError
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.engines.pool import EnginePool
+from polyturn.engines.recovery import Served, recover
+from polyturn.engines.replica import Replica
+from polyturn.engines.simulated import SimulatedEngine, Speed
+from polyturn.engines.virtual_time import run_virtual
+
+
+class Restartable(SimulatedEngine):
+    """A server that can be asked how it is, and is started again after `dead_s`, so often and no more."""
+
+    def __init__(self, *, dead_s: float = 10.0, max_restarts: int = 1, keeps_weights: bool = False) -> None:
+        super().__init__(Speed(), plan=lambda request: 100, name="server")
+        self.dead_s, self.max_restarts, self.keeps_weights = dead_s, max_restarts, keeps_weights
+        self.num_restarts = 0
+        self.is_down = False
+        self.pushed: list[int] = []
+
+    def fail(self) -> None:
+        self.kill()
+        self.is_down = True
+
+    async def revive(self) -> None:
+        if not self.is_down:
+            return
+        if self.num_restarts == self.max_restarts:
+            raise EngineGoneError("it was started again often enough")
+        await asyncio.sleep(self.dead_s)
+        self.num_restarts += 1
+        self.is_down = False
+        self.restart(version=None if self.keeps_weights else 0)
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        await super().update_weights(version, weights=weights)
+        self.pushed.append(version)
+
+
+def ask(name: str) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name, session_id=name, prompt_ids=np.zeros(4, np.int32), sampling=SamplingParams(max_tokens=1000)
+    )
+
+
+def run_recovery(engine: Restartable, *, verify: Any = None, served: Any = None) -> tuple[Replica, list[Served]]:
+    """Let a replica that was given version 3 fail and come back."""
+
+    async def main() -> tuple[Replica, list[Served]]:
+        replica = Replica(engine, "replica 0", 0, 8, version=3)
+        target = Served(3, {"w": 1})
+        seen: list[Served] = []
+
+        def on_back(found: Served) -> bool:
+            seen.append(found)
+            return found is (served or (lambda: target))()
+
+        await engine.update_weights(3)
+        engine.fail()
+        await recover(
+            replica, engine, served=served or (lambda: target), verify=lambda: verify, on_back=on_back, attempt_s=60.0
+        )
+        return replica, seen
+
+    return run_virtual(main())
+
+
+def test_one_that_was_started_anew_gets_the_weights_before_it_is_back() -> None:
+    engine = Restartable()
+    _, seen = run_recovery(engine)
+    assert engine.pushed == [3, 3]
+    assert [found.version for found in seen] == [3]
+
+
+def test_one_that_kept_its_weights_is_not_sent_them_again() -> None:
+    engine = Restartable(keeps_weights=True)
+    run_recovery(engine)
+    assert engine.pushed == [3]
+
+
+def test_one_that_does_not_pass_the_proof_stays_out_until_it_does() -> None:
+    tried: list[int] = []
+
+    async def verify(engine: Any, version: int) -> None:
+        tried.append(version)
+        if len(tried) < 3:
+            raise EngineError("its logprobs are others")
+
+    engine = Restartable()
+    run_recovery(engine, verify=verify)
+    assert tried == [3, 3, 3]
+    assert engine.pushed == [3, 3, 3, 3]
+
+
+def test_weights_that_change_meanwhile_are_sent_instead() -> None:
+    versions = [Served(3, {"w": 1}), Served(4, {"w": 2})]
+    asked: list[int] = []
+
+    def served() -> Served:
+        asked.append(1)
+        return versions[0] if len(asked) == 1 else versions[1]
+
+    engine = Restartable()
+    run_recovery(engine, served=served)
+    assert engine.pushed == [3, 3, 4]
+
+
+def test_a_server_of_a_pool_that_dies_is_started_again_and_works_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> tuple[list[Completion], EnginePool]:
+        engines = [Restartable(), Restartable()]
+        pool = EnginePool(engines)
+        asyncio.get_running_loop().call_later(0.3, engines[0].fail)
+        first = await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(8)))
+        await asyncio.sleep(60)
+        second = await asyncio.gather(*(pool.generate(ask(f"b{i}")) for i in range(8)))
+        return [*first, *second], pool
+
+    with caplog.at_level(logging.INFO, logger="polyturn.engines"):
+        answers, pool = run_virtual(main())
+    assert [len(answer.token_ids) for answer in answers] == [100] * 16
+    assert [replica.num_done for replica in pool.replicas] == [4, 12]
+    assert pool.read_metrics() == {
+        "engine/replicas": 2,
+        "engine/replicas_live": 2,
+        "engine/lost": 4,
+        "engine/redone": 4,
+        "engine/stale": 0,
+        "engine/moved": 4,
+        "engine/restarts": 1,
+    }
+    assert pool.read_metrics()["engine/lost"] == 0  # since the last look
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_requests_fail_at_once_when_every_server_is_lost_for_good() -> None:
+    async def main() -> float:
+        engine = Restartable(max_restarts=0)
+        pool = EnginePool([engine], patience_s=10_000.0)
+        engine.fail()
+        loop = asyncio.get_running_loop()
+        with pytest.raises(EngineLostError, match="all servers are lost for good"):
+            await pool.generate(ask("a"))
+        return loop.time()
+
+    assert run_virtual(main()) < 10
+
+
+def test_a_pool_that_keeps_no_weights_gives_a_restarted_server_the_next_ones() -> None:
+    async def main() -> tuple[bool, bool, list[int]]:
+        engines = [Restartable(), Restartable()]
+        pool = EnginePool(engines)
+        await pool.update_weights(1)
+        engines[0].fail()
+        await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(4)))
+        await asyncio.sleep(60)
+        before = pool.replicas[0].is_live
+        await pool.update_weights(2)
+        answers = await asyncio.gather(*(pool.generate(ask(f"b{i}")) for i in range(4)))
+        return before, pool.replicas[0].is_live, [answer.policy_versions[-1][1] for answer in answers]
+
+    assert run_virtual(main()) == (False, True, [2, 2, 2, 2])
+
+
+def test_closing_ends_what_tries_to_bring_servers_back() -> None:
+    async def main() -> None:
+        engine = Restartable(dead_s=10_000.0)
+        pool = EnginePool([engine])
+        engine.fail()
+        asked = asyncio.create_task(pool.generate(ask("a")))
+        await asyncio.sleep(5)
+        asked.cancel()
+        await asyncio.wait({asked})
+        await pool.close()
+        assert pool.replicas[0].recovery is None or pool.replicas[0].recovery.cancelled()
+
+    run_virtual(main())

@@ -1,0 +1,249 @@
+"""What the clients of servers decide by themselves. The server here is a small real one that does as it is told; what the
+real ones do is in tests/contract."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from polyturn.core.errors import EngineBusyError, EngineError, EngineGoneError, EngineLostError
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
+from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.keeper import Keeper
+from polyturn.engines.launcher import LaunchSpec
+from polyturn.engines.link import Link
+from polyturn.engines.pool import EnginePool
+from polyturn.engines.remote import FOREIGN_VERSION, Call, RemoteEngine, ServerFacts
+from polyturn.engines.weight_files import WeightFolder, WrittenWeights
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@contextlib.asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+class Echo(RemoteEngine):
+    """Speaks to a server that answers with one token."""
+
+    name = "echo"
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(max_context=self._context)
+
+    async def _describe(self) -> ServerFacts:
+        return ServerFacts(seeded=True, priorities=False, max_context=64)
+
+    async def _look(self) -> None:
+        await self._link.get("/health", timeout_s=self._health_s)
+
+    def _call(self, request: GenerateRequest, wire_id: str) -> Call:
+        return Call("/generate", {"ids": request.prompt_ids, "id": wire_id})
+
+    def _read(self, request: GenerateRequest, reply: Any) -> Completion:
+        return Completion(
+            token_ids=[reply["token"]],
+            logprobs=[-1.0],
+            finish_reason=FinishReason.STOP,
+            policy_versions=((0, self.version_of(reply.get("tag", ""))),),
+        )
+
+    async def _abort(self, wire_id: str) -> None:
+        await self._post("/abort", {"id": wire_id})
+
+    async def _pause(self) -> None:
+        await self._post("/pause")
+
+    async def _load(self, folder: Path, version: int) -> None:
+        await self._post("/load", {"folder": str(folder), "tag": self.tag(version)})
+
+    async def _forget(self) -> None:
+        await self._post("/forget")
+
+    async def _resume(self) -> None:
+        await self._post("/resume")
+
+
+def ask(name: str = "r", **options: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name, session_id=name, prompt_ids=[1, 2], **{"sampling": SamplingParams(max_tokens=4)} | options
+    )
+
+
+def answering(*statuses: int, asked: list[str] | None = None) -> Handler:
+    """Answer with each status once, then with the last one again and again."""
+    left = list(statuses)
+
+    async def handle(request: web.Request) -> web.Response:
+        if asked is not None:
+            asked.append(request.path)
+        if request.path != "/generate":
+            return web.json_response({})
+        status = left.pop(0) if len(left) > 1 else left[0]
+        return web.json_response({"token": 7}, status=status)
+
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(400, EngineError), (500, EngineLostError), (502, EngineLostError), (503, EngineBusyError)]
+)
+async def test_a_status_says_what_may_be_done(status: int, error: type[EngineError]) -> None:
+    async with serving(answering(status)) as url:
+        link = Link(url)
+        with pytest.raises(EngineError, match=f"answered {status}") as caught:
+            await link.post("/generate")
+        assert type(caught.value) is error
+        await link.close()
+
+
+async def test_a_server_that_nobody_runs_is_lost_and_named() -> None:
+    link = Link("http://127.0.0.1:9")
+    with pytest.raises(EngineLostError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        await link.post("/generate")
+    await link.close()
+
+
+async def test_a_full_server_is_asked_again_until_it_takes_the_request() -> None:
+    async with serving(answering(503, 429, 200)) as url:
+        engine = Echo(url, vocab_size=10)
+        assert (await engine.generate(ask())).token_ids.tolist() == [7]
+        assert engine.num_busy == 2
+        await engine.close()
+
+
+async def test_a_server_that_stays_full_is_lost_and_a_late_request_has_nothing() -> None:
+    async with serving(answering(503)) as url:
+        engine = Echo(url, vocab_size=10, busy_s=0.2)
+        with pytest.raises(EngineLostError, match="answered 503"):
+            await engine.generate(ask())
+        late = await engine.generate(ask(deadline=asyncio.get_running_loop().time() + 0.02))
+        assert (len(late.token_ids), late.finish_reason) == (0, FinishReason.ABORT)
+        await engine.close()
+
+
+async def test_a_server_that_takes_requests_and_hangs_is_given_up_for_all_of_them() -> None:
+    async def silent(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.json_response({})
+
+    async with serving(silent) as url:
+        engine = Echo(url, vocab_size=10, health_s=0.1)
+        asked = [asyncio.create_task(engine.generate(ask(f"r{i}"))) for i in range(3)]
+        async with asyncio.timeout(5):
+            for task in asked:
+                with pytest.raises(EngineLostError, match="takes requests and does not answer them"):
+                    await task
+
+
+async def test_a_slow_server_that_says_it_is_well_is_waited_for() -> None:
+    async def slow(request: web.Request) -> web.Response:
+        if request.path == "/generate":
+            await asyncio.sleep(0.6)
+        return web.json_response({"token": 7})
+
+    async with serving(slow) as url:
+        engine = Echo(url, vocab_size=10, health_s=0.1)
+        assert (await engine.generate(ask())).token_ids.tolist() == [7]
+        await engine.close()
+
+
+async def test_what_the_server_says_of_its_context_is_held() -> None:
+    async with serving(answering(200)) as url:
+        engine = Echo(url, vocab_size=10, max_context=100)
+        with pytest.raises(EngineError, match="the context holds 64"):
+            await engine.generate(GenerateRequest(request_id="r", session_id="r", prompt_ids=[1] * 70))
+        await engine.close()
+
+
+async def test_banned_ids_are_refused_because_they_would_change_logprobs() -> None:
+    engine = Echo("http://127.0.0.1:9", vocab_size=10)
+    with pytest.raises(EngineError, match="bans token ids"):
+        await engine.generate(ask(sampling=SamplingParams(banned_token_ids=(3,))))
+    await engine.close()
+
+
+async def test_a_failed_load_leaves_the_server_at_work(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.json_response({"token": 7}, status=400 if request.path == "/load" else 200)
+
+    async with serving(handle) as url:
+        engine = Echo(url, vocab_size=10)
+        with pytest.raises(EngineError, match="/load answered 400"):
+            await engine.update_weights(1, weights=WrittenWeights(tmp_path))
+        assert asked == ["/pause", "/load", "/resume"]
+        assert (await engine.generate(ask())).token_ids.tolist() == [7]
+        await engine.close()
+
+
+def test_only_the_weights_of_this_client_have_a_version() -> None:
+    engine, other = (Echo("http://127.0.0.1:9", vocab_size=10) for _ in range(2))
+    assert engine.version_of("default") == 0  # nothing was sent: the server may serve what it likes
+    engine._updates = 1
+    assert engine.version_of(engine.tag(5)) == 5
+    assert engine.version_of("default") == engine.version_of(other.tag(5)) == engine.version_of("5") == FOREIGN_VERSION
+
+
+SERVE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *a): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+async def test_a_server_is_started_again_so_often_and_no_more() -> None:
+    keeper = Keeper(LaunchSpec(command=(sys.executable, "-c", SERVE, "{port}"), stop_timeout_s=2), max_restarts=1)
+    first = await keeper.start()
+    assert await keeper.start() is first
+    second = await keeper.again("it died")
+    assert not first.is_alive and second.is_alive
+    with pytest.raises(EngineGoneError, match=r"it died, and it was started again 1 times already .*max_restarts"):
+        await keeper.again("it died")
+    await keeper.stop()
+    assert not second.is_alive
+
+
+async def test_weights_are_written_once_for_all_servers_and_kept_for_one_that_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    folders: list[str] = []
+    there: list[list[str]] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        if request.path == "/load":
+            folders.append((await request.json())["folder"])
+        return web.json_response({"token": 7})
+
+    def look() -> None:
+        there.append(sorted(path.parent.name for path in tmp_path.rglob("model.safetensors")))
+
+    async with serving(handle) as url:
+        pool = EnginePool([Echo(url, vocab_size=10) for _ in range(3)], files=WeightFolder(tmp_path, root=tmp_path))
+        for version in (1, 2):
+            await pool.update_weights(version, weights={"w": torch.ones(2)})
+            look()
+        await pool.close()
+        look()
+    assert [folder[-8:] for folder in folders] == ["00000000"] * 3 + ["00000001"] * 3
+    assert there == [["00000000"], ["00000001"], []]
