@@ -62,6 +62,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the first task and estimates; stop.")
     ] = False,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Train on this many processes of this machine (train.distributed.ranks).")
+    ] = None,
     verl: Annotated[bool, typer.Option("--verl", help="CONFIG and the overrides are written in verl's keys.")] = False,
     swift: Annotated[
         bool, typer.Option("--swift", help="CONFIG and the overrides are written in ms-swift's arguments.")
@@ -74,6 +77,10 @@ def train(
 
     if verl and swift:
         raise ConfigError("--verl and --swift are two languages; a config is written in one of them")
+    if nproc is not None and (verl or swift):
+        raise ConfigError("--nproc is for native configs; migrate this one, or start it with torchrun")
+    if nproc is not None:
+        overrides = [*(overrides or []), f"train.distributed.ranks={nproc}"]
     run = verl_keys.run if verl else swift_arguments.run if swift else native.run
     run(config, overrides or [], resume=resume, dry_run=dry_run)
 
@@ -148,6 +155,19 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The next free one is taken if it is in use.")] = 8000,
     token_file: Annotated[Path | None, typer.Option(help="File with the token; else POLYTURN_TOKEN is read.")] = None,
+    openai: Annotated[
+        bool,
+        typer.Option("--openai", help="Serve the model behind OpenAI's and Anthropic's APIs, for agents and evaluations."),
+    ] = False,
+    model_name: Annotated[
+        list[str] | None, typer.Option(help="With --openai: a name of the model; may be repeated. '*' takes any name.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="With --openai: a run's folder for the episodes' trajectories.")
+    ] = None,
+    idle: Annotated[
+        float, typer.Option(min=1, help="With --openai: seconds after which an episode that nobody uses is ended.")
+    ] = 600.0,
     deadline: Annotated[
         float | None, typer.Option(help="Seconds an episode may take before it is replied as failed.")
     ] = None,
@@ -158,7 +178,16 @@ def serve(
 
     options = command.ServeOptions(host=host, port=port, token_file=token_file, grace_s=grace, deadline_s=deadline)
     flags = command.overrides_of(model=model, scheduler=scheduler, max_turns=max_turns, plugins=plugins or [], engine=engine)
-    command.run(config, [*flags, *(overrides or [])], options)
+    given = [*flags, *(overrides or [])]
+    if openai:
+        from polyturn.cli import serve_openai
+
+        if scheduler is not None:
+            raise ConfigError("--openai serves agents that have a loop of their own; leave --scheduler out")
+        hosted = serve_openai.Hosted(model_names=tuple(model_name or ()), record=record, idle_s=idle)
+        serve_openai.run(config, given, options, hosted)
+        return
+    command.run(config, given, options)
 
 
 @app.command()

@@ -101,13 +101,20 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
 
     @asynccontextmanager
-    async def serving(self, bound: socket.socket | None = None) -> AsyncIterator[str]:
-        """Serve for as long as the context lasts; enter as often as needed. Gives the origin, http://HOST:PORT."""
+    async def serving(
+        self, bound: socket.socket | None = None, *, more: Callable[[web.Application], None] | None = None
+    ) -> AsyncIterator[str]:
+        """Serve for as long as the context lasts; enter as often as needed. Gives the origin, http://HOST:PORT.
+
+        Args:
+            bound: The socket to listen on; None takes a free port.
+            more: Adds routes of its own.
+        """
         self._num_holders += 1
         try:
             if self._origin is None:
                 self._origin = asyncio.get_running_loop().create_future()
-                self._origin.set_result(await self._start(bound))
+                self._origin.set_result(await self._start(bound, more))
             yield await asyncio.shield(self._origin)
         finally:
             self._num_holders -= 1
@@ -116,8 +123,8 @@ class Endpoint:
                 if runner is not None:
                     await runner.cleanup()
 
-    async def _start(self, bound: socket.socket | None) -> str:
-        self._runner = web.AppRunner(self.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    async def _start(self, bound: socket.socket | None, more: Callable[[web.Application], None] | None) -> str:
+        self._runner = web.AppRunner(self._app(more), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site: web.BaseSite
         if bound is None:
@@ -150,8 +157,15 @@ class Endpoint:
         """
         _check_key(request, self._token())
 
-    def app(self) -> web.Application:
-        """Return the application; a service adds routes of its own before it is served."""
+    def check_key(self, request: web.Request, key: str) -> None:
+        """Refuse a request with neither an episode's key nor the server's token.
+
+        Raises:
+            Refused: it has another.
+        """
+        _check_key(request, (key.encode(), *self._token()))
+
+    def _app(self, more: Callable[[web.Application], None] | None) -> web.Application:
         app = web.Application(client_max_size=self.options.max_body_bytes)
         for prefix in ("/episodes/{episode}/v1", "/v1"):
             app.router.add_post(f"{prefix}/chat/completions", guarded(self._chat, chat.error))
@@ -163,6 +177,8 @@ class Endpoint:
         for path in ("/episodes/{episode}/v1/reward", "/episodes/{episode}/reward"):
             app.router.add_post(path, guarded(self._reward, chat.error))
         app.router.add_get("/health", _health)
+        if more is not None:
+            more(app)
         app.router.add_route("*", "/{path:.*}", guarded(_nowhere, chat.error))
         return app
 

@@ -19,6 +19,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -99,6 +100,7 @@ class AgentSession:
         self.ended: str | None = None
         """Why nothing more can be asked; None while it can."""
         self.num_calls = 0
+        self.last_used = time.monotonic()
         self._scheduler = scheduler
         self._episode = episode
         self._sampling = episode.sampling
@@ -157,7 +159,7 @@ class AgentSession:
         """
         self._check_live()
         try:
-            return self._episode.count_tokens(_typed(ask.messages, {}), tools=ask.tools)
+            return self._episode.count_tokens(typed_messages(ask.messages), tools=ask.tools)
         except (TemplateError, DataError) as problem:
             raise Refused(_unrenderable(problem), param="messages") from problem
 
@@ -170,6 +172,7 @@ class AgentSession:
             Refused: a limit forbids it, the messages cannot be rendered, or the episode has ended.
         """
         self._check_live()
+        self.last_used = time.monotonic()
         if self.num_calls + ask.n > self.rules.max_calls:
             self._over = StopReason.MAX_TURNS
             raise Refused(
@@ -211,10 +214,10 @@ class AgentSession:
         if ask.goes_on or not new or any(m["role"] == "assistant" for m in new):
             place = None
         if place is None:
-            messages = _typed(ask.messages, {})
+            messages = typed_messages(ask.messages)
             node = above if ask.goes_on else node  # the answer takes the last message's place
             return [self._open(ask, node, messages, choice) for choice in choices]
-        said = _typed(new, place.calls)
+        said = typed_messages(new, place.calls)
         return [self._continue(ask, node, place, said, choice) for choice in choices]
 
     def _continue(self, ask: Ask, node: _Node, place: _Place, new: tuple[Message, ...], choice: int) -> _Begun:
@@ -360,13 +363,13 @@ def _unrenderable(problem: Exception) -> str:
     return f"the messages cannot be shown to this model: {' '.join(str(problem).split())}"
 
 
-def _typed(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, str]) -> tuple[Message, ...]:
+def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, str] | None = None) -> tuple[Message, ...]:
     """Return messages as values; a tool's answer gets the name of the call that it answers.
 
     Raises:
         Refused: one cannot be read.
     """
-    names = dict(calls)
+    names = dict(calls or {})
     found = []
     for message in messages:
         names.update({c["id"]: c["function"]["name"] for c in message.get("tool_calls") or ()})

@@ -1,0 +1,91 @@
+"""`polyturn serve --openai`: a model behind OpenAI's and Anthropic's APIs, with episodes whose tokens are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polyturn.cli.serve import ServeOptions
+from polyturn.core.trajectory import TrajectoryGroup
+
+_OPEN_LIMITS = {"rollout.limits.max_turns": "null", "rollout.limits.max_tokens_per_turn": "null"}
+"""What an agent that owns its loop decides itself, unless a configuration says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosted:
+    """What concerns this way of serving alone."""
+
+    model_names: tuple[str, ...] = ()
+    record: Path | None = None
+    idle_s: float = 600.0
+
+
+def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, hosted: Hosted) -> None:
+    """Serve a model until a signal asks to stop.
+
+    Raises:
+        ConfigError: the address would be open to others, or something in the configuration cannot work.
+    """
+    from polyturn import build
+    from polyturn.cli.console import quiet_transformers
+    from polyturn.config.load import load_config
+    from polyturn.config.models import RunConfig
+    from polyturn.serving.address import bind, check_exposure
+    from polyturn.serving.openai.endpoint import EndpointOptions
+    from polyturn.serving.openai.service import OpenAIService
+
+    token = options.find_token()
+    check_exposure(options.host, token)
+    named = {o.partition("=")[0] for o in overrides}
+    opened = [f"{key}={value}" for key, value in _OPEN_LIMITS.items() if config is None and key not in named]
+    loaded = load_config(RunConfig, config, [*opened, *overrides])
+    quiet_transformers()
+    base = Path() if config is None else config.parent
+    read: Any = loaded.config
+    values = read.model_copy(update={"rollout": read.rollout.model_copy(update={"scheduler": None, "scheduler_kwargs": {}})})
+    parts = build.build_parts(build.Place(config=values, base=base.resolve()))
+    names = [n for n in hosted.model_names if n != "*"] or _names(values)
+    endpoint = EndpointOptions(host=options.host, models=tuple(names), any_model="*" in hosted.model_names, token=token)
+
+    async def serve(record: Any) -> None:
+        service = OpenAIService(
+            parts.context,
+            endpoint,
+            idle_s=hosted.idle_s,
+            max_episodes=values.rollout.max_concurrent,
+            record=record,
+            has_rewards=values.reward.function is not None or bool(values.reward.routes),
+        )
+        until, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, until.set)
+        try:
+            await service.serve(bind(options.host, options.port), until, grace_s=options.grace_s)
+        finally:
+            await parts.engine.close()
+
+    with ExitStack() as held:
+        record = None
+        if hosted.record is not None:
+            from polyturn.store.parquet_store import ParquetStore
+
+            store = held.enter_context(ParquetStore(hosted.record))
+
+            def record(group: TrajectoryGroup) -> None:
+                store.add(group, step=0, split="served")
+                store.flush()
+
+        asyncio.run(serve(record))
+
+
+def _names(config: Any) -> list[str]:
+    """Return the names that requests may call the model by: its path, the last part of it, and the run's name."""
+    path = config.model.path
+    found = [] if path is None else [str(path), Path(path).name]
+    return list(dict.fromkeys([*found, config.name, "polyturn"]))

@@ -1,0 +1,308 @@
+"""The openai and anthropic clients, as their users write them, against the endpoint: answers, streams, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import numpy as np
+import openai
+import pytest
+
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.trajectory import Trajectory
+from polyturn.rollout.episode import run_episode
+from polyturn.rollout.limits import Limits
+from polyturn.serving.openai.scheduler import BlackBox
+from polyturn.testing.episodes import scripted_context, task, turn_ids
+
+CALL = 'Let me look.\n<tool_call>\n{"name": "lookup", "arguments": {"key": "apples"}}\n</tool_call>'
+THINKS = "<think>\nhm\n</think>\n\nfour"
+PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"key": {"type": "string"}}}
+LOOKUP: Any = {"type": "function", "function": {"name": "lookup", "parameters": PARAMETERS}}
+FLAT: Any = {"type": "function", "name": "lookup", "parameters": PARAMETERS}
+CUSTOM: Any = {"name": "lookup", "description": "Look up.", "input_schema": PARAMETERS}
+Agent = Callable[[Any, Any], Awaitable[Any]]
+
+
+async def play(agent: Agent, says: Any, *, max_context: int = 4000, **options: Any) -> Trajectory:
+    async def call(base_url: str, anthropic_base_url: str, api_key: str) -> float:
+        async with (
+            openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as ours,
+            anthropic.AsyncAnthropic(base_url=anthropic_base_url, api_key=api_key) as theirs,
+        ):
+            await agent(ours, theirs)
+        return 1.0
+
+    scheduler = BlackBox(agent=call, **options)
+    context = scripted_context(says, scheduler=scheduler, limits=Limits(max_context=max_context))
+    t = await run_episode(context, task(data_source=None), id="e")
+    assert t.error is None, t.error
+    return t
+
+
+async def test_chat_completions():
+    async def agent(client: Any, _: Any) -> None:
+        history: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "How many?"}]}]
+        answer = await client.chat.completions.create(
+            model="gpt-x", messages=history, tools=[LOOKUP], temperature=0.5, max_completion_tokens=50, user="me"
+        )
+        message = answer.choices[0].message
+        assert message.content == "Let me look." and answer.choices[0].finish_reason == "tool_calls"
+        assert answer.model == "gpt-x" and answer.usage.completion_tokens == len(turn_ids(CALL))
+        (call,) = message.tool_calls
+        assert json.loads(call.function.arguments) == {"key": "apples"}
+        history += [message, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
+        answer = await client.chat.completions.create(model="gpt-x", messages=history, tools=[LOOKUP], logprobs=True)
+        assert answer.choices[0].message.reasoning_content == "hm" and answer.choices[0].message.content == "four"
+        logprobs = answer.choices[0].logprobs.content
+        assert [p.logprob for p in logprobs] == [-1.0] * len(turn_ids(THINKS))
+        assert "".join(p.token for p in logprobs).startswith("<think>")
+        assert [m.id for m in (await client.models.list()).data] == ["polyturn"]
+
+    t = await play(agent, [CALL, THINKS])
+    assert len(t.segments) == 1 and len(t.turns) == 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_has_the_same_words(n: int):
+    async def agent(client: Any, _: Any) -> None:
+        stream = await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "How many?"}],
+            tools=[LOOKUP],
+            n=n,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        words, arguments, finish, usage = [""] * n, [""] * n, [""] * n, None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                words[choice.index] += choice.delta.content or ""
+                for call in choice.delta.tool_calls or ():
+                    arguments[choice.index] += call.function.arguments or ""
+                finish[choice.index] = choice.finish_reason or finish[choice.index]
+        assert words == ["Let me look."] * n and finish == ["tool_calls"] * n and usage is not None
+        assert [json.loads(a) for a in arguments] == [{"key": "apples"}] * n
+
+    assert len((await play(agent, [CALL])).turns) == n
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+async def test_responses(by_id: bool):
+    async def agent(client: Any, _: Any) -> None:
+        first = await client.responses.create(
+            model="m", instructions="Be brief.", input="How many?", tools=[FLAT], include=["message.output_text.logprobs"]
+        )
+        assert first.output_text == "Let me look." and first.status == "completed"
+        call = next(item for item in first.output if item.type == "function_call")
+        assert json.loads(call.arguments) == {"key": "apples"}
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
+        asked: Any = {"role": "user", "content": [{"type": "input_text", "text": "How many?"}]}
+        go_on: Any = (
+            {"previous_response_id": first.id, "input": [result]} if by_id else {"input": [asked, *first.output, result]}
+        )
+        second = await client.responses.create(model="m", instructions="Be brief.", tools=[FLAT], **go_on)
+        assert second.output_text == "four" and second.output[0].type == "reasoning"
+
+    t = await play(agent, [CALL, THINKS])
+    assert len(t.segments) == 1 and len(t.turns) == 2, "what the agent sent back goes on where the first turn ended"
+
+
+async def test_responses_as_a_stream():
+    async def agent(client: Any, _: Any) -> None:
+        async with client.responses.stream(model="m", input="How many?", tools=[FLAT]) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        assert final.output_text == "Let me look." and final.output[-1].name == "lookup"
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        assert "response.function_call_arguments.delta" in kinds
+
+    await play(agent, [CALL])
+
+
+async def test_messages():
+    async def agent(_: Any, client: Any) -> None:
+        history: list[Any] = [{"role": "user", "content": "How many?"}]
+        told: Any = {"model": "claude", "max_tokens": 60, "system": "Be brief.", "tools": [CUSTOM]}
+        count = await client.messages.count_tokens(model="claude", messages=history, system="Be brief.", tools=[CUSTOM])
+        answer = await client.messages.create(messages=history, **told)
+        assert answer.stop_reason == "tool_use" and answer.usage.input_tokens == count.input_tokens
+        text, use = answer.content
+        assert text.text == "Let me look." and use.input == {"key": "apples"}
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "4"}]}
+        history += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        async with client.messages.stream(messages=history, **told) as stream:
+            final = await stream.get_final_message()
+        assert [b.type for b in final.content] == ["thinking", "text"] and final.content[1].text == "four"
+        assert final.stop_reason == "end_turn"
+
+    t = await play(agent, [CALL, THINKS])
+    assert len(t.segments) == 1 and len(t.turns) == 2
+
+
+async def test_messages_go_on_with_a_last_assistant_message_and_stop_at_sequences():
+    async def agent(_: Any, client: Any) -> None:
+        history: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}]
+        answer = await client.messages.create(model="m", max_tokens=9, messages=history, stop_sequences=["ur"])
+        assert answer.content[0].text == " fo" and answer.stop_reason == "stop_sequence" and answer.stop_sequence == "ur"
+
+    await play(agent, [" four"])
+
+
+async def test_errors_are_the_exceptions_of_the_clients():
+    async def agent(ours: Any, theirs: Any) -> None:
+        messages: Any = [{"role": "user", "content": "a"}]
+        create = ours.chat.completions.create
+        with pytest.raises(openai.BadRequestError, match="context of 200 tokens is full") as full:
+            await create(model="m", messages=[{"role": "user", "content": "word " * 400}])
+        assert full.value.code == "context_length_exceeded"
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            await theirs.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "word " * 400}])
+        with pytest.raises(openai.NotFoundError, match=r"there is no model 'gpt'.*Known: "):
+            await create(model="gpt", messages=messages)
+        with pytest.raises(anthropic.NotFoundError, match="there is no model"):
+            await theirs.messages.create(model="gpt", max_tokens=5, messages=messages)
+        with pytest.raises(openai.AuthenticationError, match="API key"):
+            await ours.with_options(api_key="wrong").chat.completions.create(model="tiny", messages=messages)
+        with pytest.raises(anthropic.AuthenticationError, match="API key"):
+            await theirs.with_options(api_key="wrong").messages.create(model="tiny", max_tokens=5, messages=messages)
+        with pytest.raises(openai.BadRequestError, match="a call cannot be forced here"):
+            await create(model="tiny", messages=messages, tools=[LOOKUP], tool_choice="required")
+        with pytest.raises(openai.BadRequestError, match="Did you mean 'temperature'"):
+            await create(model="tiny", messages=messages, extra_body={"temprature": 1})
+        with pytest.raises(openai.BadRequestError, match="which this endpoint cannot do"):
+            await create(model="tiny", messages=messages, frequency_penalty=0.5)
+        with pytest.raises(openai.BadRequestError, match=r"messages\[0\].role is 'robot'"):
+            await create(model="tiny", messages=[{"role": "robot", "content": "a"}])
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            await ours.responses.create(model="tiny", input="a", previous_response_id="resp_1")
+        await create(model="tiny", messages=messages)
+
+    async def call(base_url: str, anthropic_base_url: str, api_key: str) -> float:
+        async with (
+            openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as ours,
+            anthropic.AsyncAnthropic(base_url=anthropic_base_url, api_key=api_key) as theirs,
+        ):
+            await agent(ours, theirs)
+        return 1.0
+
+    scheduler = BlackBox(agent=call, models=["tiny", "m"])
+    t = await run_episode(
+        scripted_context(["x"], scheduler=scheduler, limits=Limits(max_context=200)), task(data_source=None), id="e"
+    )
+    assert t.error is None, t.error
+
+
+async def test_a_picture_by_address_or_path_is_refused_and_nothing_is_opened(tmp_path: Path):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"not for you")
+
+    async def agent(ours: Any, theirs: Any) -> None:
+        data = "data:image/png;base64," + base64.b64encode(b"x").decode()
+        for url, why in ((str(secret), "data URIs"), (f"file://{secret}", "data URIs"), ("http://a/b.png", "data URIs")):
+            part = {"type": "image_url", "image_url": {"url": url}}
+            with pytest.raises(openai.BadRequestError, match=why):
+                await ours.chat.completions.create(model="m", messages=[{"role": "user", "content": [part]}])
+        part = {"type": "image_url", "image_url": {"url": data}}
+        with pytest.raises(openai.BadRequestError, match="reads text only"):
+            await ours.chat.completions.create(model="m", messages=[{"role": "user", "content": [part]}])
+        await ours.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+
+    await play(agent, ["x"])
+
+
+async def test_bad_bodies_are_told_in_the_clients_own_form():
+    async def agent(ours: Any, theirs: Any) -> None:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {ours.api_key}"}) as http:
+            for body, code in ((b"{", "invalid_json"), (b"[1]", "invalid_json"), (b"[" * 100_000, "invalid_json")):
+                async with http.post(f"{ours.base_url}chat/completions", data=body) as reply:
+                    assert reply.status == 400 and (await reply.json())["error"]["code"] == code
+            async with http.post(f"{ours.base_url}reward", json={"reward": "much"}) as reply:
+                assert reply.status == 400 and "finite number" in (await reply.json())["error"]["message"]
+            async with http.get(str(ours.base_url).replace("/v1/", "/../../etc/passwd")) as reply:
+                assert reply.status == 404
+        await ours.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+
+    await play(agent, ["x"])
+
+
+async def test_a_late_request_is_told_that_its_episode_has_ended():
+    ended = asyncio.Event()
+    told: list[str] = []
+
+    async def agent(base_url: str, api_key: str, task: Any) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": task.id}])
+        if task.id == "second":
+            await ended.wait()
+            with pytest.raises(openai.APIStatusError, match="has ended: its agent has finished") as late:
+                await kept[0].chat.completions.create(model="m", messages=[{"role": "user", "content": "late"}])
+            told.append(str(late.value.status_code))
+            await client.close()
+            await kept[0].close()
+        else:
+            kept.append(client)
+        return 1.0
+
+    kept: list[Any] = []
+    context = scripted_context(["x"], scheduler=BlackBox(agent=agent))
+    second = asyncio.create_task(run_episode(context, task(data_source=None, id="second"), id="e2"))
+    first = await run_episode(context, task(data_source=None, id="first"), id="e1")
+    assert first.reward is not None
+    ended.set()
+    t = await second
+    assert t.error is None and told == ["410"]
+
+
+async def test_a_plain_function_runs_in_a_thread_with_the_blocking_client():
+    def agent(base_url: str, api_key: str) -> dict[str, Any]:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            said = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+        return {"reward": 0.25, "said": said.choices[0].message.content}
+
+    context = scripted_context(["x"], scheduler=BlackBox(agent=agent), latency_s=0.05)
+    found = await asyncio.gather(*(run_episode(context, task(data_source=None), id=f"e{i}") for i in range(4)))
+    assert [t.reward is not None and t.reward.total for t in found] == [0.25] * 4
+    assert found[0].reward is not None and found[0].reward.info == {"said": "x"}
+
+
+COMMAND = """
+import json, os, sys, urllib.request
+
+task = json.loads(sys.stdin.readline())
+def post(path, body):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode())
+    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    return json.load(urllib.request.urlopen(request))
+said = post("/chat/completions", {"model": "m", "messages": [{"role": "user", "content": task["ground_truth"]}]})
+if os.environ["MODE"] == "break":
+    sys.exit("the browser did not start")
+if os.environ["MODE"] == "hang":
+    import time
+    time.sleep(60)
+post("/reward", {"reward": len(said["choices"][0]["message"]["content"])})
+"""
+
+
+async def test_a_command_finds_its_model_in_the_environment(tmp_path: Path):
+    (tmp_path / "agent.py").write_text(COMMAND)
+
+    async def run(mode: str, timeout_s: float = 30.0) -> Trajectory:
+        made = BlackBox(command=[sys.executable, "-I", "agent.py"], kwargs={"MODE": mode}, base=tmp_path)
+        context = scripted_context(["four"], scheduler=made, limits=Limits(timeout_s=timeout_s))
+        return await run_episode(context, task(data_source=None), id="e")
+
+    fine, broken, hangs = await asyncio.gather(run("fine"), run("break"), run("hang", 3.0))
+    assert fine.reward is not None and fine.reward.total == 4.0
+    assert broken.stop_reason is StopReason.ERROR and "the browser did not start" in str(broken.error)
+    assert hangs.stop_reason is StopReason.TIMEOUT
+    assert np.array_equal(fine.segments[0].token_ids[-len(turn_ids("four")) :], turn_ids("four"))

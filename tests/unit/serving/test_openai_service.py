@@ -1,0 +1,156 @@
+"""`polyturn serve --openai`: requests without an episode, episodes on demand, and a real process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from polyturn.cli.main import main
+from polyturn.core.serde import from_json
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.serving.address import bind
+from polyturn.serving.openai.endpoint import EndpointOptions
+from polyturn.serving.openai.service import OpenAIService
+from polyturn.store.stored_run import open_store
+from polyturn.testing.episodes import scripted_context, turn_ids
+from polyturn.testing.runs import call_command
+from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+
+CALL = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
+LOOKUP: Any = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}
+
+
+@asynccontextmanager
+async def served(says: Any, **options: Any) -> AsyncIterator[tuple[str, list[TrajectoryGroup]]]:
+    recorded: list[TrajectoryGroup] = []
+    endpoint = EndpointOptions(models=("tiny",), any_model=False, token=options.pop("token", None))
+    service = OpenAIService(scripted_context(says), endpoint, record=recorded.append, **options)
+    bound, until = bind("127.0.0.1", 0), asyncio.Event()
+    running = asyncio.create_task(service.serve(bound, until, grace_s=0.1))
+    await asyncio.sleep(0.05)
+    yield f"http://127.0.0.1:{bound.getsockname()[1]}", recorded
+    until.set()
+    await running
+
+
+async def test_a_request_without_an_episode_is_answered_by_itself():
+    async with served([CALL]) as (origin, recorded), openai.AsyncOpenAI(base_url=f"{origin}/v1", api_key="none") as client:
+        messages: Any = [{"role": "user", "content": "a"}]
+        answers = await asyncio.gather(
+            *(client.chat.completions.create(model="tiny", messages=messages, tools=[LOOKUP], n=2) for _ in range(3))
+        )
+        ids = {c.message.tool_calls[0].id for a in answers for c in a.choices}
+        assert len(ids) == 6, "no two calls of a conversation have one id"
+        with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+            await client.chat.completions.create(model="other", messages=messages)
+        assert not recorded
+
+
+async def test_an_episode_is_created_used_ended_and_fetched():
+    async with served(["four", "six"], token="sesame") as (origin, recorded), aiohttp.ClientSession() as http:
+        async with http.post(f"{origin}/episodes", json={}) as refused:
+            assert refused.status == 401
+        head = {"Authorization": "Bearer sesame"}
+        async with http.post(f"{origin}/episodes", json={"metadata": {"task": "t7"}, "seed": 3}, headers=head) as reply:
+            made = await reply.json()
+        url = f"{origin}/episodes/{made['id']}"
+        async with openai.AsyncOpenAI(base_url=made["base_url"], api_key=made["api_key"]) as client:
+            history: Any = [{"role": "user", "content": "2+2?"}]
+            said = await client.chat.completions.create(model="tiny", messages=history)
+            history += [said.choices[0].message, {"role": "user", "content": "3+3?"}]
+            await client.chat.completions.create(model="tiny", messages=history)
+        key = {"Authorization": f"Bearer {made['api_key']}"}
+        async with http.get(url, headers=key) as reply:
+            assert await reply.json() == {"status": "live", "num_calls": 2}
+        async with http.get(f"{url}/trajectory", headers=key) as reply:
+            assert reply.status == 409
+        async with http.post(f"{url}/end", json={"reward": 0.5}, headers=key) as reply:
+            t = from_json(Trajectory, await reply.json())
+        assert t.reward is not None and t.reward.total == 0.5 and t.task.id == "t7" and len(t.segments) == 1
+        assert t.segments[0].loss_weights.sum() == len(turn_ids("four")) + len(turn_ids("six"))
+        async with http.get(f"{url}/trajectory", headers={"x-api-key": "wrong"}) as reply:
+            assert reply.status == 401
+        async with http.get(f"{origin}/episodes/nobody") as reply:
+            assert reply.status == 404
+        assert [g.task.id for g in recorded] == ["t7"]
+
+
+async def test_an_episode_that_nobody_uses_is_ended_and_too_many_are_refused():
+    async with served(["x"], idle_s=0.2, max_episodes=1) as (origin, recorded), aiohttp.ClientSession() as http:
+        async with http.post(f"{origin}/episodes") as reply:
+            made = await reply.json()
+        async with http.post(f"{origin}/episodes") as reply:
+            assert reply.status == 503 and "as many as may be" in (await reply.json())["error"]["message"]
+        async with openai.AsyncOpenAI(base_url=made["base_url"], api_key=made["api_key"]) as client:
+            await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
+            async with asyncio.timeout(5):
+                while not recorded:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            with pytest.raises(openai.APIStatusError, match="has ended"):
+                await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
+
+
+def test_an_open_address_without_a_token_and_a_scheduler_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("POLYTURN_TOKEN", raising=False)
+    called = call_command(main, "serve", "--openai", "--model", "x", "--host", "0.0.0.0")
+    assert called.code == 2 and "has no token" in called.err
+    called = call_command(main, "serve", "--openai", "--model", "x", "--scheduler", "gym")
+    assert called.code == 2 and "leave --scheduler out" in called.err
+
+
+def test_the_command_serves_a_checkpoint_and_records(tmp_path: Path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_model(tokenizer).save_pretrained(tmp_path / "model")
+    code = "from polyturn.cli.main import main; main()"
+    arguments = ["serve", "--openai", "--model", str(tmp_path / "model"), "--port", "0", "--record", str(tmp_path / "run")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments, "num_threads=1", "rollout.limits.max_context=256"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+    try:
+        assert process.stderr is not None
+        lines, origin = [], None
+        while origin is None:
+            lines.append(process.stderr.readline())
+            assert lines[-1], "".join(lines)
+            found = re.search(r"listening on\s+(http://\S+)", "".join(lines))
+            origin = None if found is None else found[1]
+        asyncio.run(use(origin))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+    assert process.returncode == 0
+    (t,) = open_store(tmp_path / "run").trajectories(split="served")
+    assert t.reward is not None and t.reward.total == 1.0 and len(t.turns) == 1
+
+
+async def use(origin: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{origin}/v1", api_key="none") as client:
+        said = await client.chat.completions.create(
+            model="model", messages=[{"role": "user", "content": "a"}], max_tokens=5, temperature=0, logprobs=True
+        )
+        assert said.usage is not None and 1 <= said.usage.completion_tokens <= 5
+    async with aiohttp.ClientSession() as http:
+        async with http.post(f"{origin}/episodes") as reply:
+            made = await reply.json()
+        async with openai.AsyncOpenAI(base_url=made["base_url"], api_key=made["api_key"]) as client:
+            await client.chat.completions.create(model="polyturn", messages=[{"role": "user", "content": "a"}], max_tokens=5)
+        head = {"Authorization": f"Bearer {made['api_key']}"}
+        async with http.post(f"{origin}/episodes/{made['id']}/end", json={"reward": 1}, headers=head) as reply:
+            assert reply.status == 200
