@@ -4,6 +4,7 @@
 #   make test      install, check, and every test except the slow ones
 #   make engines   environments for the real vLLM and SGLang servers, under the user's cache (about 2.5 minutes, once);
 #                  `make test` uses those that are there, and .ci/run builds them where it can
+#   make browser   Chromium and playwright, for the tests of the viewer (Debian's packages, as root)
 #   make demo      train the quickstart from scratch
 #   make bench     every benchmark; results in benchmarks/results/DATE.json
 #   make verify    the slow tests, the demo for three seeds with its controls, then the benchmarks
@@ -14,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test engines demo bench verify clean
+.PHONY: install check test engines browser demo bench verify clean
 
 install: $(STAMP)
 
@@ -33,6 +34,11 @@ test: check
 
 engines:
 	@failed=0; for engine in vllm sglang; do $(PYTHON) scripts/engines/build.py $$engine || failed=1; done; exit $$failed
+
+browser: $(STAMP)
+	command -v chromium chromium-browser google-chrome || \
+		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[browser]'
 
 demo: $(STAMP)
 	$(BIN)/polyturn train examples/quickstart/config.yaml

@@ -137,7 +137,7 @@ class RunView:
         if sort:
             if sort not in INDEX_COLUMNS:
                 raise DataError(f"there is no column {sort!r}.{did_you_mean(sort, INDEX_COLUMNS)}")
-            order = pc.sort_indices(table, [(sort, "descending" if descending else "ascending")], null_placement="at_end")
+            order = pc.sort_indices(table, [(sort, "descending" if descending else "ascending")])
             table = table.take(order[offset : offset + limit])
         else:
             if descending:

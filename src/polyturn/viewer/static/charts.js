@@ -88,7 +88,7 @@ export function timeline(episodes, onOpen) {
   const parts = [["generate", "f0"], ["tools", "f1"], ["interaction", "f2"]];
   const end = Math.max(1e-6, ...episodes.map((e) => Math.max(...e.turns.map((t) => t.start + parts.reduce((s, [n]) => s + (t[n] ?? 0), 0)))));
   const X = (s) => left + (s / end) * (width - 2 * left);
-  const box = svg("svg", { viewBox: `0 0 ${width} ${episodes.length * lane + 22}`, role: "img", width: "100%" });
+  const box = svg("svg", { viewBox: `0 0 ${width} ${episodes.length * lane + 22}`, role: "group", width: "100%" });
   box.append(svg("title", {}, `${episodes.length} episodes over ${short(end)} seconds`));
   episodes.forEach((episode, i) => {
     const group = svg("g", { tabindex: 0, role: "link", "aria-label": `open ${episode.id}` });
