@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from polyturn.core.errors import EngineError
+from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.engines.pool import EnginePool
 from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
 from polyturn.training.weight_sync import WeightSync, _groups
@@ -102,3 +103,60 @@ async def test_an_engine_that_goes_on_under_its_old_version_is_found_by_its_tags
     engine.update_weights = lambda version, *, weights=None: engine._engine.update_weights(0, weights=weights)
     with pytest.raises(EngineError, match="version 1 was sent, and the engine answers as version"):
         await sync.publish(1)
+
+
+async def test_every_server_of_a_pool_is_held_to_the_weights_by_itself():
+    policy = make_policy(tied=True)
+    pool = EnginePool([Leaky(policy), Leaky(policy, keeps="model.norm.weight")])
+    with pytest.raises(EngineError, match=r"replica 1 says that it took the new weights, and model\.norm\.weight"):
+        await WeightSync(pool, policy, **SMALL).start(0)
+
+
+async def test_one_server_that_goes_wrong_later_is_left_out_and_the_run_goes_on(caplog):
+    policy = make_policy(tied=True)
+    engines = [Leaky(policy), Leaky(policy)]
+    pool = EnginePool(engines)
+    sync = WeightSync(pool, policy, **SMALL)
+    await sync.start(0)
+    engines[1]._keeps = "model.embed_tokens.weight"
+    with torch.no_grad():
+        policy.weights()["model.embed_tokens.weight"].mul_(1.5)
+    assert await sync.publish(1) <= 3 * sync.noise
+    assert [replica.is_live for replica in pool.replicas] == [True, False]
+    lines = [record.message for record in caplog.records if "replica 1 is left out" in record.message]
+    assert len(lines) == 1 and "does not serve the weights that were sent" in lines[0]
+
+
+async def test_one_server_that_is_lost_during_a_sync_is_left_out_and_the_run_goes_on():
+    class Lost(Leaky):
+        async def update_weights(self, version, *, weights=None):
+            if version == 1:
+                raise EngineLostError("it was killed")
+            await super().update_weights(version, weights=weights)
+
+    policy = make_policy(tied=True)
+    pool = EnginePool([Lost(policy), Leaky(policy)])
+    sync = WeightSync(pool, policy, **SMALL)
+    await sync.start(0)
+    await sync.publish(1)
+    assert [replica.is_live for replica in pool.replicas] == [False, True]
+    pool.leave(pool.replicas[1])
+    with pytest.raises(EngineError, match="took policy version 1: replica 0"):
+        await sync.publish(1)
+
+
+async def test_a_server_that_comes_back_is_held_to_what_the_others_said():
+    policy = make_policy(tied=True)
+    pool = EnginePool([Leaky(policy)])
+    sync = WeightSync(pool, policy, **SMALL)
+    await sync.start(0)
+    await sync.publish(1)
+    back = Leaky(policy)
+    await back._engine.update_weights(1)
+    await pool.verify(back, 1)
+    with torch.no_grad():
+        back._engine.module.model.norm.weight.mul_(1.1)
+    with pytest.raises(EngineError, match="it serves other weights"):
+        await pool.verify(back, 1)
+    with pytest.raises(EngineError, match="nothing is known yet about version 2"):
+        await pool.verify(back, 2)
