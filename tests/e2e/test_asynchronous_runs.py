@@ -1,0 +1,94 @@
+"""Asynchronous runs through the command line: the engine in a process of its own, with every way to be asynchronous."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyturn.cli.main import main
+from polyturn.testing.runs import call_command, write_tiny_run
+
+call = functools.partial(call_command, main)
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+    return [step for step in map(json.loads, lines) if "loss/total" in step]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["train.max_staleness=1", "train.replay=0.5", "engine.update=abort_resume"],
+        ["train.max_staleness=2", "train.oversample=1", "train.leftover=carry", "train.dynamic_sampling=2"],
+    ],
+)
+def test_a_run_with_staleness_samples_beside_training_what_the_trainer_would_have_sampled(
+    tmp_path: Path, settings: list[str]
+):
+    """The engine's logprobs are the trainer's of the same weights, so weights arrive whole and in time."""
+    config = write_tiny_run(tmp_path)
+    called = call("train", config, "train.steps=6", "evaluation.every=3", "train.optim.lr=1e-2", *settings)
+    assert called.code == 0, called.err
+    steps = steps_of(tmp_path)
+    assert [s["step"] for s in steps] == [1, 2, 3, 4, 5, 6]
+    assert 1 <= max(s["buffer/staleness"] for s in steps) <= int(settings[0][-1])
+    fresh = [s for s in steps if s["buffer/staleness"] == 0]
+    assert fresh and all(s["policy/rollout_difference"] < 1e-4 for s in fresh)
+    assert all(f"buffer/dropped_decile_{i}" in steps[0] for i in range(10))
+
+
+def test_over_sampling_with_the_engine_in_this_process_cuts_off_and_counts(tmp_path: Path):
+    config = write_tiny_run(tmp_path)
+    called = call("train", config, "train.oversample=1", "train.dynamic_sampling=1")
+    assert called.code == 0, called.err
+    assert sum(s.get("buffer/groups_left_over", 0) for s in steps_of(tmp_path)) > 0
+
+
+def test_an_interrupt_while_a_thread_trains_leaves_a_checkpoint_and_the_run_goes_on(tmp_path: Path):
+    config = write_tiny_run(tmp_path)
+    settings = ["train.steps=12", "train.max_staleness=1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train", str(config), *settings],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+    )
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("loss/total") >= 3):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    called = call("train", config, *settings, "--resume")
+    assert called.code == 0, called.err
+    assert [s["step"] for s in steps_of(tmp_path)] == list(range(1, 13)), "every step once"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["train.max_staleness=1", "engine.deterministic=true"], "engine.deterministic promises equal bits, and with train"),
+        (["train.oversample=0.5", "engine.deterministic=true"], "with train.oversample 0.5 what is trained on depends on"),
+        (["train.oversample=0.5", "train.leftover=carry"], "set oversample above 0 and at most to max_staleness"),
+        (["train.replay=0.5"], "so set max_staleness to 1 or more"),
+        (["train.dynamic_sampling=2", "train.group_size=1"], "the rewards of a group of one are always equal"),
+        (["engine.kind=vllm", "engine.process=own"], "a vllm server has a process of its own anyway"),
+        (["engine.num_threads=2"], "engine.num_threads is 2 and the embedded engine shares the trainer's process"),
+        (["engine.update=pause"], "engine.update"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_a_sentence(tmp_path: Path, settings: list[str], says: str):
+    called = call("train", write_tiny_run(tmp_path), *settings, "--dry-run")
+    assert called.code == 2
+    assert says in " ".join(called.err.split())
