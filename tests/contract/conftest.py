@@ -8,9 +8,17 @@ import torch
 from engine_servers import launch_spec, why_not
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from polyturn.core.errors import EngineError
 from polyturn.engines.launcher import Server
 
 VOCAB = 96
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say aloud which real servers were left out, and why."""
+    for engine in ("vllm", "sglang"):
+        if (reason := why_not(engine)) is not None:
+            terminalreporter.write_line(f"NOT TESTED on a real {engine} server: {reason}", yellow=True, bold=True)
 
 
 def small_model() -> Qwen3ForCausalLM:
@@ -46,12 +54,19 @@ def running_server(model_folder):
     """Return a function that starts an engine's server once and gives it, or skips the test and says why."""
     loop = asyncio.new_event_loop()
     servers: dict[str, Server] = {}
+    failed: dict[str, str] = {}
 
     def start(engine: str) -> Server:
         if (reason := why_not(engine)) is not None:
             pytest.skip(reason)
+        if engine in failed:
+            pytest.fail(f"the {engine} server did not start: {failed[engine]}", pytrace=False)
         if engine not in servers:
-            servers[engine] = loop.run_until_complete(Server.start(launch_spec(engine, model_folder)))
+            try:
+                servers[engine] = loop.run_until_complete(Server.start(launch_spec(engine, model_folder)))
+            except EngineError as problem:
+                failed[engine] = str(problem)
+                raise
         return servers[engine]
 
     yield start

@@ -6,13 +6,14 @@ from engine_servers import interpreter, why_not
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command, write_tiny_run
+from polyturn.tracking.jsonl import read_metrics
 
 WIDER = ("model.init.hidden_size=64", "model.init.head_dim=32", "model.init.intermediate_size=64")
 """The heads of the tiny run are narrower than vLLM's attention knows."""
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_run_trains_on_a_server_that_it_starts_and_stops(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "replicas"), [("vllm", 2), ("sglang", 1)])
+def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, tmp_path):
     if (reason := why_not(kind)) is not None:
         pytest.skip(reason)
     log = tmp_path / "server.log"
@@ -20,6 +21,7 @@ def test_a_run_trains_on_a_server_that_it_starts_and_stops(kind, tmp_path):
         main,
         *("train", write_tiny_run(tmp_path), *WIDER, "train.steps=2"),
         *(f"engine.kind={kind}", f"engine.launch.python={interpreter(kind)}", f"engine.launch.log={log}"),
+        f"engine.launch.replicas={replicas}",
     )
     assert called.code == 0, called.err + log.read_text()[-2000:]
     assert "the weights arrive" in called.err + called.out
@@ -27,6 +29,8 @@ def test_a_run_trains_on_a_server_that_it_starts_and_stops(kind, tmp_path):
     versions = {
         span.policy_version for t in trajectories for s in t.segments for span in s.spans if span.logprobs is not None
     }
+    steps = [m for m in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "engine/replicas_live" in m]
+    assert [(m["engine/replicas_live"], m["engine/lost"]) for m in steps] == [(replicas, 0)] * 2
     assert versions == {0, 1, 2}  # the first step's, the second's, and the evaluation after it
 
 
