@@ -114,6 +114,20 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ACTOR}.use_kl_loss=True", "algorithm.kl_coef", 0.001),
     (f"{ACTOR}.kl_loss_coef=0.01", "algorithm.kl_coef", 0.0),
     (f"{ACTOR}.kl_loss_type=mse", "algorithm.kl_estimator", "k2"),
+    (f"{ACTOR}.kl_loss_type=low_var_kl+", "algorithm.kl_estimator", "k3+"),
+    (f"{ACTOR}.loss_scale_factor=3000", "algorithm.norm_length", 3000),
+    (f"{ACTOR}.tis_imp_ratio_cap=2.5", "algorithm.correction", {"weight": "token", "cap": 2.5}),
+    ("actor_rollout_ref.model.lora_rank=8", "model.lora.rank", 8),
+    (
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.correction",
+        {"weight": "sequence", "cap": 2.0, "normalize": False},
+    ),
+    (
+        "algorithm.rollout_correction.rollout_rs=geometric",
+        "algorithm.correction",
+        {"weight": "none", "reject": {"seq_mean_k1": 2.0}},
+    ),
     (f"{ACTOR}.optim.lr=1e-5", "train.optim.lr", 1e-5),
     (f"{ACTOR}.optim.weight_decay=0.1", "train.optim.weight_decay", 0.1),
     (f"{ACTOR}.optim.betas=[0.9,0.95]", "train.optim.betas", [0.9, 0.95]),
@@ -272,14 +286,16 @@ REJECTED = [
     (f"{ACTOR}.ppo_epochs=2", "ppo_mini_batch_size"),
     (f"{ACTOR}.ppo_mini_batch_size=2000", "from 1 to data.train_batch_size, which is 1024"),
     (f"{ACTOR}.policy_loss.loss_mode=gspoo", "Did you mean 'gspo'"),
-    ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
+    ("actor_rollout_ref.model.lora.merge=True", "Megatron"),
+    ("actor_rollout_ref.model.lora_adapter_path=somewhere", "lora_rank"),
     ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
     ("algorithm.adv_estimator=gae", "critic"),
     ("algorithm.adv_estimator=reinforce_plus_plus", "one group at a time"),
     ("algorithm.adv_estimator=remax", "greedy rollout"),
     ("algorithm.adv_estimator=grop", "Did you mean"),
     ("algorithm.use_kl_in_reward=True", "use_kl_loss"),
-    ("algorithm.rollout_correction.rollout_is=token", "correction"),
+    ("algorithm.rollout_correction.rollout_is=turn", "token or sequence"),
+    ("algorithm.rollout_correction.loss_type=reinforce", "gpg is the plain policy gradient"),
     ("trainer.val_only=True", "polyturn eval"),
     ("trainer.resume_mode=resume_path", "default_local_dir"),
 ]
@@ -334,7 +350,7 @@ def test_an_unknown_key_is_an_error_with_the_nearest_known_one(key: str, nearest
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(ConfigError) as refused:
-        translated("+nonsense.one=1", "+nonsense.two=2", "actor_rollout_ref.model.lora_rank=4")
+        translated("+nonsense.one=1", "+nonsense.two=2", "+nonsense.three=3")
     assert len(str(refused.value).splitlines()) == 3
 
 
@@ -546,3 +562,22 @@ def test_the_base_is_yaml_that_a_reader_can_copy():
     from polyturn.compat.verl_config.compose import BASE
 
     assert set(yaml.safe_load(BASE.read_text())) >= {"data", "actor_rollout_ref", "algorithm", "trainer"}
+
+
+def test_rejections_bring_their_own_bounds():
+    made = translated(
+        "algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k3'",
+        "algorithm.rollout_correction.rollout_rs_threshold='0.5_3.0,0.1'",
+        "+algorithm.rollout_correction.rollout_token_veto_threshold=1e-4",
+    )
+    assert native(made.native, "algorithm.correction") == {
+        "weight": "none",
+        "reject": {"token_k1": [0.5, 3.0], "seq_max_k3": 0.1},
+        "veto": 1e-4,
+    }
+    load_values(RunConfig, made.native, origin=made.origin)
+
+
+def test_a_correction_in_bypass_mode_is_refused():
+    with pytest.raises(ConfigError, match="nothing left to correct"):
+        translated("algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is=token")

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.algorithms.advantages import advantages
 from polyturn.algorithms.losses import policy_losses, takes_option
+from polyturn.compat.verl_config.convert_loss import correction, kl, lora
 from polyturn.core.errors import did_you_mean, one_line
 from polyturn.tokens.parsers import parsers
 
@@ -163,19 +164,6 @@ def clip(s: Source) -> None:
         is_meant = key in s.written or both not in s.written
         value = s.get(key if is_meant else both, s.get(both, 0.2))
         s.put(f"algorithm.clip_{side}", value, by=key if is_meant else both)
-
-
-def kl(s: Source) -> None:
-    """Set the weight and the estimator of the KL term."""
-    key = f"{ACTOR}.kl_loss_type"
-    estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-    uses = bool(s.get(f"{ACTOR}.use_kl_loss"))
-    s.put("algorithm.kl_coef", s.get(f"{ACTOR}.kl_loss_coef", 0.001) if uses else 0.0, by=f"{ACTOR}.use_kl_loss")
-    name = s.get(key, "low_var_kl")
-    if name in estimators:
-        s.put("algorithm.kl_estimator", estimators[name], by=key)
-    elif uses:
-        s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(str(name), estimators)}")
 
 
 def grad_clip(s: Source) -> None:
@@ -470,6 +458,6 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     for f in (
         model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, grad_clip, warmup,
         temperature, agent_loop, engine, top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage,
-        policy_loss, reward_function, reward_manager, steps, run_folder, every, keep,
+        policy_loss, lora, correction, reward_function, reward_manager, steps, run_folder, every, keep,
     )
 }  # fmt: skip

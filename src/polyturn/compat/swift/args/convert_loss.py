@@ -1,0 +1,119 @@
+"""Converters of what decides ms-swift's loss: its kind, its off-policy correction, adapter, reference and teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polyturn.compat.verl_config.convert import Source
+
+_AGGREGATES = {
+    "grpo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "cispo": "token-mean",
+    "sapo": "seq-mean-token-mean",
+}
+_LEVELS = {"token": None, "sequence": "gspo_sequence", "sequence_token": "gspo"}
+
+
+def loss_type(s: Source) -> None:
+    """Set the policy loss and how it is averaged."""
+    name, level = str(s.get("loss_type", "grpo")), str(s.get("importance_sampling_level", "token"))
+    if name not in _AGGREGATES:
+        s.refuse("loss_type", f"{name!r} is not available; there are {', '.join(_AGGREGATES)}")
+        return
+    if level not in _LEVELS:
+        s.refuse("importance_sampling_level", f"{level!r} is none of {', '.join(_LEVELS)}")
+        return
+    s.put("algorithm.aggregate", _AGGREGATES[name], by="loss_type")
+    if name in ("cispo", "sapo"):
+        if level != "token":
+            s.refuse("importance_sampling_level", f"{name} has ratios of tokens; leave it at token")
+        s.put("algorithm.loss", name, by="loss_type")
+    elif (loss := _LEVELS[level]) is not None:
+        s.put("algorithm.loss", loss, by="importance_sampling_level")
+    if name == "cispo":  # here epsilon_high is the bound of the weight itself, and there is no lower one
+        high = s.number("epsilon_high", s.number("epsilon", 0.2))
+        s.put("algorithm.clip_low", 1.0, by="loss_type")
+        s.put("algorithm.clip_high", max(high - 1.0, 0.0), by="loss_type")
+    if name == "sapo" and (taus := {k: s.number(k, 1.0) for k in ("tau_pos", "tau_neg") if s.get(k) is not None}):
+        s.put("algorithm.loss_kwargs", taus, by="loss_type")
+
+
+def correction(s: Source) -> None:
+    """Set the off-policy correction."""
+    mode, delta = s.get("rollout_importance_sampling_mode"), s.get("off_policy_sequence_mask_delta")
+    found: dict[str, Any] = {"weight": "none"}
+    if mode is not None:
+        level, _, what = str(mode).partition("_")
+        if level not in ("token", "sequence") or what not in ("truncate", "mask"):
+            s.refuse("rollout_importance_sampling_mode", f"{mode!r} is none of token or sequence, with _truncate or _mask")
+            return
+        found = {
+            "weight": "geometric" if level == "sequence" else "token",
+            "cap": s.number("rollout_importance_sampling_threshold", 2.0),
+            "beyond": "drop" if what == "mask" else "truncate",
+        }
+    if delta is not None:
+        found["negative_bound"] = s.number("off_policy_sequence_mask_delta", 0.0)
+    if len(found) > 1:
+        by = "off_policy_sequence_mask_delta" if mode is None else "rollout_importance_sampling_mode"
+        s.put("algorithm.correction", found, by=by)
+
+
+def lora(s: Source) -> None:
+    """Set the adapter."""
+    key = next((k for k in ("train_type", "tuner_type", "sft_type") if s.get(k) is not None), "train_type")
+    kind, adapters = str(s.get(key, "full")), _as_list(s.get("adapters"))
+    if kind not in ("full", "lora"):
+        s.refuse(key, f"{kind!r} is not available; train all weights (full) or an adapter (lora)")
+        return
+    if kind == "full":
+        if adapters:
+            s.refuse("adapters", "all weights are trained; merge them into the model, or train an adapter (train_type lora)")
+        return
+    modules = s.get("target_modules", s.get("lora_target_modules", "all-linear"))
+    names = _as_list(modules)
+    chosen = {
+        "rank": int(s.number("lora_rank", 8)),
+        "alpha": s.number("lora_alpha", 32),
+        "dropout": s.number("lora_dropout", 0.05),
+        "target_modules": names[0] if names == ["all-linear"] else names,
+    }
+    for name, value in chosen.items():
+        s.put(f"model.lora.{name}", value, by=key)
+    if len(adapters) > 1:
+        s.refuse("adapters", f"{len(adapters)} adapters are named, and one is trained")
+    elif adapters:
+        s.put_path("model.lora.adapter", str(Path(str(adapters[0])).expanduser()), by="adapters")
+
+
+def ref_model(s: Source) -> None:
+    """Set the reference, where there is one."""
+    if (name := s.get("ref_model")) is not None and s.number("beta", 0.04) > 0:
+        _model(s, "model.reference", str(name), by="ref_model")
+
+
+def teacher(s: Source) -> None:
+    """Set the model to distil from."""
+    if (name := s.get("teacher_model")) is not None:
+        _model(s, "algorithm.distill.teacher", str(name), by="teacher_model")
+        s.put("algorithm.distill.coef", s.number("teacher_kl_coef", 1.0), by="teacher_model")
+
+
+def _model(s: Source, native: str, name: str, *, by: str) -> None:
+    """Set a key to a folder, or to a name of the hub."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        s.put_path(native, str(folder), by=by)
+    else:
+        s.put(native, name, by=by)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,131 @@
+"""Converters of what decides verl's loss: its KL term, policy loss, off-policy correction and adapter.
+
+Apart from `convert.py` because these keys changed most between verl's releases: the correction alone has three spellings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from polyturn.compat.verl_config.convert import Source
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+CORRECTION = "algorithm.rollout_correction"
+_LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""Rejection as earlier releases name it."""
+_NOTHING = (None, False, "none", "null", "")
+
+
+def kl(s: Source) -> None:
+    """Set the weight and the estimator of the KL term."""
+    key = f"{ACTOR}.kl_loss_type"
+    estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
+    estimators |= {f"{name}+": f"{native}+" for name, native in estimators.items() if native != "k2"}
+    uses = bool(s.get(f"{ACTOR}.use_kl_loss"))
+    s.put("algorithm.kl_coef", s.get(f"{ACTOR}.kl_loss_coef", 0.001) if uses else 0.0, by=f"{ACTOR}.use_kl_loss")
+    name = s.get(key, "low_var_kl")
+    if name in estimators:
+        s.put("algorithm.kl_estimator", estimators[name], by=key)
+    elif uses:
+        s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(str(name), estimators)}")
+
+
+def lora(s: Source) -> None:
+    """Set the adapter."""
+    rank = int(s.number(f"{MODEL}.lora_rank", 0))
+    adapter = s.get(f"{MODEL}.lora_adapter_path")
+    if not rank:
+        if adapter is not None:
+            s.refuse(f"{MODEL}.lora_adapter_path", "an adapter is read into one of lora_rank; set it too")
+        return
+    s.put("model.lora.rank", rank, by=f"{MODEL}.lora_rank")
+    s.put("model.lora.alpha", s.number(f"{MODEL}.lora_alpha", 16), by=f"{MODEL}.lora_alpha")
+    for name in ("target_modules", "exclude_modules"):
+        if (value := s.get(f"{MODEL}.{name}")) is not None:
+            s.put(f"model.lora.{name}", value if isinstance(value, str) else list(value), by=f"{MODEL}.{name}")
+    if adapter is not None:
+        s.put_path("model.lora.adapter", str(Path(str(adapter)).expanduser()), by=f"{MODEL}.lora_adapter_path")
+
+
+def correction(s: Source) -> None:
+    """Set the off-policy correction from whichever spelling says one."""
+    weight, reject = s.get(f"{CORRECTION}.rollout_is"), s.get(f"{CORRECTION}.rollout_rs")
+    veto = s.get(f"{CORRECTION}.rollout_token_veto_threshold")
+    found: dict[str, Any] = {}
+    if weight not in _NOTHING:
+        found |= _weight(s, f"{CORRECTION}.rollout_is", str(weight), s.get(f"{CORRECTION}.rollout_is_threshold", 2.0))
+        found["normalize"] = bool(s.get(f"{CORRECTION}.rollout_is_batch_normalize", False))
+    if reject not in _NOTHING:
+        found["reject"] = _rejections(s, str(reject))
+    if veto not in _NOTHING:
+        found["veto"] = veto
+    if found:
+        found.setdefault("weight", "none")
+        if s.get(f"{CORRECTION}.bypass_mode"):
+            s.refuse(
+                f"{CORRECTION}.bypass_mode",
+                "with it the ratio of the loss compares with the engine already, and there is nothing left to correct; "
+                "leave out rollout_is and rollout_rs, or bypass_mode",
+            )
+            return
+        by = "rollout_is" if "cap" in found else "rollout_rs"
+        s.put("algorithm.correction", found, by=f"{CORRECTION}.{by}")
+    elif (cap := s.get(f"{ACTOR}.tis_imp_ratio_cap", -1)) not in _NOTHING and float(cap) > 0:
+        s.put("algorithm.correction", {"weight": "token", "cap": float(cap)}, by=f"{ACTOR}.tis_imp_ratio_cap")
+    elif s.get("algorithm.rollout_is") and s.get("algorithm.rollout_is_threshold") is not None:
+        s.put("algorithm.correction", _of_first_release(s), by="algorithm.rollout_is")
+
+
+def _weight(s: Source, key: str, name: str, threshold: Any) -> dict[str, Any]:
+    if name not in ("token", "sequence"):
+        s.refuse(key, f"{name!r} is no level of importance weights; use token or sequence")
+    if isinstance(threshold, str) and "_" in threshold:
+        s.refuse(f"{key}_threshold", "weights have an upper bound alone; bound ratios from both sides with rollout_rs")
+        return {}
+    return {"weight": name, "cap": float(threshold)}
+
+
+def _rejections(s: Source, names: str) -> dict[str, Any]:
+    """Return the bounds of each of the names in "token_k1,seq_mean_k3"."""
+    key = f"{CORRECTION}.rollout_rs_threshold"
+    chosen = [_LEVELS.get(n, n) for n in (part.strip() for part in names.split(","))]
+    written = s.get(key)
+    if written is None:
+        written = s.get(f"{CORRECTION}.rollout_is_threshold", 2.0)
+    bounds = [part.strip() for part in str(written).split(",")]
+    lower = s.get(f"{CORRECTION}.rollout_rs_threshold_lower")
+    if len(bounds) == 1:
+        bounds *= len(chosen)
+    if len(bounds) != len(chosen):
+        s.refuse(key, f"there are {len(bounds)} thresholds for {len(chosen)} rejections; give one for each, or one for all")
+        return {}
+    found: dict[str, Any] = {}
+    for name, bound in zip(chosen, bounds, strict=True):
+        low, _, high = bound.rpartition("_")
+        try:
+            ends = [float(e) for e in (low, high) if e]
+        except ValueError:
+            s.refuse(key, f"{bound!r} is no bound; write 2.0 or 0.5_2.0")
+            return {}
+        if name.endswith("k1") and lower is not None:
+            ends = [float(lower), ends[-1]]
+        found[name] = ends if len(ends) == 2 else ends[0]
+    return found
+
+
+def _of_first_release(s: Source) -> dict[str, Any]:
+    """Return the correction that algorithm.rollout_is… describes."""
+    upper = float(s.number("algorithm.rollout_is_threshold", 2.0))
+    level = str(s.get("algorithm.rollout_is_level", "token"))
+    veto = s.get("algorithm.rollout_is_veto_threshold")
+    found: dict[str, Any] = {"weight": level, "cap": upper}
+    if s.get("algorithm.rollout_is_mode", "truncate") == "mask":
+        lower = s.get("algorithm.rollout_is_threshold_lower")
+        found = {"weight": level, "cap": upper, "beyond": "drop"}
+        found["reject"] = {_LEVELS.get(level, "token_k1"): [1 / upper if lower is None else float(lower), upper]}
+    return found if veto in _NOTHING else {**found, "veto": veto}
