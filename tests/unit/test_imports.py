@@ -29,6 +29,7 @@ RANKS = [
     {"training", "evaluation", "testing"},
     {"cluster", "viewer", "compat", "serving"},
     {"cli", "build"},
+    {"__main__"},
 ]
 RANK_OF = {package: rank for rank, packages in enumerate(RANKS) for package in packages}
 MAY_IMPORT_RAY = {"cluster", "cli", "build"}

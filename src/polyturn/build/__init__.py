@@ -18,6 +18,7 @@ from polyturn.build.parts import (
     build_tools,
 )
 from polyturn.build.place import Place
+from polyturn.build.ranks import check_ranks, follow_leader, lead
 from polyturn.build.tasks import (
     RunTasks,
     build_eval_sets,
@@ -53,10 +54,13 @@ __all__ = [
     "build_tasks",
     "build_tools",
     "build_trainer",
+    "check_ranks",
     "check_run",
     "check_training",
     "exporter",
     "fitting",
+    "follow_leader",
+    "lead",
     "settle",
     "warm_start_samples",
 ]

@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING
 
 from polyturn.build.model import load_frozen
-from polyturn.build.parts import Parts
 from polyturn.build.place import Place
 from polyturn.core.errors import ConfigError
 from polyturn.core.signature import has_parameter
@@ -45,29 +44,29 @@ def build_kl(place: Place) -> KlController:
     return AdaptiveKl(coef=algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
 
 
-def build_reference(parts: Parts) -> bool | PreTrainedModel:
+def build_reference(place: Place, model: PreTrainedModel) -> bool | PreTrainedModel:
     """Return whether there is a reference, or the one that `model.reference` names."""
-    config = parts.place.config
+    config = place.config
     path = config.model.reference
-    if not config.algorithm.kl_coef:
+    if not config.algorithm.kl_coef and not config.algorithm.kl_in_reward.coef:
         if path is not None:
-            raise ConfigError(f"model.reference is {path!r} and algorithm.kl_coef is 0, so nothing reads it; set kl_coef")
+            raise ConfigError(f"model.reference is {path!r} and no KL term reads it; set algorithm.kl_coef")
         return False
-    return True if path is None else load_frozen(parts.place, path, like=parts.model, dtype=None)
+    return True if path is None else load_frozen(place, path, like=model, dtype=None)
 
 
-def build_teacher(parts: Parts) -> PreTrainedModel | None:
+def build_teacher(place: Place, model: PreTrainedModel) -> PreTrainedModel | None:
     """Return the model to distil from; None where there is none.
 
     Raises:
         ConfigError: it cannot be loaded, or there is nothing to learn from at all.
     """
-    algorithm = parts.place.config.algorithm
+    algorithm = place.config.algorithm
     if algorithm.distill is None:
         if algorithm.loss == "none":
             raise ConfigError("algorithm.loss is none and algorithm.distill is not set: there is nothing to learn from")
         return None
-    return load_frozen(parts.place, algorithm.distill.teacher, like=parts.model, dtype=algorithm.distill.dtype)
+    return load_frozen(place, algorithm.distill.teacher, like=model, dtype=algorithm.distill.dtype)
 
 
 def build_correction(place: Place) -> CorrectionSettings | None:

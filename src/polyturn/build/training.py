@@ -6,18 +6,18 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from polyturn.build.loss import build_correction, build_kl, build_policy_loss, build_reference, build_teacher
+from polyturn.build.credit import build_critic, build_estimator, build_reward_kl, drops_zero_variance
+from polyturn.build.loss import build_correction
 from polyturn.build.parts import Parts
-from polyturn.build.place import Place
+from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
 from polyturn.config.models import (
     OptimConfig,
 )
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.sample import TrainSample
-from polyturn.core.signature import has_parameter
 from polyturn.core.task import Task
 from polyturn.data.conversations import generate_conversations, read_conversations
 from polyturn.rollout.pool import RolloutPool
@@ -25,59 +25,32 @@ from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
+    from polyturn.training.distributed import DistributedPolicy
     from polyturn.training.local import LocalPolicy
     from polyturn.training.loop import Trainer, TrainObserver, WeightChannel
     from polyturn.training.update import Update
 
 
-def build_policy(parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per_batch: int) -> LocalPolicy:
-    """Make the trainer's side of the model, over the same parameters."""
-    from polyturn.batching.layout import LayoutSettings
+def build_policy(
+    parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per_batch: int
+) -> LocalPolicy | DistributedPolicy:
+    """Make the trainer's side of the model: over the same parameters, or over the ranks of the team."""
     from polyturn.training.local import LocalPolicy
-    from polyturn.training.loss_terms import LossSettings
-    from polyturn.training.optim import OptimSettings
 
-    algorithm = parts.place.config.algorithm
-    warmup = optim.warmup_steps or int(optim.warmup_ratio * steps)
-    return LocalPolicy(
-        parts.model,
-        optim=OptimSettings(
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            max_grad_norm=optim.max_grad_norm,
-            max_skipped=optim.max_skipped,
-            warmup_steps=warmup,
-            schedule=optim.schedule,
-            total_steps=max(steps, warmup + 1),
-            min_lr_ratio=optim.min_lr_ratio,
-        ),
-        loss=LossSettings(
-            policy_loss=build_policy_loss(parts.place),
-            policy_loss_kwargs=algorithm.loss_kwargs,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.clip_dual,
-            aggregation=algorithm.aggregate,
-            segment_weight=algorithm.segment_weight,
-            norm_length=algorithm.norm_length,
-            kl_coef=algorithm.kl_coef,
-            kl_estimator=algorithm.kl_estimator,
-            entropy_coef=algorithm.entropy_coef,
-            distill_coef=0.0 if algorithm.distill is None else algorithm.distill.coef,
-            distill_estimator="k1+" if algorithm.distill is None else algorithm.distill.estimator,
-        ),
-        layout=LayoutSettings(max_tokens_per_batch=max_tokens_per_batch),
-        media=parts.context.media,
-        reference=build_reference(parts),
-        teacher=build_teacher(parts),
-        kl=build_kl(parts.place),
-    )
+    spec = PolicySpec(optim=optim, steps=steps, max_tokens_per_batch=max_tokens_per_batch)
+    media = parts.context.media
+    if parts.team is not None:
+        from polyturn.training.distributed import DistributedPolicy
+
+        # A reference or a teacher is loaded by the ranks.
+        loss = policy_options(parts.place, spec, parts.model, media, has_frozen=False)["loss"]
+        return DistributedPolicy(parts.team, spec, mirror=parts.model, loss=loss)
+    return LocalPolicy(parts.model, **policy_options(parts.place, spec, parts.model, media))
 
 
 def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
     """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
+    from polyturn.algorithms.advantages import traits_of
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.training.checkpoint import Checkpoints
     from polyturn.training.loop import LoopSettings, Trainer
@@ -85,11 +58,13 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     place, config = parts.place, parts.place.config
     train, evaluation = config.train, config.evaluation
     policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
+    update = build_update(parts, policy)
     return Trainer(
         LoopSettings(
             steps=train.steps,
             groups_per_step=train.groups_per_step,
             group_size=train.group_size,
+            has_baseline=traits_of(update.estimator).needs_greedy,
             seed=config.seed,
             shuffle=config.data.shuffle,
             max_staleness=train.max_staleness,
@@ -104,7 +79,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             patience=evaluation.patience,
             checkpoint_every=train.checkpoint_every,
         ),
-        update=build_update(parts, policy),
+        update=update,
         pool=RolloutPool(
             parts.context,
             max_concurrent=config.rollout.max_concurrent,
@@ -117,46 +92,66 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         observer=observer,
         engine_busy_s=lambda: parts.engine.busy_s,
         engine_metrics=_engine_metrics(parts),
-        channel=_channel(parts, policy),
+        channel=_gated(parts, _channel(parts, policy)),
         fingerprint=parts.context.codec.fingerprint,
         sampler=build_sampler(place, tasks.train),
         trains_in_thread=not isinstance(parts.engine, EmbeddedEngine),
     )
 
 
-def build_update(parts: Parts, policy: LocalPolicy) -> Update:
+def build_update(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> Update:
     """Make what turns the groups of a step into new parameters."""
     from polyturn.batching.loss_scale import build_loss_scale
+    from polyturn.training.local import LocalPolicy
     from polyturn.training.update import Update, UpdateSettings
 
     place, config = parts.place, parts.place.config
     train, algorithm = config.train, config.algorithm
+    estimator = build_estimator(place)
     return Update(
         policy,
-        estimator=build_estimator(place),
+        estimator=estimator,
         settings=UpdateSettings(
             minibatches=train.minibatches,
             temperature=config.rollout.sampling.temperature,
             loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
-            # A teacher has something to say about every trajectory.
-            drop_zero_variance=algorithm.drop_zero_variance and train.group_size > 1 and algorithm.distill is None,
+            drop_zero_variance=drops_zero_variance(place, estimator),
             is_stale=train.max_staleness > 0,
             needs_reference=algorithm.kl_coef > 0,
             uses_engine_logprobs=algorithm.old_logprobs == "engine",
             correction=build_correction(place),
         ),
-        kl=policy.kl if algorithm.kl_target is not None else None,
+        kl=policy.kl if isinstance(policy, LocalPolicy) and algorithm.kl_target is not None else None,
+        critic=build_critic(parts, estimator),
+        reward_kl=build_reward_kl(place),
     )
 
 
-def _channel(parts: Parts, policy: LocalPolicy) -> WeightChannel:
+def _channel(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> WeightChannel:
     """Return the way of new weights to the engine."""
     from polyturn.engines.pool import EnginePool
+    from polyturn.training.distributed import DistributedPolicy, GatheredWeights
+    from polyturn.training.local import LocalPolicy
+    from polyturn.training.optim import OptimSettings
     from polyturn.training.weight_sync import SharedWeights, WeightSync
 
-    if not isinstance(parts.engine, EnginePool):
-        return SharedWeights(parts.engine)
-    return WeightSync(parts.engine, policy, vocab_size=int(parts.model.config.get_text_config().vocab_size))
+    def channel(source: LocalPolicy) -> WeightChannel:
+        if not isinstance(parts.engine, EnginePool):
+            return SharedWeights(parts.engine)
+        return WeightSync(parts.engine, source, vocab_size=int(parts.model.config.get_text_config().vocab_size))
+
+    if isinstance(policy, DistributedPolicy):
+        # The proof that weights arrive changes whole weights and scores with them, which the leader's copy is there for.
+        return GatheredWeights(policy, channel(LocalPolicy(parts.model, optim=OptimSettings(lr=0.0))))
+    return channel(policy)
+
+
+def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
+    """Return the channel, which closes the gate that the run's episodes ask the engine through, if there is one."""
+    from polyturn.engines.update_gate import GatedChannel, UpdateGate
+
+    gate = parts.context.engine
+    return GatedChannel(channel, gate) if isinstance(gate, UpdateGate) else channel
 
 
 def _engine_metrics(parts: Parts) -> Callable[[], Mapping[str, float]]:
@@ -178,21 +173,6 @@ def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[[Path], Pa
     return functools.partial(
         hf.save_model, parts.model, tokenizer=parts.tokenizer, processor=processor, adapter_only=adapter_only
     )
-
-
-def build_estimator(place: Place) -> Any:
-    """Return the advantage estimator with its options bound."""
-    from polyturn.algorithms.advantages import advantages
-
-    algorithm = place.config.algorithm
-    estimator: Any = advantages.resolve(algorithm.advantage, base=place.base)
-    if has_parameter(estimator, "token_level_rewards"):  # an estimator that was written for verl
-        from polyturn.compat.verl.core_algos import as_estimator
-
-        estimator = as_estimator(estimator)
-    if algorithm.advantage == "grpo":
-        return functools.partial(estimator, norm_by_std=algorithm.norm_by_std)
-    return estimator
 
 
 def warm_start_samples(parts: Parts) -> list[TrainSample]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
 import shlex
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -20,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from polyturn import build
+from polyturn.cli import ranks
 from polyturn.cli.console import Output, stderr_console
 from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.cli.signals import Signals
@@ -72,8 +75,16 @@ def train(
         dry_run: Check everything, show it, and stop.
     """
     began = time.monotonic()
-    out = Output()
     config = place.config
+    this = ranks.this_rank() or ranks.Place(0, 1, 0)
+    build.check_ranks(config, max(this.size, config.train.distributed.ranks))
+    if this.rank > 0:
+        build.follow_leader(place, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
+        return
+    if this.size == 1 and config.train.distributed.ranks > 1 and not dry_run:
+        ranks.launch(config.train.distributed.ranks, sys.argv[1:])
+        return
+    out = Output()
     folder = Path(config.out) / config.name
     latest = Checkpoints(folder / "checkpoints").latest() if resume else None
     if resume == "auto":
@@ -92,6 +103,8 @@ def train(
 
         show(parts, tasks, resolved, out)
         return
+    if this.size > 1:
+        parts = build.lead(parts, num_ranks=this.size, local_rank=this.local)
     if not resume:
         folder = new_run_folder(folder)
     write_resolved(resolved, folder / "config.yaml")
@@ -99,7 +112,8 @@ def train(
     out.fact("run folder", folder)
     line = shlex.join(again(folder.name))
     also = build.build_records(parts, tasks.eval_sets)
-    with RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer:
+    team = contextlib.nullcontext() if parts.team is None else contextlib.closing(parts.team)
+    with team, RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer:
         warm = Spent()
         if latest is None:
             warm = warm_start(parts, observer, folder=folder, again=line)

@@ -372,12 +372,64 @@ class DistillConfig(_Model):
     """Of the teacher's weights; null takes the model's."""
 
 
+class OptimConfig(_Model):
+    """AdamW."""
+
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = Field(0, ge=0)
+    warmup_ratio: float = Field(0.0, ge=0, le=1)
+    """The warm-up as a share of the steps; used where `warmup_steps` is 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The learning rate at the end of the schedule, as a share of `lr`."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    max_skipped: int = Field(3, ge=0)
+    """Steps in a row that are skipped and counted because loss or gradient is not finite; one more ends the run."""
+
+
+class KlInRewardConfig(_Model):
+    """A KL penalty on the reward of every trained token, before advantages are computed."""
+
+    coef: float = Field(0.0, ge=0)
+    """Weight of the penalty; 0 is none, and keeps no reference for it."""
+    estimator: str = "k1"
+    """k1, k2, k3 or abs, of the trained policy against the reference."""
+    target: float | None = Field(None, gt=0)
+    """The KL per token, in nats, that the weight is steered to; null keeps the weight at `coef`."""
+    horizon: float = Field(10_000, gt=0)
+    """Trajectories over which the weight follows its target."""
+
+
+class CriticConfig(_Model):
+    """The value function of gae, turn_gae and bilevel_gae: a backbone of its own with one number per token."""
+
+    path: str | None = None
+    """Folder or hub id of the model whose backbone it starts from, with the same vocabulary; null takes the policy's."""
+    warmup: int = Field(0, ge=0)
+    """Steps at the start of the run in which only the critic is trained."""
+    clip: float | None = Field(0.2, gt=0)
+    """How far a value may move in a step and still be drawn to its return; null does not clip."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+
+
 class AlgorithmConfig(_Model):
     """From rewards to a loss."""
 
     advantage: str = "grpo"
+    """How rewards become advantages: an estimator of docs/algorithms.md, or `file.py:function`."""
+    advantage_kwargs: dict[str, Any] = {}
+    """Arguments of the estimator; it is told norm_by_std, gamma and lam where it has such parameters."""
     norm_by_std: bool = True
     """Divide the group's advantages by their standard deviation; false is Dr. GRPO."""
+    gamma: float | None = Field(None, ge=0, le=1)
+    """Discount of later rewards, per token or per turn as the estimator counts; null takes the estimator's default."""
+    lam: float | None = Field(None, ge=0, le=1)
+    """Weight of later steps in generalised advantage estimation; null takes the estimator's default."""
+    critic: CriticConfig = CriticConfig()
+    kl_in_reward: KlInRewardConfig = KlInRewardConfig()
     loss: str = "ppo_clip"
     """What a token contributes: a registered policy loss, or `file.py:function`."""
     loss_kwargs: dict[str, Any] = {}
@@ -410,26 +462,19 @@ class AlgorithmConfig(_Model):
     """Weigh and reject tokens by how far the engine that sampled them was from the policy that is trained; null does not."""
     distill: DistillConfig | None = None
     """Learn from a teacher's log-probabilities; null does not."""
-    drop_zero_variance: bool = True
-    """Leave groups out of the loss whose members all have the same reward."""
+    drop_zero_variance: bool | None = None
+    """Leave groups out of the loss whose members all have the same reward; null does so where the estimator looks at nothing
+    but rewards, so that every advantage of such a group is 0."""
 
 
-class OptimConfig(_Model):
-    """AdamW."""
+class DistributedConfig(_Model):
+    """How the model that trains is spread over devices, by torch's FSDP2."""
 
-    lr: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = Field(0, ge=0)
-    warmup_ratio: float = Field(0.0, ge=0, le=1)
-    """The warm-up as a share of the steps; used where `warmup_steps` is 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """The learning rate at the end of the schedule, as a share of `lr`."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    max_skipped: int = Field(3, ge=0)
-    """Steps in a row that are skipped and counted because loss or gradient is not finite; one more ends the run."""
+    ranks: int = Field(1, ge=1)
+    """Processes that train together, a GPU each where there are GPUs; `polyturn train` starts them. Under
+    torchrun its own number counts."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that split every layer among them and see the same samples; for models too wide for one device."""
 
 
 class TrainConfig(_Model):
@@ -458,6 +503,7 @@ class TrainConfig(_Model):
     checkpoint_every: int = Field(0, ge=0)
     """Steps between checkpoints; 0 saves only at the end, and when the run is interrupted."""
     keep_checkpoints: int = Field(2, ge=1)
+    distributed: DistributedConfig = DistributedConfig()
     optim: OptimConfig = OptimConfig()
 
     @model_validator(mode="after")

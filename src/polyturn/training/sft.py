@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -19,12 +20,11 @@ from polyturn.batching.samples import to_samples
 from polyturn.core.builder import TrajectoryBuilder
 from polyturn.core.errors import DataError
 from polyturn.core.generation import Completion, FinishReason
-from polyturn.core.metrics import merge, reduce
+from polyturn.core.metrics import Metrics, merge, reduce
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.data.conversations import Conversation
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.training.local import LocalPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,20 @@ def trajectory_samples(trajectories: Iterable[Trajectory], *, min_reward: float)
     return [s for g in groups for s in to_samples(g, temperature=1.0)]
 
 
+class SftPolicy(Protocol):
+    """What learns from conversations."""
+
+    def sft_forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
+        """Add the gradient of the cross-entropy over `samples`."""
+        ...
+
+    def optim_step(self) -> Metrics:
+        """Take one optimizer step."""
+        ...
+
+
 def run_sft(
-    policy: LocalPolicy,
+    policy: SftPolicy,
     samples: Sequence[TrainSample],
     settings: SftSettings,
     *,

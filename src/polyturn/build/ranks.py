@@ -1,0 +1,173 @@
+"""Many ranks from one configuration: the leader builds everything, the others their share of the model and nothing else.
+
+leader     build_parts -> lead -> parts with a team        tools, rewards, engine, tasks exist here alone
+follower   follow_leader                                   tokenizer and model, then the leader's commands
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from polyturn.build.loss import build_kl, build_policy_loss, build_reference, build_teacher
+from polyturn.build.model import build_codec, build_media, build_model
+from polyturn.build.parts import Parts
+from polyturn.build.place import Place
+from polyturn.config.models import OptimConfig, RunConfig
+from polyturn.core.errors import ConfigError
+from polyturn.core.plugins import load_plugins
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from polyturn.tokens.multimodal import MediaProcessor
+    from polyturn.training.distributed import Rank
+    from polyturn.training.fsdp import ShardedPolicy
+    from polyturn.training.optim import OptimSettings
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """What one policy of a run differs in from another: the warm start's and the trainer's."""
+
+    optim: OptimConfig
+    steps: int
+    """Of the whole run, for the schedule of the learning rate."""
+    max_tokens_per_batch: int
+
+
+def policy_options(
+    place: Place, spec: PolicySpec, model: PreTrainedModel, media: MediaProcessor | None, *, has_frozen: bool = True
+) -> dict[str, Any]:
+    """Return the options of a policy over `model`, on one rank or on many; `has_frozen` loads frozen ones too."""
+    from polyturn.batching.layout import LayoutSettings
+    from polyturn.training.loss_terms import LossSettings
+
+    algorithm = place.config.algorithm
+    return {
+        "optim": optim_settings(spec.optim, steps=spec.steps),
+        "loss": LossSettings(
+            policy_loss=build_policy_loss(place),
+            policy_loss_kwargs=algorithm.loss_kwargs,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.clip_dual,
+            aggregation=algorithm.aggregate,
+            segment_weight=algorithm.segment_weight,
+            norm_length=algorithm.norm_length,
+            kl_coef=algorithm.kl_coef,
+            kl_estimator=algorithm.kl_estimator,
+            entropy_coef=algorithm.entropy_coef,
+            distill_coef=0.0 if algorithm.distill is None else algorithm.distill.coef,
+            distill_estimator="k1+" if algorithm.distill is None else algorithm.distill.estimator,
+        ),
+        "layout": LayoutSettings(max_tokens_per_batch=spec.max_tokens_per_batch),
+        "media": media,
+        "reference": build_reference(place, model) if has_frozen else False,
+        "teacher": build_teacher(place, model) if has_frozen else None,
+        "kl": build_kl(place),
+    }
+
+
+def optim_settings(optim: OptimConfig, *, steps: int) -> OptimSettings:
+    """Return the optimizer's settings for a run of `steps`."""
+    from polyturn.training.optim import OptimSettings
+
+    warmup = optim.warmup_steps or int(optim.warmup_ratio * steps)
+    return OptimSettings(
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.max_grad_norm,
+        max_skipped=optim.max_skipped,
+        warmup_steps=warmup,
+        schedule=optim.schedule,
+        total_steps=max(steps, warmup + 1),
+        min_lr_ratio=optim.min_lr_ratio,
+    )
+
+
+def check_ranks(config: RunConfig, num_ranks: int) -> None:
+    """Refuse what `num_ranks` ranks cannot do.
+
+    Raises:
+        ConfigError: the batch is too small, or something runs on one rank only.
+    """
+    train = config.train
+    wide = train.distributed.tensor_parallel
+    if num_ranks % wide:
+        raise ConfigError(
+            f"train.distributed.tensor_parallel is {wide} and there are {num_ranks} ranks; it must divide them"
+        )
+    batch, rows = train.groups_per_step * train.group_size // train.minibatches, num_ranks // wide
+    if batch < rows:
+        raise ConfigError(
+            f"a batch of {batch} trajectories (train.groups_per_step {train.groups_per_step}, group_size "
+            f"{train.group_size}, minibatches {train.minibatches}) is smaller than the {rows} ranks that share it; raise "
+            "groups_per_step, or take fewer ranks"
+        )
+    if config.model.lora is not None:
+        raise ConfigError(f"model.lora trains on one rank and there are {num_ranks}; drop model.lora, or take one rank")
+    if config.algorithm.kl_target is not None:
+        raise ConfigError(
+            f"algorithm.kl_target steers the KL weight on one rank and there are {num_ranks}; drop it, kl_coef then stays"
+        )
+
+
+def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
+    """Join the process group as its leader, and return the parts with the team of all ranks."""
+    from polyturn.training import process_group
+
+    config = parts.place.config
+    check_ranks(config, num_ranks)
+    device = process_group.join(local_rank=local_rank)
+    rank = rank_of(parts.place, lambda: copy.deepcopy(parts.model), parts.context.media, device)
+    team = process_group.GroupTeam(rank, tensor_parallel=config.train.distributed.tensor_parallel)
+    return dataclasses.replace(parts, team=team)
+
+
+def follow_leader(place: Place, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> None:
+    """Be one of the other ranks until the leader is done; `on_joined` is called once all are there."""
+    from polyturn.training import process_group
+
+    check_ranks(place.config, num_ranks)
+    make_model, media = model_of(place)
+    device = process_group.join(local_rank=local_rank)
+    on_joined()
+    process_group.follow(rank_of(place, make_model, media, device))
+
+
+def model_of(place: Place) -> tuple[Callable[[], PreTrainedModel], MediaProcessor | None]:
+    """Return what makes the model of a rank that has no other parts, and its processor."""
+    import torch
+
+    config = place.config
+    load_plugins(config.plugins, base=place.base)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    torch.manual_seed(config.seed)
+    codec = build_codec(place)
+    model = build_model(place, codec.tokenizer)
+    return lambda: copy.deepcopy(model), build_media(place, codec, model)
+
+
+def rank_of(
+    place: Place, make_model: Callable[[], PreTrainedModel], media: MediaProcessor | None, device: torch.device
+) -> Rank:
+    """Return what runs the leader's commands on this rank."""
+    from polyturn.training.distributed import Rank
+    from polyturn.training.fsdp import ShardedPolicy, make_mesh
+
+    mesh = None
+
+    def make(spec: PolicySpec) -> ShardedPolicy:
+        nonlocal mesh
+        mesh = mesh or make_mesh(device, tensor_parallel=place.config.train.distributed.tensor_parallel)
+        model = make_model()
+        return ShardedPolicy(model, mesh=mesh, device=device, **policy_options(place, spec, model, media))
+
+    return Rank(make=make)

@@ -1,0 +1,165 @@
+"""The processes of one run on one machine: started, watched, and ended together.
+
+    polyturn train run.yaml --nproc 4   ->   python -m polyturn train run.yaml --nproc 4     rank 0: this terminal
+                                             the same, three times                           ranks 1 to 3: a log each
+
+torchrun may start them instead, on several machines too: what a rank reads is torchrun's environment. A rank that dies ends
+the run within seconds, with the last lines of its log. Signals go to the leader alone, which still needs the others for its
+last checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from polyturn.core.errors import ConfigError, PolyturnError
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 10.0
+"""What is left of a run gets so long to end by itself."""
+_NUM_LINES = 20
+
+
+class Place(NamedTuple):
+    """Which of how many processes this one is."""
+
+    rank: int
+    size: int
+    local: int
+    """The rank among those on this machine: the number of its GPU."""
+
+
+class RankError(PolyturnError, RuntimeError):
+    """A process of the run died."""
+
+
+def this_rank() -> Place | None:
+    """Return which rank this process is; None where no launcher said so.
+
+    Raises:
+        ConfigError: the launcher's environment makes no sense.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
+    except ValueError as problem:
+        raise ConfigError(
+            f"RANK is {os.environ['RANK']!r} and WORLD_SIZE {os.environ['WORLD_SIZE']!r}; a launcher sets both to numbers"
+        ) from problem
+
+
+def launch(num_ranks: int, arguments: Sequence[str]) -> None:
+    """Run `polyturn` with `arguments` in `num_ranks` processes, and return when all are done.
+
+    Raises:
+        RankError: one died; the message ends with the last lines of its log.
+        SystemExit: the leader ended with another code than 0.
+    """
+    logs = Path(tempfile.mkdtemp(prefix="polyturn-ranks-"))
+    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    if num_ranks > 1:  # as torchrun does: ranks on one machine would each take all of its cores
+        shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    ranks: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        ranks[0].send_signal(number)
+
+    former = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank in range(num_ranks):
+            env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"}
+            with (logs / f"rank-{rank}.log").open("wb") as log:
+                output = {} if rank == 0 else {"stdout": log, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+                command = [sys.executable, "-m", "polyturn", *arguments]
+                ranks.append(subprocess.Popen(command, env=env, start_new_session=True, **output))  # type: ignore[call-overload]
+        first = _first_to_fail(ranks)
+        if first is None:
+            shutil.rmtree(logs, ignore_errors=True)
+            return
+        _end(ranks)
+        code = ranks[first].returncode
+        if first == 0 and (code > 0 or received):
+            raise SystemExit(code if code > 0 else 128 - code)
+        raise RankError(_obituary(first, code, logs / f"rank-{first}.log"))
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all are done, or one has failed, and return which; a follower that fails explains a leader that does."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed == [0]:  # the leader saw its peer go before this process did?
+            time.sleep(0.3)
+            codes = [process.poll() for process in ranks]
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            return max(failed, key=lambda rank: (codes[rank] == -signal.SIGKILL, rank > 0 and codes[0] is None))
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.1)
+
+
+def keep_serving() -> None:
+    """Leave signals to the leader, who needs this rank for its last checkpoint and then lets it end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask what is left to end, and end what does not."""
+    deadline = time.monotonic() + GRACE_S
+    for process in ranks:
+        if process.poll() is None:
+            process.terminate()
+    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _obituary(rank: int, code: int, log: Path) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    if rank == 0:
+        return f"rank 0 {how}; what it said is above. Go on from its latest checkpoint with --resume"
+    said = last_lines(log)
+    return (
+        f"rank {rank} {how}, and training cannot go on without its share of the model. Go on from the latest checkpoint "
+        f"with --resume. The last lines of its log, {log}:\n{said or '  (nothing)'}"
+    )
+
+
+def last_lines(log: Path, *, count: int = _NUM_LINES) -> str:
+    """Return the end of a log, indented."""
+    lines = log.read_text(errors="replace").splitlines()[-count:]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

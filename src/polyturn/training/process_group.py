@@ -1,0 +1,109 @@
+"""A team of processes that torchrun, or `polyturn train --nproc`, started: rank 0 leads, the others follow.
+
+    leader     call(command, shares)  -- scatter -->  every rank runs it  -- gather -->  answers
+    follower   follow(): wait for a command, run it, answer; until the leader closes
+
+Commands travel over a group of their own on the CPU, which waits for as long as rollouts take; a process that dies closes
+its connections, and that is what wakes the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from polyturn.training.distributed import Answer, Rank, RankLostError, values_of
+
+_CLOSE = "close"
+_FOREVER = timedelta(days=30)
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+def join(*, local_rank: int) -> torch.device:
+    """Join the process group that the environment describes, and return the device of this rank."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_COLLECTIVE_TIMEOUT)
+        return device
+    dist.init_process_group("gloo", timeout=_COLLECTIVE_TIMEOUT)
+    return torch.device("cpu")
+
+
+class GroupTeam:
+    """The leader's side; it is a rank itself."""
+
+    def __init__(self, rank: Rank, *, tensor_parallel: int) -> None:
+        """Lead the process group; every process makes this or `follow`s, at the same time."""
+        self.num_ranks = dist.get_world_size()
+        self.tensor_parallel = tensor_parallel
+        self._rank = rank
+        self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self._lost: str | None = None
+        self._is_closed = False
+
+    def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Let every rank run `command` on its share, and return what each returned.
+
+        Raises:
+            RankLostError: a rank is gone.
+            PolyturnError: what a rank raised.
+        """
+        if self._lost is not None:
+            raise RankLostError(self._lost)
+        try:
+            own = _scatter([(command, share) for share in shares], self._control)
+            answer = self._rank.run(*own)
+            answers = _gather(answer, self._control)
+        except (RuntimeError, ConnectionError) as problem:
+            if isinstance(problem, torch.OutOfMemoryError):
+                raise
+            self._lost = f"a rank ended during {command!r} ({_first_line(problem)}); its log says why"
+            raise RankLostError(self._lost) from problem
+        assert answers is not None
+        return values_of(answers)
+
+    def close(self) -> None:
+        """Let the followers end; a second call does nothing."""
+        if not self._is_closed and self._lost is None:
+            self._is_closed = True
+            _scatter([(_CLOSE, ())] * self.num_ranks, self._control)
+            dist.destroy_process_group()
+
+
+def follow(rank: Rank) -> None:
+    """Run what the leader says until it closes.
+
+    Raises:
+        RankLostError: the leader is gone.
+    """
+    control = dist.new_group(backend="gloo", timeout=_FOREVER)
+    while True:
+        try:
+            command, share = _scatter(None, control)
+        except (RuntimeError, ConnectionError) as problem:
+            raise RankLostError(f"the leader is gone ({_first_line(problem)})") from problem
+        if command == _CLOSE:
+            dist.destroy_process_group()
+            return
+        _gather(rank.run(command, share), control)
+
+
+def _first_line(problem: BaseException) -> str:
+    return (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+
+
+def _scatter(shares: Sequence[Any] | None, group: dist.ProcessGroup) -> Any:
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, None if shares is None else list(shares), src=0, group=group)
+    return own[0]
+
+
+def _gather(answer: Answer, group: dist.ProcessGroup) -> list[Answer] | None:
+    answers: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(answer, answers, dst=0, group=group)
+    return answers
