@@ -1,0 +1,83 @@
+"""Agents that own their loop train as they are: the recorded tokens are those that the engine sampled and was shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn import build
+from polyturn.cli.main import main
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.trajectory import Trajectory
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.store.stored_run import open_store
+from polyturn.testing.runs import call_command
+
+EXAMPLE = Path(__file__).parents[2] / "examples/black_box"
+AGENTS = ["openai_client.py:agent", "agents_sdk.py:agent"]
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_the_example_trains(agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    called = call_command(
+        main, "train", EXAMPLE / "config.yaml", f"out={tmp_path}", "name=t", f"rollout.scheduler_kwargs.agent={agent}"
+    )
+    assert called.code == 0, called.err
+    steps = [json.loads(line) for line in (tmp_path / "t" / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "loss/total" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert np.isfinite(step["loss/total"]) and step["loss/grad_norm"] > 0
+        assert step["policy/rollout_difference"] < 1e-4, "the trainer computes what the engine sampled"
+    trajectories = list(open_store(tmp_path / "t").trajectories(split="train"))
+    assert len(trajectories) == 16 and all(t.error is None and t.reward is not None for t in trajectories)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_the_record_is_what_the_engine_was_shown_and_sampled(agent: str, tmp_path: Path):
+    config = load_config(RunConfig, EXAMPLE / "config.yaml", [f"rollout.scheduler_kwargs.agent={agent}"]).config
+    parts = build.build_parts(build.Place(config=config, base=EXAMPLE))
+    tasks = build.build_tasks(config.data.train, base=EXAMPLE, split="train")  # type: ignore[arg-type]
+    seen: list[tuple[GenerateRequest, Completion]] = []
+    engine: Any = parts.engine
+    generate = engine.generate
+
+    async def listen(request: GenerateRequest) -> Completion:
+        prompt = request.prompt_ids.copy()
+        completion = await generate(request)
+        seen.append((GenerateRequest(request_id=request.request_id, session_id="", prompt_ids=prompt), completion))
+        return completion
+
+    engine.generate = listen
+
+    async def run() -> Sequence[Trajectory]:
+        groups = await RolloutPool(parts.context).run([GroupSpec(id="g", task=tasks[0], size=4, seed=1)])
+        await engine.close()
+        return groups[0].trajectories
+
+    found = asyncio.run(run())
+    assert sum(len(t.turns) for t in found) == len(seen) > 4
+    for trajectory in found:
+        assert trajectory.error is None, trajectory.error
+        mine = [pair for pair in seen if pair[0].request_id.startswith(trajectory.id)]
+        assert len(mine) == len(trajectory.turns)
+        for request, completion in mine:
+            whole = np.concatenate([request.prompt_ids, completion.token_ids])
+            owner = [s for s in trajectory.segments if np.array_equal(s.token_ids[: len(whole)], whole)]
+            weighed = [s for s in owner if (s.loss_weights[len(request.prompt_ids) : len(whole)] > 0).all()]
+            assert weighed, "I1: what the engine saw and said is the beginning of a sample"
+            assert completion.logprobs is not None
+            held = np.asarray(weighed[0].logprobs)[len(request.prompt_ids) : len(whole)]
+            assert np.array_equal(held, completion.logprobs)
+        total = sum(float(s.loss_weights.sum()) for s in trajectory.segments)
+        assert total == sum(len(c.token_ids) for _, c in mine), "I4: each sampled token is trained once"
