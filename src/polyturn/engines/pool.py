@@ -69,6 +69,7 @@ class EnginePool:
         self._files = files
         self._recovery_s = recovery_s
         self._served = Served(0, None)
+        self._num_updates = 0
         self._coming = 0
         """The policy version that is being pushed, else the one that is served."""
         self._busy_since, self._busy_s = 0.0, 0.0
@@ -98,18 +99,20 @@ class EnginePool:
         return tuple(self._replicas)
 
     def join(self, engine: Engine, *, name: str | None = None, version: int | None = None) -> Replica:
-        """Add a server; it gets work at once if it serves the pool's weights, else after the next update.
+        """Add a server. It gets work at once if it serves the pool's weights, else once it was given them.
 
         Args:
             engine: The server.
             name: Shown in the log.
-            version: The policy version that it serves; the pool's own by default.
+            version: The policy version that it serves; by default the pool's own, or, of a server that can be asked how it
+                is and joins after weights were sent, an unknown one.
         """
         self._num_made += 1
         replica = Replica(
             engine, name or f"replica {self._num_made - 1}", self._num_made - 1, self._slots, version=self._served.version
         )
-        replica.is_stale = version is not None and version < self._served.version
+        is_new = isinstance(engine, Revivable) and self._num_updates > 0
+        replica.is_stale = is_new if version is None else version < self._served.version
         if replica.is_stale:
             self._bring_back(replica)
         self._replicas.append(replica)
@@ -232,6 +235,7 @@ class EnginePool:
         if weights is not None and self._files is not None:
             weights = await asyncio.to_thread(self._files.write, weights)
         self._coming = version
+        self._num_updates += 1
         problems: list[str] = []
 
         async def push(replica: Replica) -> None:

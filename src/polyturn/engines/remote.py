@@ -285,7 +285,9 @@ class RemoteEngine(ABC):
         now = time.monotonic()
         if self._silent_since is None:
             self._silent_since = now
-        if self._keeper is not None:
+        if self._keeper is not None and self._keeper.server is None:
+            self._link.url = (await self._keeper.start()).url
+        elif self._keeper is not None:
             hangs = now - self._silent_since > _HUNG_AFTER * self._health_s
             if self._keeper.is_dead or hangs:
                 why = f"the server at {self.url} {'hangs' if hangs else 'has died'}"

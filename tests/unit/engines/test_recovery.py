@@ -172,6 +172,20 @@ def test_a_pool_that_keeps_no_weights_gives_a_restarted_server_the_next_ones() -
     assert run_virtual(main()) == (False, True, [2, 2, 2, 2])
 
 
+def test_a_server_that_joins_under_way_is_given_the_weights_before_it_works() -> None:
+    async def main() -> tuple[bool, bool, list[int]]:
+        pool = EnginePool([Restartable()])
+        await pool.update_weights(1)
+        late = Restartable()
+        replica = pool.join(late)
+        await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(4)))
+        before = replica.is_live
+        await pool.update_weights(2)
+        return before, replica.is_live, late.pushed
+
+    assert run_virtual(main()) == (False, True, [2])
+
+
 def test_closing_ends_what_tries_to_bring_servers_back() -> None:
     async def main() -> None:
         engine = Restartable(dead_s=10_000.0)
