@@ -1,0 +1,26 @@
+"""docs/algorithms.md names every loss, average, estimator of the KL and rejection that a configuration can choose."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from polyturn.algorithms.aggregate import MODES
+from polyturn.algorithms.correction import REJECTIONS
+from polyturn.algorithms.kl import kl_estimators
+from polyturn.algorithms.losses import policy_losses
+
+PAGE = Path(__file__).parents[2] / "docs/algorithms.md"
+OWN = [n for n in policy_losses if policy_losses.resolve(n).__module__.startswith("polyturn.algorithms")]
+
+
+@pytest.mark.parametrize("name", [*OWN, *MODES, *kl_estimators, *REJECTIONS])
+def test_what_can_be_chosen_is_in_a_table(name):
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert any(f"`{name}`" in row.split("|")[1] for row in rows)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_each_loss_has_a_source_in_its_docstring(name):
+    docstring = policy_losses.resolve(name).__doc__ or ""
+    assert name == "none" or re.search(r"Source: .+\d{4}", docstring)
