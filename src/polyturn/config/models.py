@@ -521,8 +521,8 @@ class TrainConfig(_Model):
             )
         if self.dynamic_sampling and self.group_size == 1:
             raise ValueError(
-                f"train.dynamic_sampling is {self.dynamic_sampling} and train.group_size is 1: the rewards of a group of one "
-                "are always equal; raise group_size, or set dynamic_sampling to 0"
+                f"train.dynamic_sampling is {self.dynamic_sampling} and train.group_size is 1: the rewards of a group of "
+                "one are always equal; raise group_size, or set dynamic_sampling to 0"
             )
         return self
 

@@ -6,6 +6,7 @@ GroupSpec(id="g12", task=…, size=8, seed=…)  ->  TrajectoryGroup of 8 trajec
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ class GroupSpec:
     seed: int = 0
     """Member m of the group is seeded by (seed, task, m): the order in which episodes finish changes nothing."""
     sampling: SamplingParams | None = None
+    has_baseline: bool = False
+    """Whether one more episode is decoded greedily beside the members, which an estimator compares them with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,18 +67,25 @@ async def run_group(
         live: Is told the episodes as they start.
     """
 
-    async def member(index: int) -> Trajectory:
+    async def member(name: int | str, sampling: SamplingParams | None) -> Trajectory:
         async with slots:
             return await run_episode(
                 context,
                 spec.task,
-                id=f"{spec.id}/{index}",
-                seed=derive_seed(spec.seed, spec.task.id, index),
-                sampling=spec.sampling,
+                id=f"{spec.id}/{name}",
+                seed=derive_seed(spec.seed, spec.task.id, name),
+                sampling=sampling,
                 on_start=None if live is None else live.episodes.append,
             )
 
     with first_error():
         async with asyncio.TaskGroup() as group:
-            members = [group.create_task(member(i), name=f"{spec.id}/{i}") for i in range(spec.size)]
-    return TrajectoryGroup(id=spec.id, task=spec.task, trajectories=tuple(m.result() for m in members))
+            members = [group.create_task(member(i, spec.sampling), name=f"{spec.id}/{i}") for i in range(spec.size)]
+            greedy = dataclasses.replace(spec.sampling or context.sampling, temperature=0.0)
+            one_more = group.create_task(member("greedy", greedy)) if spec.has_baseline else None
+    return TrajectoryGroup(
+        id=spec.id,
+        task=spec.task,
+        trajectories=tuple(m.result() for m in members),
+        baseline=None if one_more is None else one_more.result(),
+    )

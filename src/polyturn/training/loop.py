@@ -68,6 +68,8 @@ class LoopSettings:
     steps: int
     groups_per_step: int
     group_size: int
+    has_baseline: bool = False
+    """Whether each group has one more trajectory, decoded greedily and never trained, for the estimator."""
     seed: int = 0
     shuffle: bool = True
     max_staleness: int = 0
@@ -198,6 +200,7 @@ class Trainer:
             )
         self._sampler().load_state_dict(saved["sampler"])
         self.policy.load_state_dict(saved["policy"])
+        self.update.load_state_dict(saved.get("update", {}))
         self.state = LoopState(**saved["loop"])
         self._pending = list(saved.get("pending", ()))
         logger.info("resumed from %s at step %d", path, self.state.step)
@@ -219,6 +222,7 @@ class Trainer:
             sampler=self._sampler(),
             drops=drops,
             group_size=settings.group_size,
+            has_baseline=settings.has_baseline,
             seed=settings.seed,
             max_attempts=settings.max_attempts,
             on_group=partial(self._observer.on_group, phase="rollout", total=settings.groups_per_step),
@@ -332,6 +336,7 @@ class Trainer:
     def _save(self, *, is_best: bool = False) -> None:
         state = {
             "policy": self.policy.state_dict(),
+            "update": self.update.state_dict(),
             "loop": asdict(self.state),
             "sampler": self._sampler().state_dict(),
             "pending": self._pending if self._buffer is None else self._buffer.pending,

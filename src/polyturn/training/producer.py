@@ -50,6 +50,7 @@ class Producer:
         sampler: TaskSampler,
         drops: Drops,
         group_size: int,
+        has_baseline: bool,
         seed: int,
         max_attempts: int,
         on_group: Callable[[TrajectoryGroup], None],
@@ -63,6 +64,7 @@ class Producer:
             sampler: At the first visit that no step was trained on.
             drops: Is told what is not trained on.
             group_size: Trajectories of a group.
+            has_baseline: Whether each group has a greedily decoded one beside them.
             seed: The run's.
             max_attempts: How many further tasks stand in for a group whose rewards are all equal.
             on_group: Is told every finished group that a step may train on.
@@ -73,6 +75,7 @@ class Producer:
         self._sampler = sampler
         self._drops = drops
         self._group_size = group_size
+        self._has_baseline = has_baseline
         self._seed = seed
         self._max_attempts = max_attempts
         self._on_group = on_group
@@ -112,6 +115,7 @@ class Producer:
                     id=f"g{ticket}" if attempt == 0 else f"g{ticket}r{attempt}",
                     task=self._tasks[index],
                     size=self._group_size,
+                    has_baseline=self._has_baseline,
                     seed=seed if attempt == 0 else derive_seed(seed, ticket, attempt),
                 )
                 group = await self._pool.run_one(spec, live=live)

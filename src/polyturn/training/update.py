@@ -1,6 +1,7 @@
 """Update: from the groups of one step to new parameters. What is computed, in which order, and nothing about when.
 
-    groups -> filters -> samples -> scores (old, reference) -> advantages -> correction -> filters -> loss -> optimizer
+    groups -> filters -> samples -> scores (old, reference, values) -> KL in the rewards -> advantages -> correction ->
+    filters -> critic: value loss, optimizer -> policy: loss, optimizer
 
 Scores come before advantages, because an estimator may read values and a reward may hold a KL term. Everything runs in one
 go, without giving up the event loop.
@@ -10,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyturn.algorithms.advantages import Estimator, assign_advantages
 from polyturn.algorithms.correction import CorrectionSettings, correct
@@ -21,13 +22,15 @@ from polyturn.batching.filters import filter_groups, filter_samples, has_signal
 from polyturn.batching.loss_scale import LossScale
 from polyturn.batching.samples import dropped_by_scale, to_samples
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import TrainingError
+from polyturn.core.errors import CheckpointError, TrainingError
 from polyturn.core.metrics import Metrics, Sum, merge, reduce
 from polyturn.core.protocols import Policy
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.schema import Trained
+from polyturn.training.critic import Critic, value_metrics
 from polyturn.training.record import trained_of
+from polyturn.training.reward_kl import RewardKl
 from polyturn.training.rollout_metrics import rollout_metrics
 
 logger = logging.getLogger(__name__)
@@ -70,11 +73,24 @@ class Update:
         estimator: Estimator,
         settings: UpdateSettings | None = None,
         kl: KlController | None = None,
+        critic: Critic | None = None,
+        reward_kl: RewardKl | None = None,
     ) -> None:
-        """Train `policy`; `kl` is told each step's KL to the reference, and steers the weight that the policy gives it."""
+        """Train `policy`.
+
+        Args:
+            policy: What is trained.
+            estimator: From rewards to advantages, its options bound.
+            settings: What else a step computes.
+            kl: Is told each step's KL to the reference, and steers the weight that the policy gives it.
+            critic: Gives the estimator values, and is trained on the returns that it answers with.
+            reward_kl: Takes a KL penalty off the rewards; `policy` needs a reference then.
+        """
         self.policy = policy
+        self.critic = critic
         self._kl = kl
-        self._estimator = estimator
+        self._reward_kl = reward_kl
+        self.estimator = estimator
         self._settings = settings or UpdateSettings()
 
     def leaves_out(self, group: TrajectoryGroup) -> bool:
@@ -98,18 +114,23 @@ class Update:
         samples = self._with_scores(samples)
         train_s += time.perf_counter() - began
         began = time.perf_counter()
-        samples = assign_advantages(kept.groups, samples, estimator=self._estimator)
+        if self._reward_kl is not None:
+            samples, found = self._reward_kl.apply(samples)
+            parts.append(found)
+        samples = assign_advantages(kept.groups, samples, estimator=self.estimator)
         if settings.correction is not None:
             samples, found = correct(samples, settings.correction, version=step)
             parts.append(found)
         filtered = filter_samples(samples, kept.groups)
         prepare_s += time.perf_counter() - began
         parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
-        logprobs: list[Floats] | None = []
+        is_warm = step >= self._critic_warmup
+        logprobs: list[Floats] | None = [] if is_warm else None
         shares = _shares(filtered.samples, settings.minibatches)
         if filtered.samples:
             began = time.perf_counter()
-            for number, share in enumerate(shares):
+            parts += self._train_critic(shares)
+            for number, share in enumerate(shares if is_warm else ()):
                 found = self.policy.forward_backward(share)
                 own = self.policy.last_logprobs
                 logprobs = None if own is None or logprobs is None else [*logprobs, *own]
@@ -137,13 +158,52 @@ class Update:
         settings = self._settings
         if not samples:
             return samples
-        if settings.minibatches > 1 or settings.is_stale or settings.correction is not None:
+        needs_old = settings.minibatches > 1 or settings.is_stale or settings.correction is not None
+        if needs_old or self._reward_kl is not None:
             scores = self._engine_logprobs(samples) if settings.uses_engine_logprobs else self.policy.score(samples)
             samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
-        if settings.needs_reference:
+        if settings.needs_reference or self._reward_kl is not None:
             scores = self.policy.score(samples, reference=True)
             samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
+        if self.critic is not None:
+            values = self.critic.score(samples)
+            samples = [s.replace(values=v) for s, v in zip(samples, values, strict=True)]
         return samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside the policy: the critic, and the weight of the KL penalty."""
+        return {
+            "critic": None if self.critic is None else self.critic.state_dict(),
+            "reward_kl": None if self._reward_kl is None else self._reward_kl.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned.
+
+        Raises:
+            CheckpointError: the run has a critic and the checkpoint none, or one of another model.
+        """
+        if self.critic is not None:
+            if state.get("critic") is None:
+                raise CheckpointError(
+                    "the checkpoint has no critic and this run trains one; resume with the algorithm.advantage that wrote it"
+                )
+            self.critic.load_state_dict(state["critic"])
+        if self._reward_kl is not None:
+            self._reward_kl.load_state_dict(state.get("reward_kl") or {})
+
+    @property
+    def _critic_warmup(self) -> int:
+        return 0 if self.critic is None else self.critic.settings.warmup
+
+    def _train_critic(self, shares: Sequence[Sequence[TrainSample]]) -> list[Metrics]:
+        """Take the critic's optimizer steps, one for each share."""
+        if self.critic is None:
+            return []
+        parts = [value_metrics([s for share in shares for s in share])]
+        for share in shares:
+            parts += [self.critic.forward_backward(share), self.critic.optim_step()]
+        return parts
 
     def _engine_logprobs(self, samples: Sequence[TrainSample]) -> list[Floats]:
         missing = next((s.id for s in samples if s.rollout_logprobs is None), None)

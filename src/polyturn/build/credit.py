@@ -1,0 +1,105 @@
+"""From `algorithm.advantage` and what belongs to it to an estimator, a critic and a KL penalty."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from polyturn.build.parts import Parts
+from polyturn.build.place import Place
+from polyturn.core.errors import ConfigError
+from polyturn.core.signature import has_parameter
+
+if TYPE_CHECKING:
+    from polyturn.training.critic import Critic
+    from polyturn.training.reward_kl import RewardKl
+
+
+def build_estimator(place: Place) -> Any:
+    """Return the advantage estimator with its options bound.
+
+    Raises:
+        ConfigError: there is none of the name, it takes no such option, or cannot work in this run.
+    """
+    from polyturn.algorithms.advantages import advantages, bind_estimator, check_estimator
+    from polyturn.rewards.router import DEFAULT_WEIGHTS
+
+    config = place.config
+    algorithm = config.algorithm
+    estimator: Any = advantages.resolve(algorithm.advantage, base=place.base)
+    if has_parameter(estimator, "token_level_rewards"):  # an estimator that was written for verl
+        from polyturn.compat.verl.core_algos import as_estimator
+
+        estimator = as_estimator(estimator)
+    has_penalties = algorithm.kl_in_reward.coef > 0
+    check_estimator(estimator, name=algorithm.advantage, group_size=config.train.group_size, has_penalties=has_penalties)
+    weights = DEFAULT_WEIGHTS if config.reward.weights is None else config.reward.weights
+    offered = {
+        "norm_by_std": algorithm.norm_by_std,
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "weights": {**weights, **({"overlong": 1.0} if config.reward.overlong.buffer else {})},
+    }
+    known = {name: value for name, value in offered.items() if value is not None}
+    return bind_estimator(estimator, offered=known, kwargs=algorithm.advantage_kwargs)
+
+
+def drops_zero_variance(place: Place, estimator: Any) -> bool:
+    """Return whether groups of equal rewards leave the loss: what the configuration says, else where nothing is lost."""
+    from polyturn.algorithms.advantages import traits_of
+
+    algorithm, group_size = place.config.algorithm, place.config.train.group_size
+    if group_size == 1 or algorithm.distill is not None:  # a teacher has something to say about every trajectory
+        return False
+    if algorithm.drop_zero_variance is not None:
+        return algorithm.drop_zero_variance
+    return traits_of(estimator).only_compares and not algorithm.kl_in_reward.coef
+
+
+def build_critic(parts: Parts, estimator: Any) -> Critic | None:
+    """Return the critic that the estimator needs; None where it needs none.
+
+    Raises:
+        ConfigError: its model cannot be loaded, or is of another tokenizer.
+    """
+    from polyturn.algorithms.advantages import traits_of
+    from polyturn.batching.layout import LayoutSettings
+    from polyturn.build.model import load_frozen
+    from polyturn.build.ranks import optim_settings
+    from polyturn.training.critic import Critic, CriticSettings
+
+    config = parts.place.config
+    critic = config.algorithm.critic
+    if not traits_of(estimator).needs_values:
+        if critic.warmup or critic.path is not None:
+            raise ConfigError(
+                f"algorithm.critic is set and the estimator {config.algorithm.advantage!r} uses no critic; set "
+                "algorithm.advantage to gae, turn_gae or bilevel_gae, or drop the critic"
+            )
+        return None
+    model = parts.model
+    if critic.path is not None:
+        model = load_frozen(parts.place, critic.path, like=parts.model, dtype=None).requires_grad_(True)
+    return Critic(
+        model,
+        optim=optim_settings(critic.optim, steps=config.train.steps),
+        settings=CriticSettings(clip=critic.clip, warmup=critic.warmup),
+        layout=LayoutSettings(max_tokens_per_batch=config.train.max_tokens_per_batch),
+        media=parts.context.media,
+    )
+
+
+def build_reward_kl(place: Place) -> RewardKl | None:
+    """Return the KL penalty of the rewards; None without one."""
+    from polyturn.algorithms.kl import AdaptiveKl, FixedKl
+    from polyturn.training.reward_kl import RewardKl
+
+    kl = place.config.algorithm.kl_in_reward
+    if not kl.coef:
+        if kl.target is not None:
+            raise ConfigError(
+                f"algorithm.kl_in_reward.target is {kl.target} and its coef is 0; set the coef to a first weight"
+            )
+        return None
+    if kl.target is None:
+        return RewardKl(FixedKl(coef=kl.coef), estimator=kl.estimator)
+    return RewardKl(AdaptiveKl(coef=kl.coef, target=kl.target, horizon=kl.horizon), estimator=kl.estimator)

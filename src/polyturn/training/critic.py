@@ -1,0 +1,219 @@
+"""Critic: the model's backbone with one number per position, trained to say what is still to come.
+
+    sample      ids      [ p0 p1 a2 a3 o4 a5 o6 ]      values at the weighted tokens [ . . v2 v3 . v5 . ]
+    row         input    [ p0 p1 a2 a3 o4 ]            v2 is read off column 1, where a2 is about to be sampled
+
+Index t describes token t: v_t is the value of the state that token t is sampled in, read at the position that predicts it,
+through the same `layout` that shifts targets. Values exist at weighted tokens only, so observations have no part in them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from polyturn.batching.layout import LayoutSettings, MicroBatch, layout, scatter_back
+from polyturn.core.arrays import Floats
+from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
+from polyturn.core.metrics import Mean, Metrics, Sum
+from polyturn.core.sample import TrainSample
+from polyturn.tokens.multimodal import MediaProcessor
+from polyturn.tokens.positions import MediaRows
+from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """The value loss: mean over targets of max((v - G)^2, (clip(v, v_old - clip, v_old + clip) - G)^2) / 2.
+
+    Source: Schulman et al. 2017 (PPO), in the form of its implementation; without `clip` it is (v - G)^2 / 2.
+    """
+
+    clip: float | None = 0.2
+    """How far a value may move from the one before the step and still be drawn to its target; None does not clip."""
+    warmup: int = 0
+    """Steps in which only the critic is trained, so that the policy does not follow a critic that knows nothing."""
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigError(f"the critic's clip is {self.clip}; it must be above 0, or None")
+
+
+class Critic:
+    """Owns the parameters and the optimizer of a value function."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        optim: OptimSettings,
+        settings: CriticSettings | None = None,
+        layout: LayoutSettings | None = None,
+        media: MediaProcessor | None = None,
+    ) -> None:
+        """Start from a copy of `model`'s backbone; at first every value is 0.
+
+        Args:
+            model: Where the backbone comes from, usually the policy as it is now; it is not changed.
+            optim: The critic's own optimizer and schedule.
+            settings: The value loss.
+            layout: The size of micro-batches.
+            media: The model's processor, for samples that show images, videos or sounds; None for text.
+        """
+        self.settings = settings or CriticSettings()
+        self.model = _ValueModel(model)
+        self.optimizer = Optimizer(self.model, optim)
+        self._layout = layout or LayoutSettings()
+        self._media = None if media is None else MediaRows(model, media)
+        self._device = next(model.parameters()).device
+
+    def score(self, samples: Sequence[TrainSample]) -> list[Floats]:
+        """Return for each sample [T] the value of the state that each weighted token is sampled in, 0 elsewhere."""
+        batches = self._lay_out(samples, [s.loss_weights for s in samples])
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                values = [self.model(batch) for batch in batches]
+        finally:
+            self.model.train()
+        return scatter_back(batches, values, lengths=[len(s) for s in samples])
+
+    def forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
+        """Add the gradient of the value loss over `samples`, everything that one optimizer step trains on.
+
+        Args:
+            samples: With `values` and `returns`; a token whose return is NaN is not trained.
+
+        Raises:
+            TrainingError: the samples lack them, or the loss is not finite. The gradient is cleared.
+        """
+        start = time.perf_counter()
+        missing = next((s.id for s in samples if s.returns is None or s.values is None), None)
+        if missing is not None:
+            raise TrainingError(f"sample {missing} has no values or returns; run an estimator that uses a critic first")
+        num_targets = sum(int(_is_target(s).sum()) for s in samples)
+        coefs = [_is_target(s) / max(1, num_targets) for s in samples]
+        batches = self._lay_out(samples, coefs)
+        starts = np.concatenate([[0], np.cumsum([len(s) for s in samples])]).astype(np.int64)
+        returns = np.concatenate([_array(s.returns) for s in samples])
+        old = np.concatenate([_array(s.values) for s in samples])
+        loss_sum = clipped_sum = 0.0
+        for batch in batches:
+            places = starts[batch.sample_S] + batch.token_S
+            values_S = self.model(batch)
+            target_S = torch.from_numpy(np.nan_to_num(returns[places])).to(values_S)
+            loss_S, is_clipped_S = self._loss(values_S, target_S, torch.from_numpy(old[places]).to(values_S))
+            loss = (loss_S * batch.loss_coef_S.to(values_S)).sum()
+            if not math.isfinite(float(loss.detach())):
+                self.optimizer.zero_grad()
+                raise TrainingError(
+                    f"the value loss is not finite at optimizer step {self.optimizer.step_count}: look at the rewards and "
+                    "at critic/grad_norm of the steps before, or lower algorithm.critic.optim.lr"
+                )
+            loss.backward()
+            loss_sum += float(loss.detach())
+            clipped_sum += float((is_clipped_S * batch.loss_coef_S).sum())
+        return {
+            "critic/value_loss": Mean(loss_sum),
+            "critic/clip_fraction": Mean(clipped_sum),
+            "time/critic_s": Sum(time.perf_counter() - start),
+        }
+
+    def optim_step(self) -> Metrics:
+        """Take one optimizer step from the summed gradient, and clear it.
+
+        Raises:
+            TrainingError: the gradient is not finite.
+        """
+        names = {"loss/lr": "critic/lr", "loss/grad_norm": "critic/grad_norm", "loss/skipped_steps": "critic/skipped_steps"}
+        return {names[name]: value for name, value in self.optimizer.step().items() if name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the parameters and the optimizer."""
+        return {"model": clone_tensors(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned.
+
+        Raises:
+            CheckpointError: the state is of another model.
+        """
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as problem:
+            raise CheckpointError(f"the checkpoint's critic does not fit this model: {problem}") from problem
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.zero_grad()
+
+    def _loss(self, values_S: Tensor, target_S: Tensor, old_S: Tensor) -> tuple[Tensor, Tensor]:
+        plain_S = 0.5 * (values_S - target_S).square()
+        if self.settings.clip is None:
+            return plain_S, torch.zeros_like(plain_S)
+        near_S = old_S + (values_S - old_S).clamp(-self.settings.clip, self.settings.clip)
+        clipped_S = 0.5 * (near_S - target_S).square()
+        return torch.maximum(plain_S, clipped_S), (clipped_S > plain_S).to(plain_S.dtype).detach()
+
+    def _lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[Any]) -> list[MicroBatch]:
+        bare = [s.replace(advantages=None, rollout_logprobs=None, old_logprobs=None, ref_logprobs=None) for s in samples]
+        return layout(bare, coefs=coefs, settings=self._layout, device=self._device, media=self._media)
+
+
+class _ValueModel(nn.Module):
+    """A backbone and a linear map from its last hidden state to one number, 0 at first."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config = model.config.get_text_config()
+        like = next(model.parameters())
+        self.backbone = copy.deepcopy(model.base_model)
+        self.head = nn.Linear(int(config.hidden_size), 1).to(device=like.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Return [S] the value at each target of `batch`."""
+        dtype = next(self.backbone.parameters()).dtype
+        inputs = {name: v.to(dtype) if v.is_floating_point() else v for name, v in batch.media_inputs.items()}
+        hidden_BTH = self.backbone(
+            input_ids=batch.input_ids_BT, position_ids=batch.position_ids, use_cache=False, **inputs
+        ).last_hidden_state
+        read_SH = hidden_BTH.flatten(0, 1).index_select(0, batch.flat_S)
+        values_S1: Tensor = self.head(read_SH.to(self.head.weight.dtype))
+        return values_S1[:, 0]
+
+
+def value_metrics(samples: Sequence[TrainSample]) -> Metrics:
+    """Return how well the values before a step foretold its returns: 1 - var(returns - values) / var(returns)."""
+    pairs = [(_array(s.returns)[_is_target(s)], _array(s.values)[_is_target(s)]) for s in samples if s.returns is not None]
+    returns = np.concatenate([*(r for r, _ in pairs), np.empty(0)])
+    values = np.concatenate([*(v for _, v in pairs), np.empty(0)])
+    if not len(returns):
+        return {}
+    metrics: Metrics = {
+        "critic/value": Mean(float(values.sum()), len(values)),
+        "critic/return": Mean(float(returns.sum()), len(returns)),
+    }
+    if returns.var() > 0:
+        metrics["critic/explained_variance"] = Mean(float(1 - (returns - values).var() / returns.var()))
+    return metrics
+
+
+def _is_target(sample: TrainSample) -> NDArray[np.bool_]:
+    assert sample.returns is not None
+    is_target: NDArray[np.bool_] = (sample.loss_weights != 0) & ~np.isnan(sample.returns)
+    return is_target
+
+
+def _array(values: Floats | None) -> NDArray[np.float64]:
+    assert values is not None
+    return values.astype(np.float64)

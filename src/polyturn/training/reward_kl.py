@@ -1,0 +1,69 @@
+"""KL in the reward: each trained token costs what it strays from the reference, before advantages are computed.
+
+r_t = -coef * kl(logprob_t, ref_logprob_t), added to `TrainSample.rewards`. Unlike a KL term in the loss it is credited to
+the tokens before it, as any other reward. Source: Ziegler et al. 2019 (Fine-Tuning Language Models from Human Preferences),
+equation 2; Ouyang et al. 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from polyturn.algorithms.kl import KlController, kl_estimators
+from polyturn.core.arrays import Floats
+from polyturn.core.errors import TrainingError
+from polyturn.core.metrics import Mean, Metrics
+from polyturn.core.sample import TrainSample
+
+
+class RewardKl:
+    """Takes a KL penalty off the rewards of tokens; its weight stays or follows a target."""
+
+    def __init__(self, controller: KlController, *, estimator: str = "k1") -> None:
+        """Weigh the penalty by `controller`; `estimator` is a name of `algorithms.kl.kl_estimators`."""
+        self._controller = controller
+        self._estimate = kl_estimators.resolve(estimator)
+
+    @property
+    def coef(self) -> float:
+        """The weight now."""
+        return self._controller.coef
+
+    def apply(self, samples: Sequence[TrainSample]) -> tuple[list[TrainSample], Metrics]:
+        """Return the samples with the penalty in their `rewards`, and its figures; then adapt the weight.
+
+        Raises:
+            TrainingError: samples lack log-probabilities.
+        """
+        coef, kl_sum, num_tokens = self.coef, 0.0, 0
+        out = []
+        for sample in samples:
+            kl_T = self._kl(sample)
+            kl_sum += float(kl_T.sum())
+            num_tokens += sample.num_weighted
+            penalty_T = (-coef * kl_T).astype(np.float32)
+            out.append(sample.replace(rewards=penalty_T if sample.rewards is None else sample.rewards + penalty_T))
+        if num_tokens:
+            trajectories = {(s.id.group, s.id.trajectory) for s in samples if s.num_weighted}
+            self._controller.update(kl_sum / num_tokens, num_trajectories=len(trajectories))
+        return out, {"policy/kl_in_reward": Mean(kl_sum, num_tokens), "policy/kl_in_reward_coef": Mean(coef)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return self._controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self._controller.load_state_dict(state)
+
+    def _kl(self, sample: TrainSample) -> Floats:
+        if sample.old_logprobs is None or sample.ref_logprobs is None:
+            raise TrainingError(f"sample {sample.id} has no log-probabilities of the policy and the reference to compare")
+        kl_T: Floats = self._estimate(
+            torch.from_numpy(sample.old_logprobs.copy()), torch.from_numpy(sample.ref_logprobs.copy())
+        ).numpy()
+        return np.where(sample.loss_weights != 0, kl_T, np.float32(0.0))

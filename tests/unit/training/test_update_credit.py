@@ -1,0 +1,122 @@
+"""What a step does around the estimator: values before advantages, KL in the rewards, the critic's steps, greedy members."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from polyturn.algorithms.advantages import advantages, bind_estimator
+from polyturn.algorithms.kl import FixedKl
+from polyturn.core.errors import CheckpointError
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.rollout.group import GroupSpec, run_group
+from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from polyturn.testing.tiny import tiny_model
+from polyturn.training.critic import Critic, CriticSettings
+from polyturn.training.local import LocalPolicy
+from polyturn.training.optim import OptimSettings
+from polyturn.training.reward_kl import RewardKl
+from polyturn.training.update import Update, UpdateSettings
+
+torch.set_num_threads(1)
+
+
+def played(*, has_baseline: bool = False, size: int = 4, num_groups: int = 2) -> list[TrajectoryGroup]:
+    """Return groups of episodes of which those of even members are right."""
+
+    def says(request: Any) -> str:
+        name = request.session_id.rpartition("/")[2].partition("#")[0]
+        return "#### 4" if name == "greedy" or int(name) % 2 == 0 else "#### 5, or so"
+
+    context = scripted_context(says)
+
+    async def go() -> list[TrajectoryGroup]:
+        slots = asyncio.Semaphore(8)
+        specs = [
+            GroupSpec(id=f"g{i}", task=task(id=f"t{i}"), size=size, has_baseline=has_baseline) for i in range(num_groups)
+        ]
+        return [await run_group(context, spec, slots=slots) for spec in specs]
+
+    return asyncio.run(go())
+
+
+def update(
+    name: str, *, critic: bool = False, warmup: int = 0, coef: float = 0.0, minibatches: int = 1, **kw: Any
+) -> Update:
+    vocab = len(tiny_codec().tokenizer)
+    model = tiny_model(vocab, hidden=16)
+    optim = OptimSettings(lr=1e-2)
+    return Update(
+        LocalPolicy(model, optim=optim, reference=coef > 0),
+        estimator=bind_estimator(advantages.resolve(name), offered={}, kwargs=kw),
+        settings=UpdateSettings(drop_zero_variance=False, minibatches=minibatches),
+        critic=Critic(model, optim=optim, settings=CriticSettings(warmup=warmup)) if critic else None,
+        reward_kl=RewardKl(FixedKl(coef=coef)) if coef else None,
+    )
+
+
+def parameters(made: Update) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in made.policy.model.parameters()]).clone()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["gae", "turn_gae", "bilevel_gae"])
+def test_a_critic_is_scored_and_trained_beside_the_policy(name: str) -> None:
+    made, groups = update(name, critic=True, minibatches=2), played()
+    first = made.run(groups, step=0).metrics
+    assert first["critic/value"] == 0 and first["critic/value_loss"] > 0 and first["critic/explained_variance"] == 0
+    for step in range(1, 12):
+        last = made.run(groups, step=step).metrics
+    assert last["critic/value_loss"] < first["critic/value_loss"]
+    # Before its one turn every episode of a task is in the same state: nothing there tells them apart.
+    assert last["critic/explained_variance"] > (0.1 if name != "turn_gae" else -0.1)
+
+
+def test_in_its_warm_up_only_the_critic_moves() -> None:
+    made, groups = update("gae", critic=True, warmup=2), played()
+    before = parameters(made)
+    for step in range(2):
+        assert "loss/total" not in made.run(groups, step=step).metrics
+    assert torch.equal(before, parameters(made))
+    assert "loss/total" in made.run(groups, step=2).metrics and not torch.equal(before, parameters(made))
+
+
+def test_a_kl_penalty_reaches_the_advantages() -> None:
+    made, groups = update("grpo", coef=10.0), played()
+    first = made.run(groups, step=0).metrics
+    assert first["policy/kl_in_reward"] == pytest.approx(0, abs=1e-6), "policy and reference are equal at first"
+    assert first["policy/kl_in_reward_coef"] == 10
+    second = made.run(groups, step=1)
+    assert second.metrics["policy/kl_in_reward"] != 0
+
+
+def test_a_run_goes_on_with_its_critic() -> None:
+    made, groups = update("gae", critic=True, coef=0.1), played()
+    made.run(groups, step=0)
+    again = update("gae", critic=True, coef=0.1)
+    again.load_state_dict(made.state_dict())
+    again.policy.load_state_dict(made.policy.state_dict())
+    a, b = made.run(groups, step=1).metrics, again.run(groups, step=1).metrics
+    kinds = ("critic/", "policy/", "loss/")
+    assert {k: v for k, v in a.items() if k.startswith(kinds)} == {k: v for k, v in b.items() if k.startswith(kinds)}
+    with pytest.raises(CheckpointError, match="has no critic and this run trains one"):
+        again.load_state_dict(update("grpo").state_dict())
+
+
+def test_a_greedy_member_is_compared_with_and_never_trained() -> None:
+    groups = played(has_baseline=True)
+    assert all(g.baseline is not None and len(g.trajectories) == 4 for g in groups)
+    result = update("remax").run(groups, step=0)
+    assert result.metrics["buffer/samples"] == 8
+    made = {t.id: [] for g in groups for t in g.trajectories}
+    assert set(result.trained) <= set(made)
+
+
+def test_without_being_asked_no_greedy_member_is_run() -> None:
+    assert all(g.baseline is None for g in played())
+
+
+def test_advantages_over_the_batch_have_mean_0() -> None:
+    assert update("reinforce_plus_plus").run(played(), step=0).metrics["policy/advantage"] == pytest.approx(0, abs=1e-6)
