@@ -77,6 +77,7 @@ class AuthorCalls:
 
     async def _in_thread(self, name: str, method: Callable[..., Any], *args: Any, has_deadline: bool) -> Any:
         """Call a plain method; what it gives to await is no part of its deadline."""
+        self._check_abandoned(name)
         clock = asyncio.timeout(self.timeout_s if has_deadline else None)
         try:
             async with clock:

@@ -1,0 +1,52 @@
+"""docs/guides/openai.md runs as it stands."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import openai
+import yaml
+
+from polyturn.build import Place, build_scheduler
+from polyturn.config.models import RolloutConfig, RunConfig
+from polyturn.rollout.episode import run_episode
+from polyturn.serving.address import bind
+from polyturn.serving.openai.endpoint import EndpointOptions
+from polyturn.serving.openai.service import OpenAIService
+from polyturn.testing.episodes import scripted_context, task
+
+PAGE = (Path(__file__).parents[3] / "docs/guides/openai.md").read_text()
+CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+CONFIG = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+
+
+async def test_the_agent_trains_as_it_is_configured(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(CODE[0])
+    config = RunConfig(
+        model={"init": {"model_type": "qwen3"}, "tokenizer": "x"},  # type: ignore[arg-type]
+        rollout=RolloutConfig(**yaml.safe_load(CONFIG[0])["rollout"]),
+    )
+    made = build_scheduler(Place(config=config, base=tmp_path))
+    t = await run_episode(scripted_context(["5", "it is 4"], scheduler=made), task(data_source=None), id="e")
+    assert t.reward is not None and t.reward.total == 1.0
+    assert [turn.message.text for turn in t.turns] == ["5", "it is 4"] and len(t.segments) == 1
+
+
+async def test_an_episode_of_a_server_is_asked_for_as_written() -> None:
+    names: dict[str, Any] = {}
+    exec(CODE[1], names)
+
+    async def agent(base_url: str, api_key: str) -> None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "2+2?"}])
+
+    service = OpenAIService(scripted_context(["4"]), EndpointOptions())
+    bound, until = bind("127.0.0.1", 0), asyncio.Event()
+    running = asyncio.create_task(service.serve(bound, until, grace_s=0.1))
+    trajectory = await names["one_episode"](f"http://127.0.0.1:{bound.getsockname()[1]}", agent)
+    assert trajectory["reward"]["total"] == 1.0 and len(trajectory["segments"]) == 1
+    until.set()
+    await running
