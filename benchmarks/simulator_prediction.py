@@ -106,6 +106,7 @@ def main() -> None:
         "benchmark": "simulator_prediction",
         "engine": args.engine,
         "tau_ms": {str(b): round(1e3 * s, 2) for b, s in speed.table},
+        "context_token_ns": round(1e9 * speed.context_token_s, 1),
         "prefill_token_us": round(1e6 * speed.prefill_token_s, 2),
         "request_ms": round(1e3 * speed.request_s, 2),
         "prefix_cache": speed.prefix_cache,

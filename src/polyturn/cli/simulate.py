@@ -70,6 +70,7 @@ def fit(url: str, *, engine: str, out: Path | None, slots: int, vocab_size: int,
     print(f"{'requests at once':<18}{'a step':>10}{'tokens/s':>12}")
     for batch, seconds in speed.table:
         print(f"{batch:<18}{1e3 * seconds:>7.2f} ms{batch / max(seconds, 1e-9):>12.0f}")
+    print(f"a token of context {1e9 * speed.context_token_s:.1f} ns a step")
     print(f"a prompt token {1e6 * speed.prefill_token_s:.1f} us, a request {1e3 * speed.request_s:.2f} ms")
     print("prefixes of earlier turns are " + ("kept" if speed.prefix_cache else "computed again every turn"))
     if out is not None:

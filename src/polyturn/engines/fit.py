@@ -6,6 +6,7 @@
 Each figure is a difference of two timings, so that what both have in common falls out:
 
     tau(b)            b requests at once, with many tokens less with few, per token between; a median over repeats
+    context_token_s   the same behind long prompts, less behind short ones, per token of their contexts
     prefill_token_s   one long prompt that the server has not seen, less a short one
     request_s         many requests of one token at once, less one, per request; their prompts and steps taken off
     prefix_cache      whether the long prompt costs less than half as much when it comes again
@@ -37,6 +38,8 @@ from polyturn.engines.simulated import Speed
 
 FEW, MANY = 8, 72
 """Tokens of the two requests whose difference gives a step's time."""
+_FAR = 8
+"""Sequences with long prompts, at most."""
 
 
 class _Bench:
@@ -119,6 +122,8 @@ async def fit(
     if not batches or list(batches) != sorted(set(batches)) or batches[0] < 1 or repeats < 1:
         raise ConfigError(f"batch sizes must rise from at least 1 and repeats be at least 1, not {batches} and {repeats}")
     bench = _Bench(engine, vocab_size=vocab_size)
+    far = [batch for batch in batches if batch <= _FAR][-1:] or [batches[0]]
+    far_steps: list[float] = []
     few: dict[int, list[float]] = {b: [] for b in batches}
     many: dict[int, list[float]] = {b: [] for b in batches}
     long: list[float] = []
@@ -132,6 +137,12 @@ async def fit(
                 seconds = await bench.seconds([bench.prompt(prompt_tokens) for _ in range(batch)], tokens)
                 if repeat:  # the first one warms up
                     into[batch].append(seconds)
+        behind = [bench.prompt(long_prompt_tokens) for _ in range(far[0])]
+        await bench.seconds(behind, 1)  # so that both of the next find them computed
+        less = await bench.seconds(behind, FEW)
+        more = await bench.seconds(behind, MANY)
+        if repeat:
+            far_steps.append((more - less) / (MANY - FEW))
         prompt = bench.prompt(long_prompt_tokens)
         timings = (
             await bench.seconds([prompt], 1),
@@ -142,13 +153,17 @@ async def fit(
         if repeat:
             for timed, seconds in zip((long, again, short, one_each), timings, strict=True):
                 timed.append(seconds)
-    table = [(b, (median(many[b]) - median(few[b])) / (MANY - FEW)) for b in batches]
+    steps = {b: (median(many[b]) - median(few[b])) / (MANY - FEW) for b in batches}
+    per_token = max(median(far_steps) - steps[far[0]], 0.0) / (far[0] * (long_prompt_tokens - prompt_tokens))
+    held = prompt_tokens + (FEW + MANY) / 2  # tokens of each sequence while its steps were timed
+    table = [(b, max(seconds - per_token * b * held, 1e-6)) for b, seconds in steps.items()]
     prefill = max(median(long) - median(short), 0.0) / (long_prompt_tokens - prompt_tokens)
     cost_of_each = (median(one_each) - median(short)) / max(widest - 1, 1) - prompt_tokens * prefill
     shares = [await bench.cached(long_prompt_tokens * k // 7) for k in (3, 4, 5, 6, 7)]
     return Speed(
         cache_block=max(math.gcd(*shares), 1),
         table=tuple(table),
+        context_token_s=per_token,
         prefill_token_s=prefill,
         request_s=max(cost_of_each, 0.0),
         prefix_cache=median(again) - median(short) < 0.5 * (median(long) - median(short)),

@@ -40,6 +40,8 @@ class Speed:
     """c of tau(b) = a + c*b."""
     table: tuple[tuple[int, float], ...] = ()
     """Measured (b, tau(b)), rising in b; replaces a and c, with straight lines between and beyond the entries."""
+    context_token_s: float = 0.0
+    """What each token of KV of the running sequences adds to a step: attention reads it."""
     prefill_token_s: float = 0.00002
     request_s: float = 0.0
     """What a request costs the server beside its tokens, such as reading it and sending the answer."""
@@ -51,7 +53,7 @@ class Speed:
     kv_tokens: int = 1_000_000
 
     def __post_init__(self) -> None:
-        times = (self.step_s, self.prefill_token_s, self.per_sequence_s, self.request_s)
+        times = (self.step_s, self.prefill_token_s, self.per_sequence_s, self.context_token_s, self.request_s)
         if min(self.slots, self.kv_tokens, self.cache_block) < 1 or min(times) < 0:
             raise ConfigError(f"{self} cannot be: slots, kv_tokens and cache_block are at least 1, and times at least 0")
         if [b for b, _ in self.table] != sorted({b for b, _ in self.table}):
@@ -270,13 +272,12 @@ class SimulatedEngine:
                 self._timer = loop.call_at(max(now, self._at), self._turn)
             return
         self._drop_ended()
-        tau = self.speed.tau(len(self._batch))
         steps = self._ends[0][0] - self._step
         room = (self.speed.kv_tokens - self._kv) // len(self._batch)
         steps = max(min(steps, room), 1)
         if self._queue and len(self._batch) < self.speed.slots and self._fits(self._queue[0][1], len(self._batch)):
-            steps = min(steps, max(math.ceil((now - self._at) / tau - 1e-9), 0))
-        self._timer = loop.call_at(self._at + steps * tau, self._turn)
+            steps = min(steps, max(math.ceil(self._steps_in(now - self._at) - 1e-9), 0))
+        self._timer = loop.call_at(self._at + self._seconds_of(steps), self._turn)
 
     def _turn(self) -> None:
         """Do what is due: end what is done, put back what has no room, let others in."""
@@ -297,13 +298,27 @@ class SimulatedEngine:
         if not self._batch:
             self._at = max(self._at, now)
             return
-        tau = self.speed.tau(len(self._batch))
-        steps = max(math.floor((now - self._at) / tau + 1e-6), 0)
+        steps = max(math.floor(self._steps_in(now - self._at) + 1e-6), 0)
+        seconds = self._seconds_of(steps)
         self._step += steps
-        self._at += steps * tau
-        self.busy_s += steps * tau
+        self._at += seconds
+        self.busy_s += seconds
         self._kv += steps * len(self._batch)
         self._evict()
+
+    def _seconds_of(self, steps: int) -> float:
+        """Return how long the next `steps` steps take; each adds a token of KV to every sequence."""
+        batch, per_token = len(self._batch), self.speed.context_token_s
+        return steps * (self.speed.tau(batch) + per_token * (self._kv + batch * (steps + 1) / 2))
+
+    def _steps_in(self, seconds: float) -> float:
+        """Return how many steps fit into `seconds`: the inverse of `_seconds_of`."""
+        batch, per_token = len(self._batch), self.speed.context_token_s
+        first = self.speed.tau(batch) + per_token * (self._kv + batch / 2)
+        growth = per_token * batch / 2
+        if growth == 0 or seconds <= 0:
+            return seconds / first
+        return 2 * seconds / (first + math.sqrt(first * first + 4 * growth * seconds))
 
     def _admit(self) -> None:
         """Let waiting requests in, the highest priority first, and compute their prompts."""

@@ -12,7 +12,7 @@ from polyturn.engines.fit import fit, load, save
 from polyturn.engines.simulated import SimulatedEngine, Speed
 from polyturn.engines.virtual_time import run_virtual
 
-TRUE = Speed(step_s=0.01, per_sequence_s=0.0005, prefill_token_s=0.0001, request_s=0.002, slots=16)
+TRUE = Speed(step_s=0.01, per_sequence_s=0.0005, context_token_s=2e-6, prefill_token_s=0.0001, request_s=0.002, slots=16)
 
 
 async def measured(true: Speed, **options: int) -> Speed:
@@ -24,6 +24,7 @@ def test_what_is_measured_is_what_the_server_does() -> None:
     found = run_virtual(measured(TRUE))
     assert [b for b, _ in found.table] == [1, 4, 16]
     assert all(found.tau(b) == pytest.approx(TRUE.tau(b), rel=0.02) for b in (1, 4, 10, 16))
+    assert found.context_token_s == pytest.approx(2e-6, rel=0.02)
     assert found.prefill_token_s == pytest.approx(0.0001, rel=0.05)
     assert found.request_s == pytest.approx(0.002, rel=0.3)
     assert found.slots == 16

@@ -80,6 +80,19 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
     assert run_virtual(main()) == [10, 6, 30]
 
 
+def test_a_longer_context_makes_each_step_longer() -> None:
+    speed = dataclasses.replace(SPEED, context_token_s=0.01)
+
+    async def main() -> list[float]:
+        engine = SimulatedEngine(speed, plan=lambda r: 4 if r.session_id == "a" else 2)
+        return [at for _, at in await asyncio.gather(*(timed(engine, ask(s)) for s in "ab"))]
+
+    long, short = run_virtual(main())
+    both = 2 * 2.0 + 0.01 * (22 + 24)
+    assert short == pytest.approx(2.0 + both)
+    assert long == pytest.approx(2.0 + both + 2 * 1.5 + 0.01 * (13 + 14))
+
+
 def test_what_does_not_fill_a_block_of_the_prefix_cache_is_computed_again() -> None:
     async def main() -> int:
         engine = SimulatedEngine(dataclasses.replace(SPEED, cache_block=8, request_s=1.0), plan=lambda r: 4)
