@@ -17,6 +17,7 @@ out and brought up to date (`engines/recovery.py`), and only if none is right do
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polyturn.core.aio import first_error
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.protocols import Engine
@@ -159,7 +161,11 @@ class WeightSync:
         await self._push(version)
         if self.noise is None:
             raise EngineError("nothing is known yet about this engine's noise; call `start` before `publish`")
-        found = self._differences(await self._sample(version))
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:  # both at once: this is time in which nobody trains
+                sampled = tasks.create_task(self._sample(version))
+                recorded = tasks.create_task(self._take_record(version))
+        found = self._differences(sampled.result())
         if max(found.values()) > self._limit:  # the largest of a few hundred differences may be a rare one
             again = self._differences(await self._sample(version))
             found = {name: min(value, again[name]) for name, value in found.items() if name in again}
@@ -172,7 +178,8 @@ class WeightSync:
             if len(wrong) == len(found) or self._pool is None:
                 raise problem
             self._exclude(name, problem)
-        await self._take_record(version)
+        if recorded.result() in wrong:
+            await self._take_record(version)
         return max(value for name, value in found.items() if name not in wrong)
 
     async def verify(self, engine: Engine, version: int) -> None:
@@ -200,14 +207,15 @@ class WeightSync:
         self._record = None
         await self._engine.update_weights(version, weights=self._source.weights())
 
-    async def _take_record(self, version: int) -> None:
-        """Note what the right weights say, for a server that comes back later."""
+    async def _take_record(self, version: int) -> str | None:
+        """Note what the right weights say, for a server that comes back later; return who said it."""
         for name, replica in self._replicas().items():
             try:
                 self._record = await self._probe.record(replica.engine, version, self._source.score)
-                return
-            except EngineLostError as problem:
+                return name
+            except EngineError as problem:
                 self._exclude(name, problem)
+        return None
 
     async def _sample(self, version: int) -> dict[str, list[TrainSample]]:
         """Return what each engine says; of a pool those that are lost are left out, and at a later sync the wrong ones.
@@ -219,7 +227,8 @@ class WeightSync:
             return {"the engine": await self._probe.sample(self._engine, version)}
         said: dict[str, list[TrainSample]] = {}
         problems: list[EngineError] = []
-        for name, replica in self._replicas().items():
+
+        async def sample(name: str, replica: Replica) -> None:
             try:
                 said[name] = await self._probe.sample(replica.engine, version)
             except EngineError as problem:
@@ -227,9 +236,14 @@ class WeightSync:
                     raise
                 problems.append(problem)
                 self._exclude(name, problem)
+
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                for name, replica in self._replicas().items():
+                    tasks.create_task(sample(name, replica))
         if not said:
             raise EngineError(f"no server is left: {'; '.join(map(one_line, problems)) or 'all are lost'}")
-        return said
+        return {name: said[name] for name in sorted(said)}
 
     def _differences(self, samples: Mapping[str, Sequence[TrainSample]]) -> dict[str, float]:
         """Return for each engine the largest difference between its logprobs and those of the trainer's weights now."""
