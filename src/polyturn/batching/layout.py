@@ -72,6 +72,11 @@ class MicroBatch:
         """S."""
         return len(self.sample_S)
 
+    @property
+    def num_shared(self) -> int:
+        """How many tokens are not computed, because another row holds them."""
+        return 0 if self.packing is None else sum(map(len, self.packing.places)) - self.num_tokens
+
 
 def layout(
     samples: Sequence[TrainSample],

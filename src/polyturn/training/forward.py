@@ -8,14 +8,16 @@ hidden state (some scale or cap them) is not guessed from its class: it is tried
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from polyturn.algorithms.kl import entropy
 from polyturn.batching.layout import MicroBatch
+from polyturn.training.packed_attention import PackedView, attending
 
 
 class TargetScores(NamedTuple):
@@ -27,49 +29,94 @@ class TargetScores(NamedTuple):
     """[S] entropy of the distribution that each target was drawn from; None unless asked for."""
 
 
+MAX_LOGITS = 2**27
+"""Targets times vocabulary that are computed at a time: 512 MiB of float32 logits, held about three times over."""
+MAX_LOGITS_CPU = 2**22
+"""The same on a CPU, where the first touch of fresh pages costs as much as the logits themselves: 16 MiB."""
+MIN_CHUNK = 128
+"""Targets that are computed at a time whatever the vocabulary, because every chunk reads the whole output embedding."""
+
+
 class TargetForward:
     """The forward pass of one model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_logits: int | None = None) -> None:
+        """Take the model.
+
+        Args:
+            model: On its device.
+            max_logits: How many logits are computed at a time; None takes `MAX_LOGITS` or `MAX_LOGITS_CPU`.
+        """
         self._model = model
         self._head: nn.Module | None = _separate_head(model)
+        vocab = int(model.config.get_text_config().vocab_size)
+        is_cpu = next(model.parameters()).device.type == "cpu"
+        self._chunk = max(MIN_CHUNK, (MAX_LOGITS_CPU if is_cpu else MAX_LOGITS) // vocab)
+        if max_logits is not None:
+            self._chunk = max(1, max_logits // vocab)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the vocabulary projection runs at the targets only."""
+        """Whether the vocabulary projection runs at the targets only, in chunks."""
         return self._head is not None
 
     def __call__(self, batch: MicroBatch, *, entropy_grad: bool | None = None) -> TargetScores:
         """Return the log-probability of each target of `batch`, and the entropy.
 
+        Logits are computed for a chunk of targets at a time, and once more in the backward pass: never [S, V] at once,
+        unless the model's logits are not just its output embedding applied to the last hidden state (`is_sparse`).
+
         Args:
             batch: What `layout` made, on the model's device.
             entropy_grad: None computes no entropy, False without gradient (a metric), True with (a loss term).
         """
-        logits_SV = self._logits(batch)
-        logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
-        if batch.temperature_S is not None:
-            logits_SV = logits_SV / batch.temperature_S[:, None]
-        logprobs_SV = torch.log_softmax(logits_SV, dim=-1)
-        logprobs_S = logprobs_SV.gather(1, batch.targets_S[:, None])[:, 0]
-        if entropy_grad is None:
-            return TargetScores(logprobs_S, None)
-        return TargetScores(logprobs_S, entropy(logprobs_SV if entropy_grad else logprobs_SV.detach()))
+        with attending(self._model, batch.packing):
+            read_SX = self._read(batch)
+        parts = []
+        for start in range(0, batch.num_targets, self._chunk):
+            part = slice(start, start + self._chunk)
+            temperature = None if batch.temperature_S is None else batch.temperature_S[part]
+            inputs = (self._head, read_SX[part], batch.targets_S[part], temperature, entropy_grad)
+            if batch.num_targets > self._chunk and torch.is_grad_enabled() and self._head is not None:
+                parts.append(checkpoint(_score, *inputs, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(_score(*inputs))
+        if len(parts) == 1:
+            return parts[0]
+        entropies = [p.entropy_S for p in parts if p.entropy_S is not None]
+        return TargetScores(torch.cat([p.logprobs_S for p in parts]), torch.cat(entropies) if entropies else None)
 
-    def _logits(self, batch: MicroBatch) -> Tensor:
+    def _read(self, batch: MicroBatch) -> Tensor:
+        """Return what is read off at each target: the last hidden state [S, H], or the logits [S, V]."""
         # No attention mask: rows are padded on the right and attention is causal, so no target sees a padded position,
         # and without a mask the attention kernel never builds a T x T one.
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": batch.input_ids_BT,
             "position_ids": batch.position_ids,
             **{name: v.to(self._model.dtype) if v.is_floating_point() else v for name, v in batch.media_inputs.items()},
             "use_cache": False,
         }
+        if batch.packing is not None:
+            inputs["packed_view"] = PackedView(batch.packing, batch.input_ids_BT.device)
         if self._head is None:
-            return self._model(**inputs).logits.flatten(0, 1)[batch.flat_S]
-        hidden_BTH = self._model.base_model(**inputs).last_hidden_state
-        logits: Tensor = self._head(hidden_BTH.flatten(0, 1).index_select(0, batch.flat_S))
-        return logits
+            out_BTX: Tensor = self._model(**inputs).logits
+        else:
+            out_BTX = self._model.base_model(**inputs).last_hidden_state
+        return out_BTX.flatten(0, 1).index_select(0, batch.flat_S)
+
+
+def _score(
+    head: nn.Module | None, read_SX: Tensor, targets_S: Tensor, temperature_S: Tensor | None, entropy_grad: bool | None
+) -> TargetScores:
+    logits_SV = read_SX if head is None else head(read_SX)
+    logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
+    if temperature_S is not None:
+        logits_SV = logits_SV / temperature_S[:, None]
+    logprobs_SV = torch.log_softmax(logits_SV, dim=-1)
+    logprobs_S = logprobs_SV.gather(1, targets_S[:, None])[:, 0]
+    if entropy_grad is None:
+        return TargetScores(logprobs_S, None)
+    return TargetScores(logprobs_S, entropy(logprobs_SV if entropy_grad else logprobs_SV.detach()))
 
 
 def _separate_head(model: PreTrainedModel) -> nn.Module | None:

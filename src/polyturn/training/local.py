@@ -10,6 +10,7 @@ that batch, and the gradients of its micro-batches add up to exactly its gradien
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,12 +45,10 @@ from polyturn.training.loss_terms import (
     sft_terms,
 )
 from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
+from polyturn.training.packed_attention import attending, why_not_packed
 from polyturn.training.reference import FrozenModel, Scorer, make_reference, require_same_vocabulary
 
-MAX_LOGITS = 2**27
-"""Default bound on targets times vocabulary in one micro-batch: 512 MiB of float32 logits, held about three times over."""
-MAX_LOGITS_CPU = 2**22
-"""The same on a CPU, where the first touch of fresh pages costs as much as the logits themselves: 16 MiB."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -88,8 +87,7 @@ class LocalPolicy:
             model: On its device, in its dtype.
             optim: The optimizer and its schedule.
             loss: The policy loss; None takes the defaults.
-            layout: The size of micro-batches; without a bound on targets, one is set from the vocabulary (`MAX_LOGITS`,
-                `MAX_LOGITS_CPU`).
+            layout: The size of micro-batches and how samples lie in them; where a model cannot be packed they lie in rows.
             reference: Keep the model as it is now (a frozen copy; with LoRA its adapter alone), or another model, for the KL
                 term and `score(…, reference=True)`.
             teacher: The model to distil from.
@@ -101,6 +99,8 @@ class LocalPolicy:
         """
         self.loss_settings = loss or LossSettings()
         self.model = model.train()
+        others = [m for m in (reference, teacher) if isinstance(m, PreTrainedModel)]
+        self._layout, self._is_refused = _that_fits(layout or LayoutSettings(), [model, *others])
         self._forward, self._reference, self.optimizer = self._prepare(model, optim, reference)
         if teacher is not None:
             require_same_vocabulary(model, teacher, name="teacher")
@@ -113,13 +113,8 @@ class LocalPolicy:
             kl=self.kl,
         )
         self._media = None if media is None else MediaRows(model, media)
-        self._layout = layout or LayoutSettings()
         parameter = next(model.parameters())
         self._device = parameter.device
-        if self._layout.max_targets_per_batch is None:
-            vocab = model.config.get_text_config().vocab_size
-            limit = MAX_LOGITS_CPU if self._device.type == "cpu" else MAX_LOGITS
-            self._layout = dataclasses.replace(self._layout, max_targets_per_batch=max(1, limit // vocab))
         self._dtype = torch.promote_types(parameter.dtype, torch.float32)
         self.train_seconds = 0.0
         """Seconds spent in forward and backward so far, `score` included."""
@@ -297,16 +292,20 @@ class LocalPolicy:
         try:
             for batch in batches:
                 start = time.perf_counter()
-                scores = self._forward(batch, entropy_grad=entropy_grad)
-                terms = terms_of(batch, scores)
-                loss = (terms.loss_S * batch.loss_coef_S).sum()
-                parts.append(batch_metrics(batch, scores, terms, float(loss.detach())))
-                if problem is None and not math.isfinite(parts[-1]["loss/total"].value):
-                    problem = non_finite_message(samples, batch, scores, terms, step=self.step_count)
-                if terms.own_S is not None:
-                    own.append(terms.own_S)
-                start = clock.add("time/forward", start)
-                loss.backward()
+                with attending(self.model, batch.packing):  # around both, for layers that backward computes again
+                    scores = self._forward(batch, entropy_grad=entropy_grad)
+                    terms = terms_of(batch, scores)
+                    loss = (terms.loss_S * batch.loss_coef_S).sum()
+                    value = float(loss.detach())
+                    if not batch.is_padding:
+                        parts.append(batch_metrics(batch, scores, terms, value))
+                    if problem is None and not math.isfinite(value):
+                        problem = non_finite_message(samples, batch, scores, terms, step=self.step_count)
+                    if terms.own_S is not None:
+                        own.append(terms.own_S)
+                    start = clock.add("time/forward", start)
+                    loss.backward()
+                self.optimizer.collect()
                 clock.add("time/backward", start)
         except TrainingError:
             self.optimizer.zero_grad()
@@ -314,6 +313,9 @@ class LocalPolicy:
         times: Metrics = {name: Sum(seconds) for name, seconds in clock.seconds.items()}
         spent = clock.seconds.get("time/forward", 0.0) + clock.seconds.get("time/backward", 0.0)
         times["time/forward_backward"] = Sum(spent)
+        times["tokens/shared_prefix"] = Sum(sum(b.num_shared for b in batches if not b.is_padding))
+        if self._is_refused:
+            times["tokens/packing_refused"] = Sum(1)
         self.train_seconds += spent
         self.last_logprobs = scatter_back(batches, own, lengths=[len(s) for s in samples]) if own else None
         if problem is not None:
@@ -322,3 +324,17 @@ class LocalPolicy:
         if self.last_logprobs is not None:
             times |= agreement(samples, self.last_logprobs)
         return as_step(merge(parts)) | times
+
+
+def _that_fits(settings: LayoutSettings, models: Sequence[PreTrainedModel]) -> tuple[LayoutSettings, bool]:
+    """Return the settings without packing, and True, where one of the models cannot be packed."""
+    if settings.packed or settings.shared_prefix:
+        for model in models:
+            if (why := why_not_packed(model)) is not None:
+                logger.warning(
+                    "Samples lie in padded rows and every common prefix is computed again: %s cannot be packed, because %s",
+                    type(model).__name__,
+                    why,
+                )
+                return dataclasses.replace(settings, packed=False, shared_prefix=False), True
+    return settings, False

@@ -2,6 +2,9 @@
 
 Parameters are updated in place, always: an engine in this process may share the tensors. Nothing here allocates a new
 parameter, also not when a state is loaded.
+
+Parameters in bfloat16 have masters in float32 here: gradients are summed, clipped and applied there, and every step writes
+the masters, rounded, into the parameters. So what an engine samples from is exactly what the forward pass of training uses.
 """
 
 from __future__ import annotations
@@ -81,7 +84,10 @@ class Optimizer:
         """Steps taken or skipped so far; the schedule's clock."""
         self.skipped_in_a_row = 0
         self._problem: str | None = None
-        self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        live = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._masters = {n: nn.Parameter(p.detach().float()) for n, p in live if p.dtype.itemsize < 4}
+        self._copies = [(p, self._masters[n]) for n, p in live if n in self._masters]
+        self._named = [(n, self._masters.get(n, p)) for n, p in live]
         matrices = [p for _, p in self._named if p.ndim > 1]
         vectors = [p for _, p in self._named if p.ndim <= 1]
         self._adamw = torch.optim.AdamW(
@@ -101,6 +107,7 @@ class Optimizer:
         Raises:
             TrainingError: so many in a row were not finite that the run ends; the parameters are unchanged.
         """
+        self.collect()
         params = [p for _, p in self._named]
         norm_tensor = self._total_norm(params)
         norm = float(norm_tensor)
@@ -112,6 +119,9 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
+            with torch.no_grad():
+                for parameter, master in self._copies:
+                    parameter.copy_(master)
             self.skipped_in_a_row = 0
         else:
             self._skip(self._problem or self._non_finite_message(norm))
@@ -121,6 +131,18 @@ class Optimizer:
         if is_finite:
             metrics["loss/grad_norm"] = Mean(norm)
         return metrics
+
+    def collect(self) -> None:
+        """Add the gradient of parameters of low precision to that of their float32 masters: sums over micro-batches in
+        bfloat16 would lose what is small. Called after every backward pass."""
+        for parameter, master in self._copies:
+            if parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
 
     def spoil(self, problem: str) -> None:
         """Make the next step one that is skipped, on every rank that shares it: the gradient takes no finite value."""
@@ -155,13 +177,16 @@ class Optimizer:
         """Forget the gradient."""
         self._problem = None
         self._adamw.zero_grad(set_to_none=True)
+        for parameter, _ in self._copies:
+            parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments and the schedule's clock, as copies."""
+        """Return the moments, the masters and the schedule's clock, as copies."""
         return {
             "adamw": clone_tensors(self._adamw.state_dict()),
             "step_count": self.step_count,
             "skipped": self.skipped_in_a_row,
+            "masters": clone_tensors({name: master.data for name, master in self._masters.items()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,6 +202,16 @@ class Optimizer:
             self._adamw.load_state_dict(adamw)
         except (ValueError, KeyError) as problem:
             raise CheckpointError(f"the optimizer's state does not fit this model's parameters: {problem}") from problem
+        saved = state.get("masters", {})
+        if saved and saved.keys() != self._masters.keys():
+            raise CheckpointError(
+                f"the checkpoint keeps float32 copies of {len(saved)} parameters and this model needs {len(self._masters)}; "
+                "was it written with another model.dtype?"
+            )
+        with torch.no_grad():
+            live = {id(master): parameter for parameter, master in self._copies}
+            for name, master in self._masters.items():
+                master.copy_(saved[name] if saved else live[id(master)])
         self.step_count = int(state["step_count"])
         self.skipped_in_a_row = int(state.get("skipped", 0))
 

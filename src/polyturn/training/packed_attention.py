@@ -1,0 +1,241 @@
+"""Attention over rows that stand end to end and share prefixes (`batching/packing.py`), for any transformers model whose
+attention can be exchanged.
+
+    CPU   row by row: a row's queries against its context and itself. The first row of a prefix is plain causal attention; a
+          row that continues one goes in blocks of queries, so the largest mask is [BLOCK, row] and never [N, N]
+    GPU   one FlexAttention over the flat axis, with k <= q < until[k] as its mask
+
+Whether a model can be packed is not guessed from its name: it is tried once, on a few rows that branch, against the same
+rows alone. That tells of sliding windows, capped or sunk attention, recurrent layers and attention of a model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from polyturn.batching.packing import Packing, common_prefix, pack, sorted_rows
+from polyturn.core.errors import ConfigError, one_line
+
+NAME = "polyturn_packed"
+BLOCK = 256
+"""Queries that continue a prefix are computed so many at a time."""
+_OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
+
+
+class PackedView:
+    """A packing on the device of a model: what its attention needs of it, made once for all layers."""
+
+    def __init__(self, packing: Packing, device: torch.device) -> None:
+        self.packing = packing
+        self.num_calls = 0
+        """How many layers asked."""
+        self._device = device
+        self._band: Tensor | None = None
+        self._block_mask: Any = None
+
+    def causal(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
+        """[Q, K] what is added to the scores of the last Q of K tokens: 0, and -inf for what comes later."""
+        if self._band is None or self._band.dtype != dtype:
+            width = max((len(place) for place in self.packing.places), default=0)
+            ahead = torch.arange(-width, BLOCK)[None] > torch.arange(BLOCK)[:, None]
+            self._band = torch.zeros(ahead.shape, dtype=dtype).masked_fill_(ahead, float("-inf")).to(self._device)
+        start = self._band.shape[1] - BLOCK - (num_keys - num_queries)
+        return self._band[:num_queries, start : start + num_keys]
+
+    @property
+    def block_mask(self) -> Any:
+        """The mask of FlexAttention."""
+        if self._block_mask is None:
+            from torch.nn.attention import flex_attention
+
+            make: Callable[..., Any] = flex_attention.create_block_mask
+            if self._device.type == "cuda":
+                make = _compiled(make)
+            until_N = torch.from_numpy(self.packing.until_N).to(self._device)
+
+            def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return (k <= q) & (q < until_N[k])
+
+            n = self.packing.num_tokens
+            self._block_mask = make(sees, None, None, n, n, device=self._device)
+        return self._block_mask
+
+
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, view: PackedView, *, scale: float, dropout: float = 0.0
+) -> Tensor:
+    """Return [1, H, N, D] the attention of each row over its context and itself.
+
+    Args:
+        query: [1, H, N, D].
+        key: [1, KV, N, D].
+        value: [1, KV, N, D].
+        view: Who sees whom.
+        scale: Of the scores.
+        dropout: Probability of dropping a weight.
+    """
+    attend = functools.partial(
+        scaled_dot_product_attention, scale=scale, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    packing = view.packing
+    # `split` and not slices: its gradient is one concatenation, where each slice would fill the whole axis with zeros.
+    keys, values = key.split(packing.pieces, dim=2), value.split(packing.pieces, dim=2)
+    own = [row for row in packing.rows if row.own[0] < row.own[1]]
+    queries = query.split([sum(packing.pieces[slice(*row.own)]) for row in own], dim=2)
+    outs = []
+    for row, q in zip(own, queries, strict=True):
+        k, v = (_joined([p[i] for i in (*row.context, *range(*row.own))]) for p in (keys, values))
+        if not row.context:
+            outs.append(attend(q, k, v, is_causal=True))
+            continue
+        num_before = k.shape[2] - q.shape[2]
+        for start in range(0, q.shape[2], BLOCK):
+            part = q[:, :, start : start + BLOCK]
+            seen = num_before + start + part.shape[2]
+            mask = view.causal(part.shape[2], seen, q.dtype)[None, None]
+            outs.append(attend(part, k[:, :, :seen], v[:, :, :seen], attn_mask=mask))
+    return torch.cat(outs, dim=2)
+
+
+def attend_flex(query: Tensor, key: Tensor, value: Tensor, view: PackedView, *, scale: float) -> Tensor:
+    """Return what `attend_rows` returns, from one kernel over the flat axis."""
+    from torch.nn.attention import flex_attention
+
+    flex: Callable[..., Any] = flex_attention.flex_attention
+    if query.device.type == "cuda":
+        flex = _compiled(flex)
+    is_grouped = query.shape[1] != key.shape[1]
+    out: Tensor = flex(query, key, value, block_mask=view.block_mask, scale=scale, enable_gqa=is_grouped)
+    return out
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_view: PackedView | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks for it: [1, H, N, D] in, [1, N, H, D] out.
+
+    Raises:
+        ConfigError: the layer wants another attention than a causal one over everything before.
+    """
+    if packed_view is None:  # another part of the model, such as its vision tower
+        out: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out
+    other = [name for name in _OTHER_ATTENTION if kwargs.get(name) is not None]
+    if other:
+        raise ConfigError(f"a layer's attention has {' and '.join(other)}")
+    packed_view.num_calls += 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.device.type == "cuda" and not dropout:
+        attended = attend_flex(query, key, value, packed_view, scale=scale)
+    else:
+        attended = attend_rows(query, key, value, packed_view, scale=scale, dropout=dropout)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, packed_attention)
+
+
+@contextlib.contextmanager
+def packed(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model's layers attend by rows; a backward pass that computes layers again must lie inside too."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def attending(model: PreTrainedModel, packing: Packing | None) -> contextlib.AbstractContextManager[None]:
+    """Let the model attend as a micro-batch lies: by rows where it is packed, else as it always does."""
+    return contextlib.nullcontext() if packing is None else packed(model)
+
+
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """Return why `model` cannot be trained on packed rows, or None where it can: tried on rows that branch."""
+    config = model.config.get_text_config()
+    if config._attn_implementation == "eager":
+        return "its attention is the eager one"
+    layer_types = config.to_dict().get("layer_types") or []
+    if other := sorted(set(layer_types) - {"full_attention"}):
+        return f"it has layers of {' and '.join(other)}"
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return _trial(model, num_layers=int(config.num_hidden_layers), vocab=int(config.vocab_size))
+    except (ConfigError, RuntimeError, TypeError, ValueError) as problem:
+        return one_line(problem)
+    finally:
+        model.train(was_training)
+
+
+def _trial(model: PreTrainedModel, *, num_layers: int, vocab: int) -> str | None:
+    """Hold packed rows to the same rows alone, and look whether a row reads what another one wrote."""
+    parameter = next(model.parameters())
+    rows = [np.array(r) % vocab for r in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 5], [1, 2, 3, 7, 8, 9], [9, 2, 3])]
+    rows = [rows[i] for i in sorted_rows(rows)]
+    packing = pack(rows, shared=[0, *itertools.starmap(common_prefix, itertools.pairwise(rows))])
+    view = PackedView(packing, parameter.device)
+    ids = torch.zeros((1, packing.num_tokens), dtype=torch.int64, device=parameter.device)
+    for place, row in zip(packing.places, rows, strict=True):
+        ids[0, place] = torch.from_numpy(row).to(ids)
+    positions = torch.from_numpy(packing.positions_N)[None].to(ids)
+    # What only the first row holds; what stands behind it in the flat order must not notice it.
+    is_own = torch.from_numpy(packing.until_N == len(rows[0])).to(parameter.device)
+
+    def hidden(ids: Tensor, **inputs: Any) -> Tensor:
+        out: Tensor = model.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state[0]
+        return out
+
+    with packed(model):
+        flat = hidden(ids, position_ids=positions, packed_view=view)
+        other = hidden(torch.where(is_own, (ids + 1) % vocab, ids), position_ids=positions, packed_view=view)
+    if view.num_calls < 2 * num_layers:
+        return f"{view.num_calls // 2} of its {num_layers} layers let their attention be exchanged"
+    is_exact = parameter.dtype.itemsize >= 4
+    if not _is_close(flat[~is_own], other[~is_own], 1e-5 if is_exact else 0.0):
+        return "a row of its packed rows reads another one"
+    for place, row in zip(packing.places, rows, strict=True):
+        if not _is_close(
+            flat[torch.from_numpy(place)], hidden(torch.from_numpy(row).to(ids)[None]), 1e-3 if is_exact else 0.1
+        ):
+            return "packed rows give other hidden states than rows alone"
+    return None
+
+
+def _is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Whether two tensors differ by at most so much of the largest number."""
+    return float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -1,0 +1,292 @@
+"""Packed rows and shared prefixes: the same numbers and the same gradient as every sample alone, in float64 to 1e-9 (I7)."""
+
+import copy
+import itertools
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from polyturn.batching.layout import LayoutSettings
+from polyturn.batching.packing import common_prefix, pack, sorted_rows
+from polyturn.core.errors import CheckpointError
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.testing.tiny import tiny_model
+from polyturn.training.forward import TargetForward
+from polyturn.training.hf import build_model, checkpoint_activations
+from polyturn.training.local import LocalPolicy
+from polyturn.training.loss_terms import LossSettings
+from polyturn.training.optim import OptimSettings
+from polyturn.training.packed_attention import BLOCK, PackedView, attend_flex, attend_rows, why_not_packed
+
+VOCAB = 50
+
+
+def exact_model(kind: str) -> PreTrainedModel:
+    """A tiny model whose norms keep float64: transformers' own round to float32, which hides differences below 1e-8."""
+    model = tiny_model(VOCAB, kind, heads=4, kv_heads=2, layers=2).double()
+    for name, norm in [(n, m) for n, m in model.named_modules() if type(m).__name__.endswith("RMSNorm")]:
+        parent, _, attribute = name.rpartition(".")
+        exact = torch.nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon, dtype=torch.float64)
+        setattr(model.get_submodule(parent), attribute, exact)
+    return model
+
+
+MODELS = {kind: exact_model(kind) for kind in ("qwen3", "qwen2", "llama")}
+ROWS, PACKED = LayoutSettings(), LayoutSettings(packed=True)
+SHARED = LayoutSettings(shared_prefix=True, min_saving=0.0, min_shared=1)
+
+
+def sample(ids: list[int], prompt: int, index: int, rng: np.random.Generator) -> TrainSample:
+    weights = np.zeros(len(ids), np.float32)
+    weights[prompt:] = rng.choice([0.0, 1.0], len(ids) - prompt, p=[0.3, 0.7])
+    weights[-1] = 1
+    return TrainSample(
+        id=SampleId("g", str(index), 0),
+        token_ids=ids,
+        loss_weights=weights,
+        turn_ids=np.zeros(len(ids), np.int32),
+        old_logprobs=rng.normal(-3.9, 0.2, len(ids)),
+        ref_logprobs=rng.normal(-3.9, 0.2, len(ids)),
+        advantages=rng.normal(size=len(ids)),
+        temperature=float(rng.choice([0.7, 1.0])),
+    )
+
+
+def branching(seed: int, *, members: int = 6) -> list[TrainSample]:
+    """Return members of one prompt, the segments of each of which share some turns, and one sample that shares nothing."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(0, VOCAB, int(rng.integers(2, 20))).tolist()
+    samples = []
+    for _ in range(members):
+        ids = [*prompt, *rng.integers(0, VOCAB, int(rng.integers(1, 12))).tolist()]
+        samples.append(sample(ids, len(prompt), len(samples), rng))
+        for _ in range(int(rng.integers(0, 3))):  # segments that branch off later
+            keep = int(rng.integers(len(prompt), len(ids) + 1))
+            ids = [*ids[:keep], *rng.integers(0, VOCAB, int(rng.integers(1, 12))).tolist()]
+            samples.append(sample(ids, max(keep, 1), len(samples), rng))
+    samples.append(sample(rng.integers(0, VOCAB, 9).tolist(), 3, len(samples), rng))
+    samples.append(samples[0].replace(id=SampleId("g", "again", 0)))  # what another row holds entirely
+    return samples
+
+
+def policy_of(kind: str, layout: LayoutSettings, *, checkpointing: bool = False) -> LocalPolicy:
+    model = copy.deepcopy(MODELS[kind])
+    if checkpointing:
+        checkpoint_activations(model)
+    loss = LossSettings(kl_coef=0.1, entropy_coef=0.01)
+    return LocalPolicy(model, optim=OptimSettings(), loss=loss, layout=layout, reference=True)
+
+
+def gradient(policy: LocalPolicy, samples: list[TrainSample]) -> dict[str, Tensor]:
+    policy.forward_backward(samples)
+    return {n: p.grad for n, p in policy.model.named_parameters()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-9) -> None:
+    assert a.keys() == b.keys()
+    assert max(float((a[n] - b[n]).abs().max()) for n in a) < tolerance
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6), tokens=st.sampled_from([20, 70, 10**6]))
+def test_logprobs_and_gradient_are_those_of_padded_rows(kind, seed, tokens):
+    samples = branching(seed)
+    rows = policy_of(kind, ROWS)
+    expected, scores = gradient(rows, samples), rows.score(samples)
+    for layout in (PACKED, SHARED):
+        policy = policy_of(kind, LayoutSettings(**{**_fields(layout), "max_tokens_per_batch": tokens}))
+        assert_same(gradient(policy, samples), expected)
+        for a, b in zip(policy.score(samples), scores, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)  # scores are float32
+
+
+def test_target_logprobs_agree_in_float64():
+    samples = branching(3)
+    found = {}
+    for name, layout in {"rows": ROWS, "packed": PACKED, "shared": SHARED}.items():
+        policy = policy_of("qwen3", layout)
+        forward, values = TargetForward(policy.model), {}
+        for batch in policy._lay_out(samples, [s.loss_weights for s in samples]):
+            places = zip(batch.sample_S.tolist(), batch.token_S.tolist(), strict=True)
+            values |= dict(zip(places, forward(batch).logprobs_S.tolist(), strict=True))
+        found[name] = values
+    for name in ("packed", "shared"):
+        assert found[name].keys() == found["rows"].keys()
+        assert max(abs(found[name][key] - value) for key, value in found["rows"].items()) < 1e-9
+
+
+def test_layers_that_are_computed_again_in_the_backward_pass_attend_by_rows_too():
+    samples = branching(4)
+    expected = gradient(policy_of("qwen3", ROWS), samples)
+    for layout in (ROWS, PACKED, SHARED):
+        assert_same(gradient(policy_of("qwen3", layout, checkpointing=True), samples), expected)
+
+
+def test_a_prefix_that_is_shared_is_counted():
+    samples = branching(5)
+    metrics = policy_of("qwen3", SHARED).forward_backward(samples)
+    plain = policy_of("qwen3", ROWS).forward_backward(samples)
+    assert plain["tokens/shared_prefix"].value == 0
+    shared = metrics["tokens/shared_prefix"].value
+    assert shared > 0 and metrics["tokens/processed"].value + shared == plain["tokens/processed"].value
+    assert metrics["tokens/trained"].value == plain["tokens/trained"].value
+
+
+def test_the_model_is_left_as_it_was():
+    policy = policy_of("qwen3", SHARED)
+    policy.forward_backward(branching(6))
+    assert policy.model.config._attn_implementation == "sdpa"
+
+
+def test_long_rows_behind_a_prefix_go_in_blocks():
+    rng = np.random.default_rng(0)
+    common = rng.integers(0, 9, 40)
+    rows = [np.concatenate([common, rng.integers(0, 9, n)]) for n in (2 * BLOCK + 30, BLOCK + 7, 3)]
+    rows = [rows[i] for i in sorted_rows(rows)]
+    packing = pack(rows, shared=[0, *(common_prefix(a, b) for a, b in itertools.pairwise(rows))])
+    view = PackedView(packing, torch.device("cpu"))
+    n = packing.num_tokens
+    q, k, v = (torch.randn(1, heads, n, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    out = attend_rows(q, k, v, view, scale=0.3)
+    for place in packing.places:
+        alone = torch.nn.functional.scaled_dot_product_attention(
+            q[:, :, place], k[:, :, place], v[:, :, place], is_causal=True, scale=0.3, enable_gqa=True
+        )
+        assert float((out[:, :, place] - alone).abs().max()) < 1e-12
+
+
+def test_the_mask_of_the_gpu_kernel_says_the_same_as_the_rows():
+    samples = branching(7)
+    rows = [s.token_ids for s in samples]
+    rows = [rows[i] for i in sorted_rows(rows)]
+    shared = [0, *(common_prefix(a, b) for a, b in itertools.pairwise(rows))]
+    view = PackedView(pack(rows, shared=shared), torch.device("cpu"))
+    n = view.packing.num_tokens
+    q, k, v = (torch.randn(1, heads, n, 16) for heads in (4, 2, 2))
+    with torch.no_grad():
+        flex = attend_flex(q, k, v, view, scale=0.25)
+    torch.testing.assert_close(flex, attend_rows(q, k, v, view, scale=0.25), atol=1e-5, rtol=0)
+
+
+SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+OTHER = {
+    "sliding window": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4},
+    "a sliding window in every layer": {"model_type": "mistral", "sliding_window": 4},
+    "capped scores": {"model_type": "gemma2", "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_model_that_cannot_be_packed_is_trained_in_rows_and_that_is_said_once(name, caplog):
+    model = build_model({"num_key_value_heads": 1, **SMALL, **OTHER[name]}, seed=0)
+    assert why_not_packed(model)
+    with caplog.at_level(logging.WARNING, logger="polyturn.training.local"):
+        policy = LocalPolicy(model, optim=OptimSettings(), layout=SHARED)
+        metrics = policy.forward_backward(branching(8))
+        policy.forward_backward(branching(8))
+    assert metrics["tokens/packing_refused"].value == 1 and metrics["tokens/shared_prefix"].value == 0
+    assert len([r for r in caplog.records if "cannot be packed, because" in r.message]) == 1
+
+
+def test_a_model_with_a_recurrent_state_is_not_packed():
+    recurrent = {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    model = build_model({"num_key_value_heads": 1, **SMALL, **recurrent}, seed=0)
+    assert why_not_packed(model) == "it has layers of linear_attention"
+
+
+def test_a_model_with_experts_is_packed():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = build_model({"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 16, **experts, **SMALL}, seed=0)
+    assert why_not_packed(model) is None
+
+
+@pytest.mark.parametrize("entropy_grad", [None, False, True])
+def test_logits_in_chunks_give_the_same_numbers_and_gradient(entropy_grad):
+    samples = branching(9)
+    found = []
+    for max_logits in (None, 7 * VOCAB):
+        policy = policy_of("qwen3", PACKED)
+        forward = TargetForward(policy.model, max_logits=max_logits)
+        (batch,) = policy._lay_out(samples, [s.loss_weights for s in samples])
+        scores = forward(batch, entropy_grad=entropy_grad)
+        total = (scores.logprobs_S * batch.advantages_S).sum()
+        if entropy_grad:
+            total = total + scores.entropy_S.square().sum()
+        total.backward()
+        gradients = {n: p.grad for n, p in policy.model.named_parameters()}
+        found.append((scores, gradients))
+    (whole, a), (chunked, b) = found
+    torch.testing.assert_close(chunked.logprobs_S, whole.logprobs_S, atol=1e-12, rtol=0)
+    assert (whole.entropy_S is None) == (entropy_grad is None)
+    if entropy_grad is not None:
+        torch.testing.assert_close(chunked.entropy_S, whole.entropy_S, atol=1e-12, rtol=0)
+    assert_same(a, b)
+
+
+def test_logits_of_all_targets_are_never_held_at_once():
+    samples = branching(10)
+    policy = policy_of("qwen3", PACKED)
+    forward = TargetForward(policy.model, max_logits=5 * VOCAB)
+    (batch,) = policy._lay_out(samples, [s.loss_weights for s in samples])
+    sizes: list[int] = []
+    policy.model.lm_head.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
+    forward(batch).logprobs_S.sum().backward()
+    assert max(sizes) == 5
+    assert sum(sizes) == 2 * batch.num_targets  # once forward, once in the backward pass
+
+
+def bf16_policy(**optim: Any) -> LocalPolicy:
+    model = copy.deepcopy(MODELS["qwen3"]).to(torch.bfloat16)
+    return LocalPolicy(model, optim=OptimSettings(**optim), layout=SHARED)
+
+
+def test_parameters_in_bfloat16_learn_by_less_than_they_can_show():
+    """A step of 1e-4 of a weight is lost in bfloat16; in the masters many of them add up."""
+    policy = bf16_policy(lr=2e-5, weight_decay=0.0, max_grad_norm=None)
+    start = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    samples = branching(11)
+    for _ in range(30):
+        policy.forward_backward(samples)
+        policy.optim_step()
+    name, parameter = next((n, p) for n, p in policy.model.named_parameters() if "q_proj" in n)
+    assert parameter.dtype == torch.bfloat16
+    moved = (policy.optimizer._masters[name] - start[name].float()).abs()
+    assert float(moved.detach().median()) > 1e-4
+    assert torch.equal(parameter, policy.optimizer._masters[name].to(torch.bfloat16))
+
+
+def test_gradients_of_many_micro_batches_are_summed_in_float32():
+    samples = branching(12)
+    policy = bf16_policy()
+    policy.forward_backward(samples)
+    assert all(p.grad is None for p in policy.model.parameters())
+    assert all(m.grad.dtype == torch.float32 for m in policy.optimizer._masters.values())
+
+
+def test_masters_survive_a_checkpoint():
+    samples = branching(13)
+    one, other = bf16_policy(lr=1e-5), bf16_policy(lr=1e-5)
+    for _ in range(2):
+        one.forward_backward(samples)
+        one.optim_step()
+    other.load_state_dict(one.state_dict())
+    for policy in (one, other):
+        policy.forward_backward(samples)
+        policy.optim_step()
+    for name, master in one.optimizer._masters.items():
+        assert torch.equal(master, other.optimizer._masters[name])
+    plain = LocalPolicy(copy.deepcopy(MODELS["qwen3"]).float(), optim=OptimSettings())
+    with pytest.raises(CheckpointError, match=r"float32 copies of .* another model\.dtype"):
+        plain.optimizer.load_state_dict(one.optimizer.state_dict())
+
+
+def _fields(layout: LayoutSettings) -> dict[str, Any]:
+    return {name: getattr(layout, name) for name in ("packed", "shared_prefix", "min_saving", "min_shared")}
