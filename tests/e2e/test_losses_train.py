@@ -95,7 +95,7 @@ def test_the_reference_may_be_another_model(tmp_path):
         (["algorithm.loss=none"], "there is nothing to learn from"),
         (["algorithm.kl_target=0.1"], "kl_coef is 0"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k4"], "'k4'"),
-        (["model.reference=somewhere"], "nothing reads it"),
+        (["model.reference=somewhere"], "no KL term reads it"),
         (["algorithm.correction={}", "algorithm.old_logprobs=engine"], "set old_logprobs to 'trainer'"),
         (["algorithm.correction={reject: {seq_k1: 2.0}}"], "no rejection by 'seq_k1'"),
         (["model.lora={target_modules: [query]}"], "its linear modules are"),

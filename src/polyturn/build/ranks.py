@@ -110,9 +110,9 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
             f"{train.group_size}, minibatches {train.minibatches}) is smaller than the {rows} ranks that share it; raise "
             "groups_per_step, or take fewer ranks"
         )
-    if config.model.lora is not None:
+    if num_ranks > 1 and config.model.lora is not None:
         raise ConfigError(f"model.lora trains on one rank and there are {num_ranks}; drop model.lora, or take one rank")
-    if config.algorithm.kl_target is not None:
+    if num_ranks > 1 and config.algorithm.kl_target is not None:
         raise ConfigError(
             f"algorithm.kl_target steers the KL weight on one rank and there are {num_ranks}; drop it, kl_coef then stays"
         )
