@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import agents
 import aiohttp
 import anthropic
 import numpy as np
@@ -306,3 +307,33 @@ async def test_a_command_finds_its_model_in_the_environment(tmp_path: Path):
     assert broken.stop_reason is StopReason.ERROR and "the browser did not start" in str(broken.error)
     assert hangs.stop_reason is StopReason.TIMEOUT
     assert np.array_equal(fine.segments[0].token_ids[-len(turn_ids("four")) :], turn_ids("four"))
+
+
+@pytest.mark.parametrize("api", ["responses", "chat"])
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_an_agents_framework_with_a_hand_over(api: str, is_streamed: bool):
+    """Its runner calls the tool, hands over to another agent, and each of the two has a history of its own."""
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def lookup(key: str) -> str:
+        """Look something up."""
+        return f"{key}: 4"
+
+    async def agent(client: Any, _: Any) -> None:
+        kind: Any = agents.OpenAIResponsesModel if api == "responses" else agents.OpenAIChatCompletionsModel
+        model = kind(model="gpt-x", openai_client=client)
+        second = agents.Agent(name="second", instructions="Finish.", model=model)
+        first = agents.Agent(name="first", instructions="Begin.", model=model, tools=[lookup], handoffs=[second])
+        if is_streamed:
+            running = agents.Runner.run_streamed(first, "How many?")
+            kinds = {event.type async for event in running.stream_events()}
+            assert "raw_response_event" in kinds
+            assert running.final_output == "four"
+        else:
+            assert (await agents.Runner.run(first, "How many?")).final_output == "four"
+
+    hand_over = '<tool_call>\n{"name": "transfer_to_second", "arguments": {}}\n</tool_call>'
+    said = iter([CALL, hand_over, "four"])
+    t = await play(agent, lambda request: next(said))
+    assert len(t.turns) == 3 and len(t.segments) == 2, "the second agent has other instructions and other tools"

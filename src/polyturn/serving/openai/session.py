@@ -289,6 +289,7 @@ class AgentSession:
             _fail(conversation, Refused(_unrenderable(problem), param="messages"))
         except PolyturnError as problem:
             _fail(conversation, Refused(f"the episode failed: {one_line(problem)}", status=410, code="episode_ended"))
+            self._end("it failed")
             raise
         else:
             self._is_aborted |= reason is StopReason.ABORTED
