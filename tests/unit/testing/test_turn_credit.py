@@ -1,0 +1,23 @@
+"""Where each turn has its own share of the reward, estimators of turns need at most half the episodes of one of outcomes."""
+
+import functools
+
+import pytest
+
+from polyturn.testing.turn_credit import TURN_LEVEL, Game, Learner, best_median
+
+
+@functools.cache
+def episodes(name: str) -> float:
+    return best_median(Game(), name, TURN_LEVEL.get(name, {}), lrs=(2.0, 4.0, 8.0), seeds=range(5))
+
+
+@pytest.mark.parametrize("name", TURN_LEVEL)
+def test_credit_per_turn_needs_at_most_half_the_episodes(name: str) -> None:
+    assert episodes(name) <= 0.5 * episodes("grpo")
+
+
+def test_the_game_can_be_learned_from_outcomes_alone_and_takes_all_episodes_where_it_is_not() -> None:
+    game = Game(max_steps=100)
+    assert episodes("grpo") < game.max_steps * 8
+    assert Learner(game=game, name="grpo", lr=0.0).episodes_needed() == 800
