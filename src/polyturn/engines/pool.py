@@ -30,6 +30,8 @@ from polyturn.engines.weight_files import WeightFolder
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.1
+
 
 class EnginePool:
     """Many engines as one; `core.protocols.Engine`."""
@@ -72,6 +74,7 @@ class EnginePool:
         self._num_updates = 0
         self._coming = 0
         """The policy version that is being pushed, else the one that is served."""
+        self._is_pushing = False
         self._busy_since, self._busy_s = 0.0, 0.0
         self._reported: dict[str, float] = {}
         self.verify: Verify | None = None
@@ -234,7 +237,7 @@ class EnginePool:
         """
         if weights is not None and self._files is not None:
             weights = await asyncio.to_thread(self._files.write, weights)
-        self._coming = version
+        self._coming, self._is_pushing = version, True
         self._num_updates += 1
         problems: list[str] = []
 
@@ -259,16 +262,30 @@ class EnginePool:
                             tasks.create_task(push(replica))
                         else:
                             replica.is_stale = True  # it gets them when it is back
-            if not any(replica.is_live for replica in self._replicas):
+            is_kept = weights is not None and self._files is not None
+            if is_kept:
+                self._served = Served(version, weights)  # before anybody waits: who comes back gets these
+            self._is_pushing = False
+            if not any(replica.is_live for replica in self._replicas) and not (is_kept and await self._one_is_live()):
                 problems = problems or ["all are lost"]
                 raise EngineLostError(
                     f"none of the {len(self._replicas)} servers took policy version {version}: {'; '.join(problems)}"
                 )
-            if weights is not None or version != self._served.version:
-                self._served = Served(version, weights if self._files is not None else None)
+            if not is_kept and (weights is not None or version != self._served.version):
+                self._served = Served(version, None)
         finally:
-            self._coming = self._served.version
+            self._coming, self._is_pushing = self._served.version, False
         self._admit()
+
+    async def _one_is_live(self) -> bool:
+        """Wait for a server to come back; return false where none does in time."""
+        loop = asyncio.get_running_loop()
+        limit = loop.time() + self._patience_s
+        while loop.time() < limit and not all(replica.is_gone for replica in self._replicas):
+            if any(replica.is_live for replica in self._replicas):
+                return True
+            await asyncio.sleep(_LOOK_S)
+        return False
 
     def exclude(self, replica: Replica, problem: EngineError) -> None:
         """Send `replica` nothing before it was given the pool's weights again."""
@@ -429,7 +446,7 @@ class EnginePool:
 
     async def _recover(self, replica: Replica, engine: Revivable) -> None:
         def on_back(served: Served) -> bool:
-            if served is not self._served or self._coming != served.version:
+            if self._is_pushing or served is not self._served:
                 return False
             replica.version, replica.is_stale, replica.is_up = served.version, False, True
             replica.pause_s, replica.recovery = FIRST_RETRY_S, None

@@ -112,9 +112,8 @@ class WeightSync:
         self._source = source
         self._probe = WeightProbe(vocab_size=vocab_size, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed)
         self._record: Record | None = None
+        self._pushed = -1
         self.noise: float | None = None
-        if self._pool is not None:
-            self._pool.verify = self.verify
 
     async def start(self, version: int) -> SyncReport:
         """Prove that weights arrive at every engine, and leave all with the true ones as `version`.
@@ -127,6 +126,8 @@ class WeightSync:
         for name, more in (await self._sample(version)).items():
             samples.setdefault(name, []).extend(more)
         self.noise = max(*self._differences(samples).values(), NOISE_FLOOR)
+        if self._pool is not None:
+            self._pool.verify = self.verify
         with self._changed([s for own in samples.values() for s in own]) as changes:
             await self._push(version)
             seen = await self._sample(version)
@@ -183,14 +184,20 @@ class WeightSync:
         return max(value for name, value in found.items() if name not in wrong)
 
     async def verify(self, engine: Engine, version: int) -> None:
-        """Hold an engine that came back to what the right weights of `version` say.
+        """Hold an engine that came back to what the right weights of `version` say, or, in the middle of a sync, to the
+        trainer's own.
 
         Raises:
             EngineError: it serves others, or nothing is known of that version.
         """
-        if self._record is None or self._record.version != version:
+        if self._record is not None and self._record.version == version:
+            await self._probe.check(engine, self._record, limit=self._limit)
+            return
+        if self._pushed != version:
             raise EngineError(f"nothing is known yet about version {version}")
-        await self._probe.check(engine, self._record, limit=self._limit)
+        found = self._differences({"it": await self._probe.sample(engine, version)})["it"]
+        if found > self._limit:
+            raise EngineError(f"its logprobs differ from the trainer's by {found:.2e} where {self._limit:.2e} is allowed")
 
     @property
     def _limit(self) -> float:
@@ -204,8 +211,11 @@ class WeightSync:
             self._pool.exclude(replica, problem)
 
     async def _push(self, version: int) -> None:
-        self._record = None
-        await self._engine.update_weights(version, weights=self._source.weights())
+        self._record, self._pushed = None, version
+        try:
+            await self._engine.update_weights(version, weights=self._source.weights())
+        finally:
+            self._pushed = -1  # from here on the trainer's weights may be others
 
     async def _take_record(self, version: int) -> str | None:
         """Note what the right weights say, for a server that comes back later; return who said it."""

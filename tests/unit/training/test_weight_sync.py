@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
+from polyturn.engines.weight_files import WeightFolder
 from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
 from polyturn.training.weight_sync import WeightSync, _groups
@@ -160,3 +161,27 @@ async def test_a_server_that_comes_back_is_held_to_what_the_others_said():
         await pool.verify(back, 1)
     with pytest.raises(EngineError, match="nothing is known yet about version 2"):
         await pool.verify(back, 2)
+
+
+async def test_the_only_server_may_die_during_a_sync_if_it_comes_back(tmp_path):
+    class Mortal(Leaky):
+        num_restarts = 0
+
+        async def revive(self):
+            self.num_restarts += 1
+
+        async def update_weights(self, version, *, weights=None):
+            if version == 1 and not self.num_restarts:
+                raise EngineLostError("it was killed")
+            await super().update_weights(version, weights=weights)
+
+    (tmp_path / "config.json").write_text("{}")
+    policy = make_policy(tied=False)
+    pool = EnginePool([Mortal(policy)], files=WeightFolder(tmp_path, root=tmp_path), patience_s=20.0)
+    sync = WeightSync(pool, policy, **SMALL)
+    await sync.start(0)
+    with torch.no_grad():
+        policy.weights()["model.norm.weight"].mul_(1.2)
+    assert await sync.publish(1) <= 3 * sync.noise
+    assert pool.replicas[0].is_live
+    await pool.close()
