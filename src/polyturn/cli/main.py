@@ -65,6 +65,9 @@ def train(
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Train on this many processes of this machine (train.distributed.ranks).")
     ] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Train on a Ray cluster: its address, auto, or local.")
+    ] = None,
     verl: Annotated[bool, typer.Option("--verl", help="CONFIG and the overrides are written in verl's keys.")] = False,
     swift: Annotated[
         bool, typer.Option("--swift", help="CONFIG and the overrides are written in ms-swift's arguments.")
@@ -77,10 +80,12 @@ def train(
 
     if verl and swift:
         raise ConfigError("--verl and --swift are two languages; a config is written in one of them")
-    if nproc is not None and (verl or swift):
-        raise ConfigError("--nproc is for native configs; migrate this one, or start it with torchrun")
+    if (nproc is not None or ray is not None) and (verl or swift):
+        raise ConfigError("--nproc and --ray are for native configs; migrate this one first (polyturn config migrate)")
     if nproc is not None:
         overrides = [*(overrides or []), f"train.distributed.ranks={nproc}"]
+    if ray is not None:
+        overrides = [*(overrides or []), f"cluster.address={ray}"]
     run = verl_keys.run if verl else swift_arguments.run if swift else native.run
     run(config, overrides or [], resume=resume, dry_run=dry_run)
 
@@ -250,6 +255,32 @@ def check(
 
     if not command.run(model, template=template, as_json=as_json):
         raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+) -> None:
+    """Show the environment, and what is missing for which feature."""
+    from polyturn.cli import doctor as command
+
+    command.run(as_json=as_json)
+
+
+@app.command()
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Folder of a run (its latest checkpoint) or of a checkpoint.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The new folder, in Hugging Face format.")],
+    config: Annotated[
+        Path | None, typer.Option(help="The run's config, for an adapter that lies apart from its run.")
+    ] = None,
+) -> None:
+    """Write a run's model as a Hugging Face folder: weights, tokenizer and chat template, an adapter merged."""
+    from polyturn.cli import export as command
+
+    command.run(source, out=out, config=config)
 
 
 @app.command("run-as", context_settings={"ignore_unknown_options": True})

@@ -1,0 +1,151 @@
+"""`polyturn doctor`: what is here, what is missing, and which feature misses it.
+
+Reads package metadata only, so that it also runs where an installation is broken; torch is imported in a process of its own,
+because a broken one can take the process with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import NamedTuple
+
+from rich.markup import escape
+from rich.table import Table
+
+from polyturn import __version__
+from polyturn.cli.console import Output
+
+FEATURES = {
+    "train": "training, the embedded engine",
+    "lora": "LoRA adapters",
+    "engines": "vLLM and SGLang servers",
+    "serve": "serving rollouts and models over HTTP",
+    "view": "the viewer, SQL conditions on recorded trajectories",
+    "ray": "a cluster with Ray",
+    "mcp": "tools of MCP servers",
+    "math": "the reward of competition mathematics",
+    "vision": "images",
+    "verl": "plug-ins that read verl's DataProto",
+}
+"""Extra -> what it is for; an extra that is not named here is shown without."""
+_DEVELOPMENT = ("dev", "browser")
+PROGRAMS = {"bwrap": "the sandbox for model-written code", "nvidia-smi": "GPUs", "git": "the version in a run's records"}
+_PROBE = """
+import json, torch
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "gpus": gpus, "cuda": torch.version.cuda}))
+"""
+
+
+class Extra(NamedTuple):
+    """One extra of the package: what it brings and what of that is not installed."""
+
+    name: str
+    installed: list[str]
+    missing: list[str]
+
+
+def run(*, as_json: bool) -> None:
+    """Print what is here and what is missing."""
+    facts = environment()
+    found = list(extras())
+    programs = {name: shutil.which(name) for name in PROGRAMS}
+    if as_json:
+        print(json.dumps({**facts, "extras": {e.name: e._asdict() for e in found}, "programs": programs}))
+        return
+    out = Output()
+    for name, value in facts.items():
+        out.fact(name, value)
+    table = Table("feature", "needs", "state", box=None, pad_edge=False)
+    for extra in found:
+        state = f"missing {', '.join(extra.missing)}: pip install 'polyturn[{extra.name}]'" if extra.missing else "ready"
+        needs = ", ".join([*extra.installed, *extra.missing])
+        table.add_row(FEATURES.get(extra.name, extra.name), escape(needs), escape(state))
+    for name, feature in PROGRAMS.items():
+        table.add_row(feature, name, programs[name] or "not found")
+    out.table(table)
+
+
+def environment() -> dict[str, str]:
+    """Return the machine, the interpreter and the packages that everything stands on, as text."""
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    facts = {
+        "polyturn": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "processors": f"{usable} usable, {_processor()}",
+        "memory": _memory(),
+        "disk": f"{shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
+    }
+    facts |= {name: _version(name) for name in ("transformers", "tokenizers", "pydantic", "pyarrow")}
+    return facts | _torch()
+
+
+def extras() -> Iterator[Extra]:
+    """Yield each extra of the installed package, with what of it is there."""
+    wanted: dict[str, list[str]] = {}
+    for line in metadata.requires("polyturn") or []:
+        requirement, _, marker = line.partition(";")
+        name = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
+        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
+        if name is not None and extra is not None and extra[1] not in _DEVELOPMENT:
+            wanted.setdefault(extra[1], []).append(name[0])
+    for extra_name, packages in wanted.items():
+        versions = {package: _version(package) for package in packages}
+        yield Extra(
+            extra_name,
+            [f"{p} {v}" for p, v in versions.items() if v != _MISSING],
+            [p for p, v in versions.items() if v == _MISSING],
+        )
+
+
+_MISSING = "not installed"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return _MISSING
+
+
+def _torch() -> dict[str, str]:
+    if _version("torch") == _MISSING:
+        return {"torch": "not installed: pip install 'polyturn[train]'"}
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return {"torch": f"{_version('torch')}, and it cannot be imported: {reason}"}
+    told = json.loads(done.stdout.splitlines()[-1])
+    gpus = ", ".join(told["gpus"]) or "none"
+    return {
+        "torch": f"{told['torch']}, {told['threads']} threads",
+        "GPUs": f"{gpus} (CUDA {told['cuda'] or 'not built in'})",
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _memory() -> str:
+    try:
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            sizes = dict(line.split(":", 1) for line in file)
+    except OSError:
+        return "unknown"
+    total, free = (int(sizes[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    return f"{free:.0f} of {total:.0f} GiB available"

@@ -1,0 +1,37 @@
+"""`polyturn doctor` names what is here, what is missing, and what to install for it."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+
+from polyturn.cli import doctor
+
+
+def test_the_environment_and_every_extra_are_named(capsys: pytest.CaptureFixture[str]):
+    doctor.run(as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["torch"].startswith(metadata.version("torch"))
+    assert told["transformers"] == metadata.version("transformers")
+    assert set(doctor.FEATURES) == set(told["extras"]), "an extra without a feature that it is for, or the reverse"
+    assert told["extras"]["train"]["missing"] == []
+
+
+def test_what_is_missing_comes_with_the_command_that_brings_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    real = metadata.version
+
+    def version(package: str) -> str:
+        if package in ("duckdb", "torch"):
+            raise metadata.PackageNotFoundError(package)
+        return real(package)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setenv("COLUMNS", "200")
+    doctor.run(as_json=False)
+    shown = capsys.readouterr().out
+    assert "missing duckdb: pip install 'polyturn[view]'" in shown
+    assert "not installed: pip install 'polyturn[train]'" in shown
