@@ -33,7 +33,7 @@ def reinforce_plus_plus(
     """Take each token's return, normalised over all trained tokens of the batch: A_t = (G_t - mean) / sqrt(var + eps).
 
     G_t = sum over the trained tokens i >= t of gamma^(i-t) r_i; the trajectory's reward is on its last token, penalties such
-    as a KL term on their own. It needs no group. Source: Hu et al. 2025 (REINFORCE++), equations 5 to 7.
+    as a KL term on their own. It needs no group. Source: Hu et al. 2025 (REINFORCE++).
     """
     check_outcome(outcome)
     found = []
@@ -57,7 +57,7 @@ def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-
     """Centre rewards in their group, then normalise over all trained tokens of the batch.
 
     A = (r - mean of the group - mean) / sqrt(var + eps), the outer statistics over tokens. Source: Hu et al. 2025
-    (REINFORCE++), section 3.2, the form with a group baseline.
+    (REINFORCE++), the form with a group baseline.
     """
     centred = [g.totals - (g.totals.mean() if len(g.members) > 1 else 0.0) for g in batch]
     return whiten(batch, spread(batch, [c.tolist() for c in centred]), eps=eps)
@@ -69,7 +69,7 @@ def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> Estimate:
     """Centre rewards in their group and make up for the groups that teach nothing: A = alpha (r - mean) / f_norm.
 
     alpha = B / (B - M), B the trajectories of the batch and M those in groups whose rewards are all equal: their tokens take
-    part in the mean of the loss with a gradient of 0. Source: Chu et al. 2025 (GPG), equations 6 and 8.
+    part in the mean of the loss with a gradient of 0. Source: Chu et al. 2025 (GPG).
     """
     totals = [g.totals for g in batch]
     num_all = sum(len(t) for t in totals)
@@ -84,7 +84,7 @@ def remax(batch: Sequence[GroupView]) -> Estimate:
     """Compare each trajectory with a greedy one of the same task: A = r - r_greedy.
 
     One more trajectory of each task is decoded greedily, and never trained. Where it failed, the mean of the other members
-    stands in for it, which is unbiased too. Source: Li et al. 2023 (ReMax), equation 6.
+    stands in for it, which is unbiased too. Source: Li et al. 2023 (ReMax).
     """
     scalars = []
     for group in batch:
@@ -110,8 +110,7 @@ def gdpo(
 
     mean_c and std_c are those of component c in its group; the sums are then normalised over the trajectories of the batch.
     A component is one of `Reward.components`, or a number that the reward function returned beside its score; one that a
-    trajectory lacks is 0. `weights` names those that count; by default `reward.weights`. Source: Liu et al. 2026 (GDPO),
-    equations 4 to 6.
+    trajectory lacks is 0. `weights` names those that count; by default `reward.weights`. Source: Liu et al. 2026 (GDPO).
 
     Raises:
         UnknownNameError: no trajectory has such a component.

@@ -71,7 +71,7 @@ def turn_gae(
     """Estimate the advantage of each turn, a whole completion being one action: the same recursion over turns.
 
     The value of a turn is that of its first trained token, the state before the model speaks; only there is the critic
-    trained. gamma and lam count turns, not tokens. Source: Li et al. 2025 (Turn-PPO), section 3; the recursion is
+    trained. gamma and lam count turns, not tokens. Source: Li et al. 2025 (Turn-PPO); the recursion is
     Schulman et al. 2016, equation 16.
     """
 
@@ -105,7 +105,7 @@ def bilevel_gae(
 
     Turns: delta_k = r_k + turn_gamma V_{k+1} - V_k and A_k = delta_k + turn_gamma turn_lam A_{k+1}, V_k the value at the
     last trained token of turn k. Tokens of a turn: the last one has A_k, and before it A_i = delta_i + gamma lam A_{i+1},
-    delta_i = r_i + gamma v_{i+1} - v_i. Source: Wang et al. 2025 (VAGEN), section 4.2, Bi-Level GAE.
+    delta_i = r_i + gamma v_{i+1} - v_i. Source: Wang et al. 2025 (VAGEN), Bi-Level GAE.
     """
 
     def one(member: MemberView, at: Stream, values_N: Numbers) -> _Found:

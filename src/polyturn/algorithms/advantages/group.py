@@ -48,7 +48,7 @@ def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """Compare each trajectory with the others: A_i = r_i - mean of r_j over j != i.
 
     The baseline does not know the trajectory itself, so the gradient is unbiased. Source: Ahmadian et al. 2024 (Back to
-    Basics), equation 8; Kool et al. 2019.
+    Basics); Kool et al. 2019.
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     n = len(values)
@@ -61,7 +61,7 @@ def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """Subtract the mean weighted by length: A_i = r_i - sum(l_j r_j) / sum(l_j), l the number of trained tokens.
 
     Of all baselines that are one number it has about the least variance, where a gradient's squared norm grows like the
-    length. Source: Hao et al. 2025 (On-Policy RL with Optimal Reward Baseline), equation 9.
+    length. Source: Hao et al. 2025 (On-Policy RL with Optimal Reward Baseline).
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     lengths = np.array([sum(s.num_weighted for s in samples) for samples in samples_G], dtype=np.float64)
@@ -80,11 +80,11 @@ def grpo_passk(
 
     With k: let S be a set of k members, drawn from the n of the group, and R_S = max of r over S. With mean and std over all
     such sets, A_i = (mean of R_S over the sets that hold i - mean) / (std + eps); computed in closed form. Source: Chen et
-    al. 2025 (Pass@k Training), section 2.4, there for rewards of 0 and 1.
+    al. 2025 (Pass@k Training), there for rewards of 0 and 1.
 
     Without k, that is k = n: A = (best - second best) / (std of r + eps) for the best member and 0 for the others, what the
     best adds to the maximum of the group. Source: Tang et al. 2025 (Optimizing Language Models for Inference Time
-    Objectives), section 3. Without `norm_by_std` nothing is divided.
+    Objectives). Without `norm_by_std` nothing is divided.
 
     Raises:
         ConfigError: k is not between 1 and n - 1.

@@ -69,8 +69,7 @@ def mt_grpo(
     """Add a turn's standing among its peers to the trajectory's: A_k = T_k + outcome_weight O, at the last A_K = T_K + O.
 
     T_k = (s_k - mean) / (std + eps) over the scores of turn k in the group, 0 where the turn has none or no other has; O is
-    the same of the trajectories' rewards. Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO), equations 7 and
-    8, where there are two turns and the last has no score of its own.
+    the same of the trajectories' rewards. Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO), where there are two turns and the last has no score of its own.
     """
     found = []
     for group in batch:
@@ -106,7 +105,7 @@ def gigpo(
     anchor group; S_k = (G_k - mean) / (std + eps) over it, G_k = sum over l >= k of gamma^(l-k) r_l; 0 in a state that was
     met once. Without `norm_by_std` both are only centred. The key of a state is the `state_key` that the turn before it left
     in its info, else what that turn's observation says; the first turn is in the state of the task. Source: Feng et al. 2025
-    (GiGPO), equations 3, 6, 7 and 8.
+    (GiGPO).
     """
     check_outcome(outcome)
     found = []

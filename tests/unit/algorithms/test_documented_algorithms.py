@@ -1,0 +1,45 @@
+"""docs/algorithms.md names every estimator, and what it shows works."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from polyturn.algorithms.advantages import advantages, bind_estimator, traits_of
+from polyturn.config.models import AlgorithmConfig
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("## Advantages")[2].partition("\n## ")[0]
+ROWS = re.findall(r"^\| `(\w+)` \|(.*)\|$", SECTION, re.M)
+OWN = [
+    name for name, fn in ((n, advantages.resolve(n)) for n in advantages) if fn.__module__.startswith("polyturn.algorithms")
+]
+
+
+def test_every_estimator_is_documented_with_formula_source_and_use() -> None:
+    assert sorted(name for name, _ in ROWS) == sorted(OWN)
+    for name, rest in ROWS:
+        cells = [c.strip() for c in rest.split("|")]
+        assert len(cells) == 3 and all(cells), name
+        assert re.search(r"20\d\d", cells[1]), name
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_its_docstring_names_its_source(name: str) -> None:
+    assert re.search(r"Source:\s.*20\d\d", advantages.resolve(name).__doc__ or "", re.S)
+
+
+@pytest.mark.parametrize("line", re.findall(r"^algorithm: (\{.*\})$", SECTION, re.M))
+def test_every_line_of_configuration_is_taken(line: str) -> None:
+    config = AlgorithmConfig(**yaml.safe_load(line))
+    bind_estimator(advantages.resolve(config.advantage), offered={}, kwargs=config.advantage_kwargs)
+
+
+def test_the_shown_estimators_work() -> None:
+    made: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", SECTION, re.S)[0], made)
+    assert made["above_half"](np.array([1.0]), [[]]) == [[]]
+    assert traits_of(made["own_score"]).needs_turn_scores and made["own_score"]([]) == []
