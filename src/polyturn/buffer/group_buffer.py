@@ -39,6 +39,8 @@ class Taken(NamedTuple):
     """What one step trains on."""
 
     groups: list[TrajectoryGroup]
+    tickets: list[int]
+    """Of the groups."""
     left: list[int]
     """Tickets that no step will train on any more; those that run are to be cut off."""
 
@@ -125,7 +127,8 @@ class GroupBuffer:
 
             await self._changed.wait_for(is_ready)
             assert chosen is not None
-            groups = [f.group for f in sorted(chosen, key=lambda f: f.ticket) if f.group is not None]
+            chosen.sort(key=lambda f: f.ticket)
+            groups = [f.group for f in chosen if f.group is not None]
             for flight in chosen:
                 del self._flights[flight.ticket]
             left: list[int] = []
@@ -136,7 +139,7 @@ class GroupBuffer:
                     del self._flights[ticket]
                 self._next = max(self._next, end)
             self._step += 1
-            return Taken(groups, left)
+            return Taken(groups, [f.ticket for f in chosen], left)
 
     async def advance(self, version: int) -> None:
         """Free the slots of one step: the weights of `version` are live."""

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.dataset import DatasetSummary, Subset, TaskDataset, WithSystem, check_tasks, generate_tasks
+from polyturn.data.mix import MixSettings, MixState, TaskMix
 from polyturn.data.sampler import Curriculum, TaskSampler
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.rollout.context import RolloutContext
@@ -76,6 +78,7 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     """
     scale = parts.place.config.algorithm.loss_scale
     build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.place.base)
+    build_sampler(parts.place, tasks.train)()
     found = {"data.train": _read_tasks(parts, tasks.train, name="data.train")}
     if tasks.eval_sets:
         found["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
@@ -148,6 +151,19 @@ def build_sampler(place: Place, tasks: Sequence[Task]) -> Callable[[], TaskSampl
         ConfigError: `data.sampler` names no Curriculum.
     """
     data, seed = place.config.data, place.config.seed
+    if data.mix is not None:
+        train = place.config.train
+        extra = 0 if train.leftover == "carry" else math.ceil(train.oversample * train.groups_per_step)
+        points = {k: [(0, v)] if isinstance(v, int | float) else v for k, v in data.mix.weights.items()}
+        return functools.partial(
+            TaskMix,
+            tasks,
+            MixSettings(weights=points, by_success=data.mix.by_success),
+            per_step=train.groups_per_step + extra,
+            seed=seed,
+            shuffle=data.shuffle,
+            state=MixState(),
+        )
     if data.sampler is None:
         return functools.partial(TaskSampler, len(tasks), seed=seed, shuffle=data.shuffle)
     found = import_attr(data.sampler, base=place.base)

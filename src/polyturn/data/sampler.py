@@ -69,6 +69,9 @@ class TaskSampler:
         choice = self.choose(visit.epoch)
         return int(choice[random.Random(f"{self._seed}/{number}/{attempt}").randrange(len(choice))])
 
+    def learn(self, success: Mapping[str, float]) -> None:
+        """Be told the share of successes of each data source in a step; an order that does not adapt ignores it."""
+
     def choose(self, epoch: int) -> Sequence[int]:
         """Return the tasks of an epoch, before they are shuffled: each of them once."""
         return range(self.size)

@@ -31,7 +31,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
 from polyturn.evaluation.evaluate import EvalResult, EvalSet, evaluate
-from polyturn.evaluation.report import EvalReport, report
+from polyturn.evaluation.report import EvalReport, is_success, report
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.schema import Trained
@@ -155,6 +155,8 @@ class Trainer:
         self._thread = OneThread("polyturn-update") if trains_in_thread else None
         self._buffer: GroupBuffer | None = None
         self._pending: list[int] = []
+        self._training: list[int] = []
+        """Tickets of the groups that are being trained on."""
         self._replay = Replay(max_staleness=settings.max_staleness, seed=settings.seed)
 
     async def run(self) -> LoopState:
@@ -215,11 +217,12 @@ class Trainer:
             carries=settings.carries_over,
             pending=self._pending,
         )
+        sampler = self._sampler()
         producer = Producer(
             buffer,
             pool=self._pool,
             tasks=self._tasks,
-            sampler=self._sampler(),
+            sampler=sampler,
             drops=drops,
             group_size=settings.group_size,
             has_baseline=settings.has_baseline,
@@ -232,12 +235,14 @@ class Trainer:
         try:
             while state.step < settings.steps:
                 clock = _StepClock(self._engine_busy_s)
-                groups, left = await buffer.take()
+                groups, self._training, left = await buffer.take()
                 producer.cut(left, tasks)
                 check_staleness(groups, step=state.step, max_staleness=settings.max_staleness)
                 replayed = self._replay.draw(settings.replayed_groups, step=state.step)
                 (metrics, trained), cancelled = await self._run_update([*groups, *replayed])
                 state.step += 1
+                self._training = []
+                sampler.learn(_success(groups))
                 try:
                     if cancelled is not None:
                         raise cancelled
@@ -255,7 +260,7 @@ class Trainer:
                     break
                 await buffer.advance(state.step)
         finally:
-            self._pending = buffer.pending
+            self._pending = self._untrained()
             self._buffer = None
             producing.cancel()
             producer.stop()
@@ -266,6 +271,12 @@ class Trainer:
         if self._thread is None:
             return Finished(train(), None)
         return await finish(self._thread.submit(train))
+
+    def _untrained(self) -> list[int]:
+        """Return the tickets that were granted out of turn and not trained; a run that goes on grants them first."""
+        if self._buffer is None or not self.settings.carries_over:
+            return self._pending
+        return sorted([*self._buffer.pending, *self._training])
 
     def _sampler(self) -> TaskSampler:
         """Return the order of tasks, at the first one that no step so far was trained on."""
@@ -339,7 +350,7 @@ class Trainer:
             "update": self.update.state_dict(),
             "loop": asdict(self.state),
             "sampler": self._sampler().state_dict(),
-            "pending": self._pending if self._buffer is None else self._buffer.pending,
+            "pending": self._untrained(),
             "fingerprint": self._fingerprint,
         }
         self.checkpoints.save(self.state.step, state, export=self._export, is_best=is_best)
@@ -358,6 +369,14 @@ class _StepClock:
 
 def _reports(results: Mapping[str, EvalResult]) -> dict[str, dict[str, float]]:
     return {name: asdict(result.report) for name, result in results.items()}
+
+
+def _success(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Return the share of successes of each data source."""
+    found: dict[str, list[bool]] = {}
+    for group in groups:
+        found.setdefault(group.task.data_source or "", []).extend(is_success(t) for t in group.trajectories)
+    return {source: sum(successes) / len(successes) for source, successes in found.items() if successes}
 
 
 def _other_share(metrics: Mapping[str, float]) -> float:

@@ -1,0 +1,185 @@
+"""Steps a second with staleness 1 against staleness 0, where rollout and training take about equally long.
+
+Engine and trainer are two processes in both settings, each pinned to a core of its own and with one thread; only whether
+they work at the same time differs. The event loop shares a core and the interpreter's lock with the training thread: how
+late it runs is told too (99 of 100 times less). The number of trajectories is chosen first so that a step's rollout takes
+as long as its training. Every setting runs in a fresh process, in turns. Prints one JSON line (target 1.7), and the same
+without pinning.
+
+    python benchmarks/async_speedup.py
+    python benchmarks/async_speedup.py --steps 6 --repeats 1        a quick look
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from polyturn import build
+from polyturn.cli.runs import open_place
+from polyturn.engines.process import ProcessEngine
+from polyturn.testing.runs import write_tiny_run
+
+TARGET = 1.7
+WARM_STEPS = 2
+TRAINER_CORE, ENGINE_CORE = 0, 1
+SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+SETTINGS = [
+    "num_threads=1",
+    "model.init.hidden_size=128",
+    "model.init.num_hidden_layers=4",
+    "model.init.num_attention_heads=4",
+    "model.init.num_key_value_heads=2",
+    "model.init.head_dim=32",
+    "model.init.intermediate_size=384",
+    "rollout.limits.max_tokens_per_turn=96",
+    "rollout.sanity_every=0",
+    "engine.process=own",
+    "engine.num_slots=256",
+    "evaluation.data=null",
+    "evaluation.before=false",
+    "algorithm.drop_zero_variance=false",
+    # The embedded engine's logprobs are the trainer's own; without this, staleness costs a forward pass more.
+    "algorithm.old_logprobs=engine",
+    "train.groups_per_step=4",
+    "train.optim.lr=1e-6",
+]
+
+
+class Times:
+    """An observer that notes when steps end, and what they took."""
+
+    def __init__(self, engine: ProcessEngine, *, pins: bool) -> None:
+        self.ends: list[float] = []
+        self.metrics: list[dict[str, float]] = []
+        self._engine = engine
+        self._pins = pins
+
+    def on_group(self, group: Any, *, phase: str, total: int) -> None:
+        """Pin the engine's process as soon as it is there."""
+        if self._pins and self._engine.pid is not None:
+            for thread in Path(f"/proc/{self._engine.pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), {ENGINE_CORE})
+            self._pins = False
+
+    def on_step(self, step: int, metrics: Any, groups: Any, trained: Any) -> None:
+        """Note the end of a step."""
+        self.ends.append(time.perf_counter())
+        self.metrics.append(dict(metrics))
+
+    def on_eval(self, step: int, name: str, report: Any, groups: Any) -> None:
+        """Nothing is evaluated."""
+
+
+def run_once(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, float]:
+    """Train in this process and return the seconds of a step and what it is made of."""
+    if pins:
+        os.sched_setaffinity(0, {TRAINER_CORE})
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        overrides = [
+            *SETTINGS,
+            f"train.max_staleness={staleness}",
+            f"train.group_size={size}",
+            f"train.steps={steps + WARM_STEPS}",
+        ]
+        place, _ = open_place(write_tiny_run(folder), overrides)
+        parts, tasks = build.settle(build.build_parts(place), build.build_run_tasks(place))
+        assert isinstance(parts.engine, ProcessEngine)
+        times = Times(parts.engine, pins=pins)
+        trainer = build.build_trainer(parts, tasks, folder=folder / "run", observer=times)
+
+        lags: list[float] = []
+
+        async def watch() -> None:
+            while True:
+                asked = time.perf_counter()
+                await asyncio.sleep(0.002)
+                lags.append(time.perf_counter() - asked - 0.002)
+
+        async def run() -> None:
+            watching = asyncio.create_task(watch())
+            await trainer.run()
+            watching.cancel()
+            await parts.engine.close()
+
+        asyncio.run(run())
+    measured = times.metrics[WARM_STEPS:]
+    return {
+        "step_s": (times.ends[-1] - times.ends[WARM_STEPS - 1]) / steps,
+        "generate_s": median(m["time/generate_s"] for m in measured),
+        "train_s": median(m["time/train_s"] for m in measured),
+        "staleness": max(m["buffer/staleness"] for m in measured),
+        "loop_lag_ms": 1000 * sorted(lags)[int(0.99 * len(lags))],
+    }
+
+
+def run_apart(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, float]:
+    """Do the same in a process of its own."""
+    options = ["--one", f"--staleness={staleness}", f"--size={size}", f"--steps={steps}", *(["--pins"] if pins else [])]
+    done = subprocess.run(
+        [sys.executable, __file__, *options],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+    )
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def balanced_size() -> int:
+    """Return the group size at which rollout and training of a step take most nearly the same time."""
+    found = {}
+    for size in SIZES:
+        one = run_apart(staleness=0, size=size, steps=2, pins=True)
+        found[size] = one["train_s"] / one["generate_s"]
+        if found[size] > 1:
+            break
+    return min(found, key=lambda size: max(found[size], 1 / found[size]))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--size", type=int, default=0, help="trajectories of a group; 0 looks for the balanced number")
+    parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--pins", action="store_true")
+    parser.add_argument("--one", action="store_true")
+    options = parser.parse_args()
+    if options.one:
+        one = run_once(staleness=options.staleness, size=options.size, steps=options.steps, pins=options.pins)
+        print(json.dumps(one))
+        return
+    size = options.size or balanced_size()
+    result: dict[str, Any] = {"benchmark": "async_speedup", "target": TARGET, "group_size": size}
+    for pins in (True, False):
+        runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
+        for _ in range(options.repeats):
+            for staleness in runs:
+                runs[staleness].append(run_apart(staleness=staleness, size=size, steps=options.steps, pins=pins))
+        ratios = [a["step_s"] / b["step_s"] for a, b in zip(runs[0], runs[1], strict=True)]
+        result["pinned" if pins else "unpinned"] = {
+            "speedup": round(median(ratios), 2),
+            "step_s": {f"staleness_{k}": round(median(r["step_s"] for r in found), 3) for k, found in runs.items()},
+            "generate_s": round(median(r["generate_s"] for r in runs[0]), 3),
+            "train_s": round(median(r["train_s"] for r in runs[0]), 3),
+            "staleness": max(r["staleness"] for r in runs[1]),
+            "loop_lag_ms_p99": round(median(r["loop_lag_ms"] for r in runs[1]), 1),
+        }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""TaskMix: an order of tasks in which each step has its share of every data source, and the shares may change.
+
+    weights {"gsm8k": 3, "search": [[0, 0], [100, 1]]}      step 0:   8 of gsm8k    step 100:   6 of gsm8k, 2 of search
+
+A weight is a number, or points (step, weight) with straight lines between them. With `by_success` a source weighs more the
+nearer its share of successes is to a half, where a group teaches most. Each source is visited in passes: every task of it
+once, in a new order, then again. What is left of a fraction of a task is kept for the next step, so that shares are met in
+the long run.
+
+What a step's tasks are is fixed when the first of them is drawn, and kept: a run that goes on draws the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean
+from polyturn.core.task import Task
+from polyturn.data.sampler import TaskSampler, Visit
+
+MEMORY = 0.9
+"""How much of what is known of a source's successes stays with every step that has tasks of it."""
+LEAST = 0.1
+"""What is left of the weight of a source that always or never succeeds, with `by_success` 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixSettings:
+    """Which share of the visits each data source gets."""
+
+    weights: Mapping[str, Sequence[tuple[int, float]]]
+    """data_source -> points (step, weight), steps rising."""
+    by_success: float = 0.0
+    """How strongly a source's successes change its weight; 0 is not at all."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MixState:
+    """What was drawn and learnt so far; shared by the samplers of a run, and kept in its checkpoints."""
+
+    counts: list[list[int]] = field(default_factory=list)
+    """For each step how many tasks of each source it has."""
+    rests: list[float] = field(default_factory=list)
+    """The fraction of a task that each source is owed."""
+    success: dict[str, float] = field(default_factory=dict)
+    """The share of successes of each source, averaged over the last steps."""
+
+
+class TaskMix(TaskSampler):
+    """Visits the tasks of several data sources by weight."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        settings: MixSettings,
+        *,
+        per_step: int,
+        seed: int,
+        shuffle: bool = True,
+        state: MixState | None = None,
+    ) -> None:
+        """Take the tasks.
+
+        Args:
+            tasks: With their data sources.
+            settings: The weights.
+            per_step: How many visits a step has.
+            seed: Of the order within each source, and within each step.
+            shuffle: Whether tasks of a source come in a random order.
+            state: What a sampler before this one drew and learnt.
+
+        Raises:
+            ConfigError: a source has no weight, or a weight has no source.
+        """
+        self._sources: dict[str, list[int]] = {}
+        for index, task in enumerate(tasks):
+            self._sources.setdefault(task.data_source or "", []).append(index)
+        for name in settings.weights:
+            if name not in self._sources:
+                raise ConfigError(f"data.mix names {name!r}, which no task comes from.{did_you_mean(name, self._sources)}")
+        for name, found in self._sources.items():
+            if name not in settings.weights:
+                raise ConfigError(
+                    f"data.mix has no weight for the data_source {name!r} of {len(found)} tasks; 0 leaves them out"
+                )
+        self._settings = settings
+        self._per_step = per_step
+        self._state = state or MixState()
+        self._before = [[0] * len(self._sources)]
+        """For each step how many tasks of each source the steps before it had."""
+        self._orders: dict[tuple[str, int], NDArray[np.int64]] = {}
+        super().__init__(len(tasks), seed=seed, shuffle=shuffle)
+
+    def next(self) -> Visit:
+        """Return the next visit."""
+        step, place = divmod(self._number, self._per_step)
+        self._number += 1
+        counts, before = self._counts_of(step), self._before[step]
+        order = [source for source, count in enumerate(counts) for _ in range(count)]
+        random.Random(f"{self._seed}/mix/{step}").shuffle(order)
+        source = order[place]
+        name = list(self._sources)[source]
+        epoch, position = divmod(before[source] + order[:place].count(source), len(self._sources[name]))
+        return Visit(epoch, int(self._order_of(name, epoch)[position]))
+
+    def instead(self, visit: Visit, *, number: int, attempt: int) -> int:
+        """Return a task of the same source that stands in for that of visit `number`."""
+        found = next(tasks for tasks in self._sources.values() if visit.task in tasks)
+        return random.Random(f"{self._seed}/{number}/{attempt}").choice(found)
+
+    def visits(self, epochs: int) -> int:
+        """Refuse: there are no epochs."""
+        raise ConfigError("data.mix has no epochs, because its sources are visited at different rates; set train.steps")
+
+    def seek(self, visits: int) -> None:
+        """Go to the place after so many visits from the start."""
+        self._number = visits
+
+    def learn(self, success: Mapping[str, float]) -> None:
+        """Note the share of successes of each source in a step."""
+        for name, share in success.items():
+            known = self._state.success.get(name, share)
+            self._state.success[name] = MEMORY * known + (1 - MEMORY) * share
+
+    def shares(self, step: int) -> dict[str, float]:
+        """Return the share of each source in a step, by what is known now."""
+        weights = {name: max(0.0, _at(self._settings.weights[name], step)) for name in self._sources}
+        if self._settings.by_success:
+            for name, known in self._state.success.items():
+                weights[name] *= max(LEAST, 4 * known * (1 - known)) ** self._settings.by_success
+        total = sum(weights.values())
+        if not total:
+            raise ConfigError(f"data.mix gives every source the weight 0 at step {step}; raise one")
+        return {name: weight / total for name, weight in weights.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to go on from here."""
+        state = self._state
+        known = {
+            "counts": [list(c) for c in state.counts],
+            "rests": list(state.rests),
+            "success": dict(state.success),
+        }
+        return {**self._identity(), "number": self._number, **known}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state_dict` was called.
+
+        Raises:
+            CheckpointError: the state is of other tasks or another seed.
+        """
+        mine = self._identity()
+        for key, value in mine.items():
+            if state.get(key) != value:
+                raise CheckpointError(
+                    f"the checkpoint's mix of tasks has {key} {state.get(key)!r} and this run has {value!r}; resume with "
+                    "the same tasks, seed and train.groups_per_step, or start a new run"
+                )
+        self._state.counts[:] = [list(counts) for counts in state["counts"]]
+        self._state.rests[:] = state["rests"]
+        self._state.success.clear()
+        self._state.success.update(state["success"])
+        self._number = int(state["number"])
+
+    def _identity(self) -> dict[str, Any]:
+        sizes = [[name, len(tasks)] for name, tasks in self._sources.items()]
+        return {"sources": sizes, "seed": self._seed, "shuffle": self._shuffle, "per_step": self._per_step}
+
+    def _counts_of(self, step: int) -> list[int]:
+        """Return how many tasks of each source `step` has; the steps before it are settled first."""
+        counts = self._state.counts
+        while len(self._before) <= step + 1:
+            settled = len(self._before) - 1
+            if settled == len(counts):
+                counts.append(self._divide(settled))
+            self._before.append([a + b for a, b in zip(self._before[-1], counts[settled], strict=True)])
+        return counts[step]
+
+    def _divide(self, step: int) -> list[int]:
+        """Divide a step's visits by the shares now; what is left of fractions goes into the next step."""
+        shares = list(self.shares(step).values())
+        rests = self._state.rests or [0.0] * len(shares)
+        owed = [share * self._per_step + rest if share else 0.0 for share, rest in zip(shares, rests, strict=True)]
+        counts = [max(0, math.floor(o)) for o in owed]
+        while (missing := self._per_step - sum(counts)) != 0:
+            sign = 1 if missing > 0 else -1
+            able = [i for i, share in enumerate(shares) if (share if sign > 0 else counts[i])]
+            counts[max(able, key=lambda i: sign * (owed[i] - counts[i]))] += sign
+        self._state.rests[:] = [o - count for o, count in zip(owed, counts, strict=True)]
+        return counts
+
+    def _order_of(self, name: str, epoch: int) -> NDArray[np.int64]:
+        if (name, epoch) not in self._orders:
+            tasks = np.asarray(self._sources[name], np.int64)
+            if self._shuffle:
+                words = [self._seed, epoch, list(self._sources).index(name)]
+                bits = np.random.PCG64(np.random.SeedSequence(words))
+                tasks = tasks[np.argsort(bits.random_raw(len(tasks)), kind="stable")]
+            for key in [k for k in self._orders if k[0] == name and k[1] < epoch - 1]:
+                del self._orders[key]
+            self._orders[name, epoch] = tasks
+        return self._orders[name, epoch]
+
+
+def _at(points: Sequence[tuple[int, float]], step: int) -> float:
+    """Return the weight at a step: between points on a line, before the first and after the last as they are."""
+    steps, values = zip(*points, strict=True)
+    return float(np.interp(step, steps, values))

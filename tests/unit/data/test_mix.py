@@ -1,0 +1,107 @@
+"""Tasks of several sources by weight: shares, passes, weights that change, and going on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from polyturn.core.errors import CheckpointError, ConfigError
+from polyturn.data.mix import MixSettings, MixState, TaskMix
+from polyturn.testing.episodes import task
+
+TASKS = [
+    task(id=f"{source}{i}", data_source=source) for source, size in (("a", 10), ("b", 4), ("c", 6)) for i in range(size)
+]
+
+
+def mix(weights: Mapping[str, Sequence[tuple[int, float]] | float], **options: Any) -> TaskMix:
+    points = {k: [(0, v)] if isinstance(v, int | float) else v for k, v in weights.items()}
+    settings = MixSettings(weights=points, by_success=options.pop("by_success", 0.0))
+    return TaskMix(TASKS, settings, **{"per_step": 8, "seed": 0, **options})
+
+
+def steps_of(sampler: TaskMix, count: int) -> list[list[str]]:
+    return [[TASKS[sampler.next().task].id for _ in range(8)] for _ in range(count)]
+
+
+def sources(step: Sequence[str]) -> Counter[str]:
+    return Counter(name[0] for name in step)
+
+
+def test_every_step_has_its_share_of_each_source_and_fractions_are_made_up_for():
+    steps = steps_of(mix({"a": 3, "b": 1, "c": 0}), 4)
+    assert [sources(step) for step in steps] == [Counter(a=6, b=2)] * 4
+    total: Counter[str] = Counter()
+    for step in steps_of(mix({"a": 1, "b": 1, "c": 1}), 30):
+        found = sources(step)
+        assert all(2 <= found[name] <= 4 for name in "abc")
+        total += found
+    assert all(79 <= total[name] <= 81 for name in "abc")
+
+
+def test_each_source_is_visited_in_passes_every_task_once_in_a_new_order():
+    visits = [name for step in steps_of(mix({"a": 1, "b": 1, "c": 0}), 5) for name in step if name[0] == "a"]
+    assert sorted(visits[:10]) == sorted(visits[10:20]) == [f"a{i}" for i in range(10)] and visits[:10] != visits[10:]
+
+
+def test_weights_change_with_the_step_along_straight_lines():
+    steps = steps_of(mix({"a": 1, "b": [(0, 0.0), (4, 1.0)], "c": 0}), 12)
+    shares = [sources(step)["b"] for step in steps]
+    assert shares[0] == 0 and 1 <= shares[2] <= 4 and sum(shares[4:12]) in range(31, 34)
+
+
+def test_sources_in_which_half_of_the_episodes_succeed_are_preferred():
+    sampler = mix({"a": 1, "b": 1, "c": 1}, by_success=1.0)
+    for _ in range(50):
+        sampler.learn({"a": 0.5, "b": 0.98, "c": 0.0})
+    shares = sampler.shares(0)
+    assert shares["a"] > 0.8 and shares["b"] == pytest.approx(shares["c"])
+    assert sources(steps_of(sampler, 1)[0])["a"] >= 6
+
+
+def test_any_place_can_be_sought_and_what_was_drawn_stays_whatever_is_learnt_later():
+    state = MixState()
+    whole = steps_of(mix({"a": 1, "b": 1, "c": 1}, by_success=2.0, state=state), 6)
+    later = mix({"a": 1, "b": 1, "c": 1}, by_success=2.0, state=state)
+    later.learn({"a": 0.0, "b": 0.5, "c": 1.0})
+    assert [TASKS[later.at(n).task].id for n in (17, 3, 46)] == [whole[2][1], whole[0][3], whole[5][6]]
+
+
+def test_it_goes_on_from_a_checkpoint_with_what_it_knew():
+    first = mix({"a": 1, "b": 1, "c": 1}, by_success=2.0)
+    first.learn({"a": 0.5, "b": 0.01, "c": 0.99})
+    steps_of(first, 3)
+    second = mix({"a": 1, "b": 1, "c": 1}, by_success=2.0)
+    second.load_state_dict(first.state_dict())
+    assert steps_of(second, 4) == steps_of(first, 4)
+    with pytest.raises(CheckpointError, match="mix of tasks has seed 0 and this run has 1"):
+        mix({"a": 1, "b": 1, "c": 1}, seed=1).load_state_dict(first.state_dict())
+
+
+def test_a_task_that_stands_in_is_of_the_same_source():
+    sampler = mix({"a": 1, "b": 1, "c": 1})
+    for number in range(16):
+        visit = sampler.at(number)
+        assert TASKS[sampler.instead(visit, number=number, attempt=0)].data_source == TASKS[visit.task].data_source
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({"a": 1, "b": 1, "c": 1, "cc": 1}, r"names 'cc', which no task comes from. Did you mean 'c'"),
+        ({"a": 1, "b": 1}, "no weight for the data_source 'c' of 6 tasks; 0 leaves them out"),
+    ],
+)
+def test_weights_and_sources_that_do_not_belong_together_are_refused(weights: dict[str, float], says: str):
+    with pytest.raises(ConfigError, match=says):
+        mix(weights)
+
+
+def test_a_mix_has_no_epochs_and_needs_a_weight():
+    with pytest.raises(ConfigError, match=r"set train\.steps"):
+        mix({"a": 1, "b": 1, "c": 1}).visits(1)
+    with pytest.raises(ConfigError, match="weight 0 at step 0"):
+        mix({"a": 0, "b": 0, "c": 0}).next()
