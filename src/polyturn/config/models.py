@@ -97,6 +97,27 @@ class TaskSourceConfig(_Model):
         return self
 
 
+class MixConfig(_Model):
+    """How the visits of a run are divided among data sources."""
+
+    weights: dict[str, float | list[tuple[int, float]]]
+    """data_source to a weight, or to [step, weight] pairs with straight lines between them."""
+    by_success: float = Field(0.0, ge=0)
+    """How strongly sources are preferred in which about half of the episodes succeed; 0 is not at all."""
+
+    @model_validator(mode="after")
+    def _points(self) -> MixConfig:
+        for name, weight in self.weights.items():
+            points = [(0, weight)] if isinstance(weight, int | float) else weight
+            steps = [step for step, _ in points]
+            if not points or steps != sorted(set(steps)) or any(value < 0 for _, value in points):
+                raise ValueError(
+                    f"data.mix.weights has {weight!r} for {name!r}; give a number from 0 on, or [step, weight] pairs in "
+                    "rising order of steps"
+                )
+        return self
+
+
 class DataConfig(_Model):
     """Tasks to train on."""
 
@@ -104,6 +125,8 @@ class DataConfig(_Model):
     shuffle: bool = True
     sampler: str | None = None
     """`file.py:Class` of a Curriculum, which chooses the tasks of each epoch; the default visits every task once."""
+    mix: MixConfig | None = None
+    """Divides the visits among data sources by weights that may change with the step; instead of `sampler`."""
     drop_long_prompts: bool = False
     """Leave out the tasks whose prompt is longer than rollout.limits.max_prompt_tokens instead of refusing the run."""
 
@@ -578,6 +601,31 @@ class EvalConfig(_Model):
     """End training after so many validations without a better result. The one before training counts as a result."""
 
 
+class ActorsConfig(_Model):
+    """Processes of one kind on a cluster."""
+
+    count: int = Field(1, ge=1)
+    resources: dict[str, float] = {"CPU": 1}
+    """What each of them occupies, in Ray's words: CPU, GPU, and resources that a node was started with."""
+
+
+class ClusterConfig(_Model):
+    """A Ray cluster: where the ranks, engines and rollout workers of a run are placed. Without an address all are here."""
+
+    address: str | None = None
+    """`auto`, an address, or `local` for a cluster on this machine; `--ray` sets it."""
+    rank_resources: dict[str, float] = {"CPU": 1}
+    """What each of train.distributed.ranks occupies."""
+    engines: ActorsConfig = ActorsConfig()
+    """Replicas of the embedded engine."""
+    workers: ActorsConfig = ActorsConfig()
+    """Processes that run episodes: tools, interactions, rewards."""
+    restarts: int = Field(0, ge=0)
+    """How often a run whose rank or worker died starts again from its latest checkpoint."""
+    patience_s: float = Field(300.0, gt=0)
+    """How long to wait until the cluster has room."""
+
+
 class DumpConfig(_Model):
     """Trajectories as plain JSON lines, one file a step, beside the run's own records."""
 
@@ -616,12 +664,16 @@ class RunConfig(_Model):
     warm_start: SftConfig = SftConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
     dump: DumpConfig = DumpConfig()
     compat: CompatConfig = CompatConfig()
 
     @model_validator(mode="after")
     def _promises(self) -> RunConfig:
         train = self.train
+        if self.data.mix is not None and (self.data.sampler is not None or train.epochs is not None):
+            other = "data.sampler" if self.data.sampler is not None else "train.epochs"
+            raise ValueError(f"data.mix decides the order of tasks and has no epochs; drop {other} (set train.steps)")
         late = {"train.max_staleness": train.max_staleness, "train.oversample": train.oversample}
         for name, value in late.items():
             if self.engine.deterministic and value:
