@@ -35,7 +35,8 @@ LOOKUP: Any = {"type": "function", "function": {"name": "lookup", "parameters": 
 @asynccontextmanager
 async def served(says: Any, **options: Any) -> AsyncIterator[tuple[str, list[TrajectoryGroup]]]:
     recorded: list[TrajectoryGroup] = []
-    endpoint = EndpointOptions(models=("tiny",), any_model=False, token=options.pop("token", None))
+    bound_ = options.pop("max_body_bytes", 1 << 20)
+    endpoint = EndpointOptions(models=("tiny",), any_model=False, token=options.pop("token", None), max_body_bytes=bound_)
     service = OpenAIService(scripted_context(says), endpoint, record=recorded.append, **options)
     bound, until = bind("127.0.0.1", 0), asyncio.Event()
     running = asyncio.create_task(service.serve(bound, until, grace_s=0.1))
@@ -100,6 +101,17 @@ async def test_an_episode_that_nobody_uses_is_ended_and_too_many_are_refused():
                     await asyncio.sleep(0.05)
             with pytest.raises(openai.APIStatusError, match="has ended"):
                 await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
+
+
+async def test_a_body_beyond_the_bound_is_refused():
+    async with served(["x"], max_body_bytes=2000) as (origin, _), aiohttp.ClientSession() as http:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "a" * 3000}]}
+        async with http.post(f"{origin}/v1/chat/completions", json=body) as reply:
+            assert reply.status == 413 and (await reply.json())["error"]["code"] == "too_large"
+        async with http.post(f"{origin}/v1/messages", json=body) as reply:
+            assert (await reply.json())["error"]["type"] == "request_too_large"
+        async with http.get(f"{origin}/v2/else") as reply:
+            assert reply.status == 404 and "ends with /v1" in (await reply.json())["error"]["message"]
 
 
 def test_an_open_address_without_a_token_and_a_scheduler_are_refused(monkeypatch: pytest.MonkeyPatch):
