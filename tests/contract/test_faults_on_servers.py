@@ -44,10 +44,10 @@ def client(kind, url="", **options):
 
 
 @contextlib.asynccontextmanager
-async def pool_of(model_folder, *engines, **options):
+async def pool_of(model_folder, *engines, within_s=240, **options):
     pool = EnginePool(engines, files=WeightFolder(model_folder), **options)
     try:
-        async with asyncio.timeout(240):  # no fault may hang a run
+        async with asyncio.timeout(within_s):  # no fault may hang a run
             yield pool
     finally:
         await pool.close()
@@ -93,13 +93,14 @@ def lines(caplog, text):
     return [record.message for record in caplog.records if text in record.message]
 
 
+@pytest.mark.timeout(600)  # two starts of a server, on whatever machine
 async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_run_not_those_it_starts_with(
     kind, server, model_folder, caplog
 ):
     caplog.set_level(logging.INFO, logger=POOL_LOG)
     trainer = LocalPolicy(other_model(), optim=OptimSettings(lr=1e-3))
     launched = client(kind, launch=launch_spec(kind, model_folder), max_restarts=1)
-    async with pool_of(model_folder, client(kind, server), launched) as pool:
+    async with pool_of(model_folder, client(kind, server), launched, within_s=560) as pool:
         await WeightSync(pool, trainer, vocab_size=VOCAB).start(3)
         asked = start_all(pool, 8, max_tokens=250)
         await until(lambda: pool.replicas[1].load == 4)
@@ -113,7 +114,7 @@ async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_
         assert pool.read_metrics()["engine/replicas_live"] == 1
         assert len(lines(caplog, "replica 1 is left out (EngineLostError")) == 1
 
-        await until(lambda: pool.replicas[1].is_live)
+        await until(lambda: pool.replicas[1].is_live, within_s=300)
         check(await launched.generate(ask("after")), model=trainer.model)
         assert len(lines(caplog, "replica 1 is back, with the weights of policy version 3 sent anew and verified")) == 1
         assert launched.num_restarts == 1
