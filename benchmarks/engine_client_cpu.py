@@ -43,6 +43,8 @@ from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_i
 SIZES = (1_000, 4_000, 16_000, 32_000)
 IN_FLIGHT, REQUESTS, ANSWER_TOKENS = 32, 256, 64
 CLIENTS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
+FACTS = {"logprobs_mode": "processed_logprobs", "policy": "fcfs", "max_model_len": 40_000, "context_length": 40_000}
+"""What a client asks a server for before its first request."""
 PATHS = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 MAX_TURN_MS, MAX_SLOPE = 0.5, 1.5
 
@@ -54,7 +56,7 @@ def reply_of(engine: str, ids: list[int]) -> dict[str, Any]:
     if engine == "sglang":
         meta = {
             "id": "0" * 32,
-            "finish_reason": {"type": "length", "length": len(ids)},
+            "finish_reason": {"type": "stop", "matched": ids[-1]},
             "prompt_tokens": 1000,
             "weight_version": "default",
             "num_retractions": 0,
@@ -100,13 +102,18 @@ class _Answers(asyncio.Protocol):
                 if end < 0:
                     return
                 head = bytes(self._buffer[:end]).lower()
-                start = head.index(b"content-length:") + 15
-                self._wanted = end + 4 + int(head[start:].split(b"\r\n", 1)[0])
+                length = head.partition(b"content-length:")[2].split(b"\r\n", 1)[0]
+                self._wanted = end + 4 + int(length or 0)
                 self._path = bytes(self._buffer).split(b" ", 2)[1]
                 continue
             del self._buffer[: self._wanted]
             self._wanted = 0
             self._transport.write(self._answers[self._path])
+
+
+def http(body: bytes) -> bytes:
+    """Return an answer of HTTP."""
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 
 
 def serve(pipe: Connection, answers: dict[bytes, bytes], cores: set[int]) -> None:
@@ -248,11 +255,17 @@ def main() -> None:
         rng = np.random.default_rng(0)
         filler = rng.integers(0, 150_000, ANSWER_TOKENS).tolist()
         for what, ids in (("client", filler), ("turn", turn_ids(ANSWER))):
-            body = orjson.dumps(reply_of(engine, [int(i) for i in ids]))
-            answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            bodies = {
+                PATHS[engine]: reply_of(engine, [int(i) for i in ids]),
+                "/collective_rpc": {"results": [FACTS]},
+                "/server_info": FACTS,
+                "/health_generate": {},
+                "/is_sleeping": {},
+            }
+            answers = {path.encode(): http(orjson.dumps(body)) for path, body in bodies.items()}
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.get_context("spawn").Process(
-                target=serve, args=(theirs, {PATHS[engine].encode(): answer}, {cores[-1]}), daemon=True
+                target=serve, args=(theirs, answers, {cores[-1]}), daemon=True
             )
             process.start()
             port = ours.recv()

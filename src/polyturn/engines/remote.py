@@ -194,8 +194,9 @@ class RemoteEngine(ABC):
             EngineError: the request cannot work, or the server refused it.
         """
         self._check(request)
-        await self._met()
-        self._check(request)  # now also against what the server said about itself
+        if self._facts is None:
+            await self._met()
+            self._check(request)  # now also against what the server said about itself
         if not self._live:
             self._busy_since = time.perf_counter()
         flight = self._live[request.request_id] = Flight(
