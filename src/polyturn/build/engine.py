@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from polyturn.tokens.multimodal import MediaProcessor
 
 
+_FOR_PROBES = 16
+"""Places on a server beyond those of the rollout, so that looking at its weights never waits for an episode."""
+
+
 def build_engine(
     place: Place,
     model: PreTrainedModel,
@@ -102,7 +106,7 @@ def _served(
             url,
             vocab_size=int(model.config.get_text_config().vocab_size),
             max_context=max_context,
-            max_in_flight=config.max_in_flight,
+            max_in_flight=config.max_in_flight + _FOR_PROBES,
             timeout_s=config.timeout_s,
             health_s=config.health_s,
             launch=launch,

@@ -22,6 +22,7 @@ from polyturn.core.aio import first_error
 from polyturn.core.errors import ConfigError, EngineError, EngineGoneError, EngineLostError, one_line
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.engines.capabilities import common_capabilities
 from polyturn.engines.completion_parts import nothing
 from polyturn.engines.order import OrderPolicy, make_policy
 from polyturn.engines.recovery import Revivable, Served, Verify, recover
@@ -136,18 +137,7 @@ class EnginePool:
     @property
     def capabilities(self) -> EngineCapabilities:
         """What every one of its servers can do."""
-        all_of = [replica.engine.capabilities for replica in self._replicas]
-        if not all_of:
-            return EngineCapabilities()
-        contexts = [one.max_context for one in all_of if one.max_context is not None]
-        return EngineCapabilities(
-            seeded=all(one.seeded for one in all_of),
-            logprobs=all(one.logprobs for one in all_of),
-            media=all(one.media for one in all_of),
-            pause_modes=tuple(m for m in all_of[0].pause_modes if all(m in one.pause_modes for one in all_of)),
-            max_context=min(contexts, default=None),
-            priorities=all(one.priorities for one in all_of),
-        )
+        return common_capabilities([replica.engine.capabilities for replica in self._replicas])
 
     @property
     def busy_s(self) -> float:
