@@ -310,7 +310,7 @@ def test_an_agent_that_cannot_be_called_is_refused_at_once():
 
     with pytest.raises(ConfigError, match="has a parameter 'browser', which nothing fills"):
         BlackBox(agent=odd)
-    with pytest.raises(ConfigError, match="one of the two"):
+    with pytest.raises(ConfigError, match="needs an agent"):
         BlackBox()
     with pytest.raises(ConfigError, match="sampling is 'both'"):
         BlackBox(agent=odd, kwargs={"browser": 1}, sampling="both")

@@ -107,7 +107,11 @@ class BlackBox(SessionScheduler):
             ConfigError: there is no such agent, or it asks for what it is not told.
         """
         if (agent is None) == (command is None):
-            raise ConfigError("black_box needs an agent (file.py:function) or a command, one of the two")
+            both = "has an agent and a command; drop one of the two (agent: null)"
+            raise ConfigError(
+                f"black_box {'needs an agent (file.py:function) or a command' if agent is None else both}; they are arguments "
+                "of the scheduler (rollout.scheduler_kwargs)"
+            )
         if sampling not in ("run", "request"):
             raise ConfigError(f"black_box: sampling is {sampling!r}; use 'run' or 'request'")
         if max_calls < 1:
