@@ -7,6 +7,7 @@ Everything that can be wrong with a configuration is found here, before any trai
 those to its left; nothing else in the library takes a config.
 """
 
+from polyturn.build.cluster import cluster_parts
 from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_media, build_model
 from polyturn.build.parts import (
@@ -57,6 +58,7 @@ __all__ = [
     "check_ranks",
     "check_run",
     "check_training",
+    "cluster_parts",
     "exporter",
     "fitting",
     "follow_leader",

@@ -44,6 +44,7 @@ from polyturn.tools.registry import initialize_tools_from_config, load_function_
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+    from polyturn.cluster.clients import RayEngine, RayPool
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.engines.pool import EnginePool
     from polyturn.engines.process import ProcessEngine
@@ -60,20 +61,23 @@ class Parts:
     place: Place
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
-    engine: EmbeddedEngine | ProcessEngine | EnginePool
+    engine: EmbeddedEngine | ProcessEngine | EnginePool | RayEngine
     context: RolloutContext
     template: TemplateReport
     max_context: int
     team: Team | None = None
     """The ranks that train together; None where this process trains alone."""
+    pool: RayPool | None = None
+    """The workers of a cluster that run the episodes; None where this process runs them."""
 
 
-def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
+def build_parts(place: Place, *, checkpoint: Path | None = None, engine: Any = None) -> Parts:
     """Make the model, the engine and the rollout context.
 
     Args:
         place: The configuration.
         checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
+        engine: What completions come from; None makes the engine that is configured.
 
     Raises:
         ConfigError, TemplateError: something in the configuration cannot work.
@@ -94,7 +98,9 @@ def build_parts(place: Place, *, checkpoint: Path | None = None) -> Parts:
     template.require()
     media = build_media(place, codec, model)
     scheduler = build_scheduler(place)
-    engine = build_engine(place, model, tokenizer=tokenizer, media=media, max_context=max_context, checkpoint=checkpoint)
+    engine = engine or build_engine(
+        place, model, tokenizer=tokenizer, media=media, max_context=max_context, checkpoint=checkpoint
+    )
     context = RolloutContext(
         engine=engine if config.engine.update == "in_flight" else UpdateGate(engine, mode=config.engine.update),
         codec=codec,

@@ -80,7 +80,8 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             checkpoint_every=train.checkpoint_every,
         ),
         update=update,
-        pool=RolloutPool(
+        pool=parts.pool
+        or RolloutPool(
             parts.context,
             max_concurrent=config.rollout.max_concurrent,
             max_failed_share=config.rollout.max_failed_share,
@@ -141,6 +142,11 @@ def _channel(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> WeightCha
         return WeightSync(parts.engine, source, vocab_size=int(parts.model.config.get_text_config().vocab_size))
 
     if isinstance(policy, DistributedPolicy):
+        if parts.pool is not None:
+            from polyturn.cluster.clients import PushedWeights, RayEngine
+
+            assert isinstance(parts.engine, RayEngine)
+            return GatheredWeights(policy, PushedWeights(parts.engine, policy.weights))
         # The proof that weights arrive changes whole weights and scores with them, which the leader's copy is there for.
         return GatheredWeights(policy, channel(LocalPolicy(parts.model, optim=OptimSettings(lr=0.0))))
     return channel(policy)

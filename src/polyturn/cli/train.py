@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,10 +27,11 @@ from polyturn.cli.console import Output, stderr_console
 from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.cli.signals import Signals
 from polyturn.config.load import write_resolved
-from polyturn.core.errors import CheckpointError, PolyturnError
+from polyturn.core.errors import CheckpointError, PolyturnError, RankLostError
 from polyturn.evaluation.report import EvalReport
 from polyturn.tracking.plot import plot_learning_curve
 from polyturn.training.checkpoint import Checkpoints
+from polyturn.training.distributed import DistributedPolicy
 from polyturn.training.loop import LoopState, Trainer
 from polyturn.training.observer import RunObserver
 from polyturn.training.sft import SftSettings, run_sft
@@ -74,17 +75,54 @@ def train(
         resume: Whether it goes on from the latest checkpoint of its folder; "auto" where there is one.
         dry_run: Check everything, show it, and stop.
     """
-    began = time.monotonic()
     config = place.config
     this = ranks.this_rank() or ranks.Place(0, 1, 0)
     build.check_ranks(config, max(this.size, config.train.distributed.ranks))
     if this.rank > 0:
         build.follow_leader(place, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
         return
-    if this.size == 1 and config.train.distributed.ranks > 1 and not dry_run:
+    is_on_cluster = config.cluster.address is not None and not dry_run
+    if this.size == 1 and config.train.distributed.ranks > 1 and not dry_run and not is_on_cluster:
         ranks.launch(config.train.distributed.ranks, sys.argv[1:])
         return
+    attempt = _Attempt(place=place, resume=resume)
+    for left in range(config.cluster.restarts if is_on_cluster else 0, -1, -1):
+        try:
+            _train(attempt, resolved, this, again=again, dry_run=dry_run)
+        except RankLostError as problem:
+            if not left:
+                raise
+            logger.warning(
+                "%s\nThe run goes on from its latest checkpoint; restarts left after this one: %d", problem, left - 1
+            )
+            named = config.model_copy(update={"name": attempt.name})
+            attempt = _Attempt(place=replace(place, config=named), resume="auto")
+        else:
+            return
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One try to train a run to its end."""
+
+    place: build.Place
+    resume: bool | Literal["auto"]
+    name: str = ""
+    """The run's folder, once it is chosen."""
+
+
+def _train(
+    attempt: _Attempt,
+    resolved: Mapping[str, Any],
+    this: ranks.Place,
+    *,
+    again: Callable[[str], Sequence[str]],
+    dry_run: bool,
+) -> None:
+    began = time.monotonic()
     out = Output()
+    place, resume = attempt.place, attempt.resume
+    config = place.config
     folder = Path(config.out) / config.name
     latest = Checkpoints(folder / "checkpoints").latest() if resume else None
     if resume == "auto":
@@ -95,7 +133,8 @@ def train(
             "run with name=…"
         )
     tasks = build.build_run_tasks(place)
-    parts, tasks = build.settle(build.build_parts(place), tasks)
+    is_on_cluster = config.cluster.address is not None and not dry_run
+    parts, tasks = build.settle(build.cluster_parts(place) if is_on_cluster else build.build_parts(place), tasks)
     place, config = parts.place, parts.place.config
     build.check_training(parts, tasks)
     if dry_run:
@@ -107,6 +146,7 @@ def train(
         parts = build.lead(parts, num_ranks=this.size, local_rank=this.local)
     if not resume:
         folder = new_run_folder(folder)
+    attempt.name = folder.name
     write_resolved(resolved, folder / "config.yaml")
     keep_tokenizer(parts, folder)
     out.fact("run folder", folder)
@@ -185,6 +225,8 @@ def warm_start(parts: build.Parts, observer: RunObserver, *, folder: Path, again
             should_stop=lambda: bool(signals.received),
         )
     observer.end_sft()
+    if isinstance(policy, DistributedPolicy):
+        policy.gather()  # training starts from the whole weights
     if signals.received:
         state = {"policy": policy.state_dict(), "step": steps}
         checkpoints.save(steps, state, export=build.exporter(parts))

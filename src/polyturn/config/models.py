@@ -60,6 +60,9 @@ class ModelConfig(_Model):
     """What makes a model's inputs of images, videos and sounds: a folder or hub id, `file.py:function`, which is called with
     the tokenizer, or `none`. Defaults to the one in `path`, for a model that takes more than text."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the parameters, in training and in the embedded engine. With bfloat16 the optimizer keeps float32 masters."""
+    gradient_checkpointing: bool = False
+    """Compute every layer again in the backward pass instead of keeping its activations: more time, much less memory."""
     lora: LoraConfig | None = None
     """Train an adapter; null trains all weights."""
     reference: str | None = None
@@ -511,7 +514,11 @@ class TrainConfig(_Model):
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step, each on its share of the step's trajectories."""
     max_tokens_per_batch: int = Field(4096, ge=16)
-    """Padded tokens in one forward and backward."""
+    """Tokens in one forward and backward, padding included."""
+    layout: Literal["auto", "rows", "packed"] = "auto"
+    """How samples lie in a micro-batch: padded rows of like length, or end to end without padding; auto packs on a GPU."""
+    shared_prefix: Literal["auto", "off"] = "auto"
+    """Compute what samples of a micro-batch begin with in common only once, where that saves enough (auto)."""
     max_staleness: int = Field(0, ge=0)
     """How many policy versions a token may be behind when it is trained on; 0 is synchronous training."""
     oversample: float = Field(0.0, ge=0, le=8)

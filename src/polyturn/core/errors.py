@@ -84,6 +84,10 @@ class TrainingError(PolyturnError, RuntimeError):
     """A training step that cannot be taken, for example a loss that is not finite."""
 
 
+class RankLostError(TrainingError):
+    """A process that trains or runs episodes for this run died: training cannot go on without it."""
+
+
 class CheckpointError(PolyturnError, RuntimeError):
     """A checkpoint that is missing, damaged or made by another model."""
 

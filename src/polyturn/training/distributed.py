@@ -25,16 +25,12 @@ from transformers import PreTrainedModel
 
 from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import CheckpointError, PolyturnError, TrainingError
+from polyturn.core.errors import CheckpointError, PolyturnError, RankLostError, TrainingError
 from polyturn.core.metrics import Mean, Metrics, Sum, merge
 from polyturn.core.sample import TrainSample
 from polyturn.training.fsdp import ShardedPolicy
 from polyturn.training.loop import WeightChannel
 from polyturn.training.loss_terms import LossSettings
-
-
-class RankLostError(TrainingError):
-    """A rank died or cannot be reached: training cannot go on without its shards."""
 
 
 class Team(Protocol):

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from polyturn.training.distributed import Answer, Rank, RankLostError, values_of
+from polyturn.core.errors import RankLostError
+from polyturn.training.distributed import Answer, Rank, values_of
 
 _CLOSE = "close"
 _FOREVER = timedelta(days=30)

@@ -1,0 +1,87 @@
+"""A run on a Ray cluster: what each of its actors is built from, and the leader's parts around them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from polyturn.build.parts import Parts, build_parts
+from polyturn.build.place import Place
+from polyturn.build.ranks import check_ranks, model_of, rank_of
+from polyturn.core.errors import ConfigError
+from polyturn.rollout.pool import RolloutPool
+
+if TYPE_CHECKING:
+    from polyturn.cluster.clients import Member
+    from polyturn.core.protocols import Engine, EngineCapabilities
+    from polyturn.training.distributed import Rank
+
+
+def cluster_parts(place: Place) -> Parts:
+    """Place engines, workers and ranks on the cluster that the configuration names, and return the leader's parts.
+
+    Raises:
+        ConfigError: there is no such cluster, it has no room, or the run cannot go there.
+    """
+    config = place.config
+    cluster = config.cluster
+    assert cluster.address is not None
+    check_ranks(config, config.train.distributed.ranks)
+    if config.engine.kind != "embedded" or config.engine.process == "own" or config.engine.update != "in_flight":
+        raise ConfigError(
+            f"engine has kind {config.engine.kind!r}, process {config.engine.process!r}, update {config.engine.update!r}; "
+            "on a cluster the replicas are embedded engines with in_flight updates, so leave these at their defaults"
+        )
+    try:
+        from polyturn.cluster.clients import RayPool
+        from polyturn.cluster.placement import Cluster, Need
+    except ModuleNotFoundError as problem:
+        raise ConfigError(f"--ray needs Ray and it is not installed ({problem}); pip install 'polyturn[ray]'") from problem
+    here = dataclasses.replace(place, config=config.model_copy(update={"cluster": type(cluster)()}))
+    ray = Cluster(cluster.address, patience_s=cluster.patience_s)
+    try:
+        engine = ray.engines(_need(Need, cluster.engines), functools.partial(_engine, here))
+        parts = build_parts(place, engine=engine)
+        pool = functools.partial(_pool, here, engine.replicas, engine.capabilities)
+        workers = ray.workers(_need(Need, cluster.workers), pool)
+        ranks = Need(count=config.train.distributed.ranks, resources=cluster.rank_resources)
+        team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=config.train.distributed.tensor_parallel)
+    except BaseException:
+        ray.close()
+        raise
+    rollout = config.rollout
+    return dataclasses.replace(
+        parts,
+        team=team,
+        pool=RayPool(
+            workers, parts.context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share
+        ),
+    )
+
+
+def _need(make: Any, actors: Any) -> Any:
+    return make(count=actors.count, resources=actors.resources)
+
+
+def _engine(place: Place) -> Engine:
+    """Build an engine replica, in its actor."""
+    return build_parts(place).engine
+
+
+def _pool(place: Place, replicas: Sequence[Member], capabilities: EngineCapabilities) -> RolloutPool:
+    """Build a rollout worker, in its actor."""
+    from polyturn.cluster.clients import RayEngine
+
+    parts = build_parts(place, engine=RayEngine(replicas, capabilities))
+    # Whether too many failed is for the leader to say, who sees all of them.
+    return RolloutPool(parts.context, max_concurrent=place.config.rollout.max_concurrent, max_failed_share=1.0)
+
+
+def _rank(place: Place) -> Rank:
+    """Build a trainer rank, in its actor."""
+    from polyturn.training import process_group
+
+    make_model, media = model_of(place)
+    return rank_of(place, make_model, media, process_group.join(local_rank=0))

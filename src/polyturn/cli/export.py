@@ -1,0 +1,72 @@
+"""`polyturn export`: a run's model as a Hugging Face folder that anything else loads.
+
+    RUN, or one of its checkpoints  ->  config.json, weights, tokenizer, chat template
+
+A checkpoint holds whole weights, however many ranks trained them, so most of this is a copy. An adapter is merged into its
+base model, which the run's config names.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from polyturn import build
+from polyturn.cli.console import Output
+from polyturn.cli.runs import model_folder, open_place
+from polyturn.core.errors import CheckpointError, ConfigError
+
+
+def run(source: Path, *, out: Path, config: Path | None = None) -> None:
+    """Write the model of `source` to the new folder `out`.
+
+    Args:
+        source: A run's folder (its latest checkpoint), a checkpoint, or a model's folder.
+        out: Where it goes.
+        config: The run's config, where `source` holds an adapter and its own config.yaml is not beside it.
+
+    Raises:
+        CheckpointError: there is no model in `source`.
+        ConfigError: `out` is there already, or the base model of an adapter is not known.
+    """
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        raise ConfigError(f"{out} is there already; name a new folder, or remove it")
+    model = model_folder(source)
+    assert model is not None
+    if (model / "config.json").is_file():
+        _copy(model, out)
+    else:
+        _merge(model, out, config=config or _config_of(source))
+    Output().fact("model", out)
+
+
+def _copy(model: Path, out: Path) -> None:
+    """Copy so that `out` is whole or not there."""
+    draft = out.with_name(f".{out.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        shutil.copytree(model, draft)
+        if out.is_dir():
+            out.rmdir()  # it is empty
+        draft.rename(out)
+    except OSError as problem:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(f"{model} cannot be copied to {out}: {problem}") from problem
+
+
+def _merge(model: Path, out: Path, *, config: Path) -> None:
+    from polyturn.training import hf
+
+    place, _ = open_place(config, [])
+    codec = build.build_codec(place)
+    adapted = build.build_model(place, codec.tokenizer, checkpoint=model)
+    hf.save_model(adapted, out, tokenizer=codec.tokenizer)
+
+
+def _config_of(source: Path) -> Path:
+    for folder in (source, *source.resolve().parents):
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise ConfigError(
+        f"{source} holds an adapter, and no config.yaml above it names the base model; give the run's config with --config"
+    )

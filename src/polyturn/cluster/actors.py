@@ -1,0 +1,112 @@
+"""What runs on the nodes of a cluster: a rank, an engine replica, or a rollout worker, each a Ray actor.
+
+    driver (the leader)     RankActor x ranks            parameters, gradients, moments; one process group among themselves
+    loop, evaluation,       EngineActor x replicas       weights for sampling
+    checkpoints             RolloutActor x workers       episodes: tools, interactions, rewards; they ask the engines
+
+An actor is given what builds it, not a configuration: nothing here knows what is built. Each says where its
+log is, so that the driver can tell how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import ray
+
+from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.training.distributed import Answer, Rank
+
+
+class Home(NamedTuple):
+    """Where an actor lives."""
+
+    node: str
+    address: str
+    pid: int
+    logs: tuple[str, ...]
+    """The files that its output goes to, on its node."""
+
+
+class _Actor:
+    """What all of them can say."""
+
+    def home(self) -> Home:
+        """Return where this actor lives."""
+        logs = tuple(os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2))
+        return Home(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid(), logs)
+
+
+class RankActor(_Actor):
+    """A trainer rank; its calls run in the main thread, one after the other."""
+
+    def free_port(self) -> int:
+        """Return a port of this node that nobody listens on."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def join(self, rank: int, num_ranks: int, address: str, port: int, build: Callable[[], Rank]) -> None:
+        """Join the process group of all ranks, and build this one."""
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port)
+        )
+        self._rank = build()
+
+    def run(self, command: str, share: tuple[Any, ...]) -> Answer:
+        """Run one command of the leader."""
+        return self._rank.run(command, share)
+
+
+class EngineActor(_Actor):
+    """An engine replica; calls run side by side on its event loop."""
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self._engine = build()
+
+    async def capabilities(self) -> EngineCapabilities:
+        """Return what the engine can do."""
+        return self._engine.capabilities
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion."""
+        return await self._engine.generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request now."""
+        await self._engine.abort(request_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Forget what is kept for an episode."""
+        await self._engine.end_session(session_id)
+
+    async def update_weights(self, version: int, weights: Mapping[str, Any]) -> None:
+        """Serve `version` from now on."""
+        await self._engine.update_weights(version, weights=weights)
+
+
+class RolloutActor(_Actor):
+    """Runs groups: the schedulers, tools, interactions and rewards of their episodes, and nothing of the training."""
+
+    def __init__(self, build: Callable[[], RolloutPool]) -> None:
+        self._build = build
+        self._pool: RolloutPool | None = None
+        self._lock = asyncio.Lock()
+
+    async def run(self, spec: GroupSpec) -> TrajectoryGroup:
+        """Run one group."""
+        async with self._lock:
+            if self._pool is None:
+                self._pool = self._build()
+        return await self._pool.run_one(spec)

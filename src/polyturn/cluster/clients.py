@@ -1,0 +1,214 @@
+"""The driver's side of the actors: a team, an engine and a pool that look like those of one process.
+
+    RayTeam     core: Team          every rank runs a command on its share
+    RayEngine   core: Engine        an episode stays with the replica that has its KV cache; new weights go to all of them
+    RayPool     RolloutPool         a group goes to the worker with least to do
+
+An actor that dies is a sentence with what is left of its log, never a stack trace of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from polyturn.cluster.actors import Home
+from polyturn.core.errors import EngineLostError, RankLostError
+from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.protocols import EngineCapabilities
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.group import GroupSpec, LiveGroup
+from polyturn.rollout.pool import RolloutPool
+from polyturn.training.distributed import values_of
+
+_NUM_LINES = 20
+
+
+class Member:
+    """An actor with a name for people, and where it lives."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self.handle = handle
+        self.home: Home = ray.get(handle.home.remote())
+
+    def obituary(self) -> str:
+        """Return that it died, and the last lines of its log where this machine has it."""
+        files = [path for path in map(Path, self.home.logs) if path.is_file()]
+        lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in lines if not line.startswith(":")][-_NUM_LINES:]  # Ray's own marks begin with a colon
+        where = f"process {self.home.pid} on {self.home.address}"
+        said = "\n".join(f"  {line}" for line in lines) or "  (nothing on this machine; see `ray logs` on its node)"
+        return f"{self.name} ({where}) died. The last lines of its log:\n{said}"
+
+
+class RayTeam:
+    """All trainer ranks; none of them is the leader, which keeps no shard."""
+
+    def __init__(self, ranks: Sequence[Member], *, tensor_parallel: int, on_close: Callable[[], object]) -> None:
+        self._on_close = on_close
+        self._ranks = list(ranks)
+        self.num_ranks = len(ranks)
+        self.tensor_parallel = tensor_parallel
+
+    def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Let every rank run `command` on its share, and return what each returned.
+
+        Raises:
+            RankLostError: a rank is gone.
+            PolyturnError: what a rank raised.
+        """
+        refs = [rank.handle.run.remote(command, share) for rank, share in zip(self._ranks, shares, strict=True)]
+        waiting = list(refs)
+        while waiting:  # in the order in which they end: one that died would be waited for behind one that waits for it
+            (done, *_), waiting = ray.wait(waiting, num_returns=1)
+            try:
+                ray.get(done)
+            except RayActorError as problem:
+                raise RankLostError(self._ranks[refs.index(done)].obituary()) from problem
+            except RayError as problem:
+                dead = next((r for r in self._ranks if _is_dead(r)), self._ranks[refs.index(done)])
+                raise RankLostError(f"{dead.obituary()}\n({type(problem).__name__} during {command!r})") from problem
+        return values_of(ray.get(refs))
+
+    def close(self) -> None:
+        """Let the ranks end, and give their places back."""
+        for rank in self._ranks:
+            ray.kill(rank.handle)
+        self._on_close()
+
+
+class RayEngine:
+    """Engine replicas somewhere in the cluster, as one engine."""
+
+    def __init__(self, replicas: Sequence[Member], capabilities: EngineCapabilities) -> None:
+        self.replicas = list(replicas)
+        self._capabilities = capabilities
+        self._home_of: dict[str, Member] = {}
+        self._loads = {replica.name: 0 for replica in replicas}
+        self._asked_of: dict[str, Member] = {}
+        self.busy_s = 0.0
+        """Seconds in which at least one request ran."""
+        self._busy_since = 0.0
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What each replica can do."""
+        return self._capabilities
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion, where the earlier turns of the episode were sampled.
+
+        Raises:
+            EngineLostError: the replica died.
+        """
+        replica = self._home_of.setdefault(request.session_id, min(self.replicas, key=lambda r: self._loads[r.name]))
+        if not self._asked_of:
+            self._busy_since = asyncio.get_running_loop().time()
+        self._asked_of[request.request_id] = replica
+        self._loads[replica.name] += 1
+        try:
+            completion: Completion = await replica.handle.generate.remote(request)
+        except RayActorError as problem:
+            raise EngineLostError(replica.obituary()) from problem
+        finally:
+            self._loads[replica.name] -= 1
+            del self._asked_of[request.request_id]
+            if not self._asked_of:
+                self.busy_s += asyncio.get_running_loop().time() - self._busy_since
+        return completion
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request now."""
+        if (replica := self._asked_of.get(request_id)) is not None:
+            await replica.handle.abort.remote(request_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Forget what is kept for an episode."""
+        if (replica := self._home_of.pop(session_id, None)) is not None:
+            await replica.handle.end_session.remote(session_id)
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        """Serve `version` on every replica; the weights travel to each node once.
+
+        Raises:
+            EngineLostError: a replica died.
+        """
+        shared = ray.put({name: tensor.detach().cpu() for name, tensor in (weights or {}).items()})
+        for replica, done in [(r, r.handle.update_weights.remote(version, shared)) for r in self.replicas]:
+            try:
+                await done
+            except RayActorError as problem:
+                raise EngineLostError(replica.obituary()) from problem
+
+    async def close(self) -> None:
+        """Let the replicas end."""
+        for replica in self.replicas:
+            ray.kill(replica.handle)
+
+
+class PushedWeights:
+    """The channel to engines that have weights of their own, on other nodes."""
+
+    def __init__(self, engine: RayEngine, weights: Any) -> None:
+        """Push what `weights` returns."""
+        self._engine = engine
+        self._weights = weights
+
+    async def start(self, version: int) -> None:
+        """Bring the first weights there, as `version`."""
+        await self.publish(version)
+
+    async def publish(self, version: int) -> None:
+        """Bring the weights as they are now, as `version`."""
+        await self._engine.update_weights(version, weights=self._weights())
+
+
+class RayPool(RolloutPool):
+    """Runs groups on the workers; evaluation, which the leader does, has the context."""
+
+    def __init__(
+        self, workers: Sequence[Member], context: RolloutContext, *, max_concurrent: int, max_failed_share: float
+    ) -> None:
+        super().__init__(context, max_concurrent=max_concurrent, max_failed_share=max_failed_share)
+        self._loads = {worker.name: 0 for worker in workers}
+        self._workers = {worker.name: worker for worker in workers}
+
+    async def run_one(self, spec: GroupSpec, *, live: LiveGroup | None = None) -> TrajectoryGroup:
+        """Run one group on a worker.
+
+        Raises:
+            RankLostError: the worker died.
+            RolloutError: too large a share of the latest trajectories failed.
+        """
+        name = min(self._loads, key=lambda n: self._loads[n])
+        self._loads[name] += spec.size
+        running = self._workers[name].handle.run.remote(spec)
+        try:
+            group: TrajectoryGroup = await running
+        except asyncio.CancelledError:
+            ray.cancel(running)
+            raise
+        except RayActorError as problem:
+            raise RankLostError(self._workers[name].obituary()) from problem
+        finally:
+            self._loads[name] -= spec.size
+        if live is None or not live.is_cut:
+            self.failures.count(group)
+        return group
+
+
+def _is_dead(member: Member) -> bool:
+    try:
+        ray.get(member.handle.home.remote(), timeout=2.0)
+    except RayActorError:
+        return True
+    except RayError:
+        return False
+    return False

@@ -1,0 +1,140 @@
+"""Where the actors of a run go: placement groups, one for each kind, and the actors in them.
+
+    ranks      PACK      they exchange gradients, so as near to each other as there is room
+    engines    SPREAD    one does not wait for another
+    workers    SPREAD    as many nodes' processors as there are
+
+A cluster without the room is a sentence that says what was asked and what there is, after `patience_s` and not never.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from polyturn.cluster.actors import EngineActor, RankActor, RolloutActor
+from polyturn.cluster.clients import Member, RayEngine, RayTeam
+from polyturn.core.errors import ConfigError, EngineLostError, RankLostError
+from polyturn.core.protocols import Engine
+from polyturn.rollout.pool import RolloutPool
+from polyturn.training.distributed import Rank
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """How many actors of a kind, and what each of them occupies."""
+
+    count: int
+    resources: Mapping[str, float]
+    """For instance {"CPU": 4, "GPU": 1}, or a resource of a node's own."""
+
+
+class Cluster:
+    """A connection to Ray, and what this run placed there."""
+
+    def __init__(self, address: str, *, patience_s: float = 300.0) -> None:
+        """Connect.
+
+        Args:
+            address: "auto" or the address of a cluster, or "local" for one on this machine.
+            patience_s: How long to wait for room.
+
+        Raises:
+            ConfigError: there is no cluster at that address.
+        """
+        self._patience_s = patience_s
+        self._groups: list[Any] = []
+        try:
+            ray.init(
+                address=None if address == "local" else address,
+                include_dashboard=False if address == "local" else None,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                ignore_reinit_error=True,
+            )
+        except (ConnectionError, RayError, ValueError, RuntimeError) as problem:
+            raise ConfigError(
+                f"no Ray cluster answers at {address!r} ({str(problem).splitlines()[0]}); start one with `ray start "
+                "--head`, or use --ray local"
+            ) from problem
+
+    def engines(self, need: Need, build: Callable[[], Engine]) -> RayEngine:
+        """Place engine replicas and return them as one engine."""
+        replicas = self._place("engine replica", EngineActor, need, build, strategy="SPREAD")
+        return RayEngine(replicas, ray.get(replicas[0].handle.capabilities.remote()))
+
+    def workers(self, need: Need, build: Callable[[], RolloutPool]) -> list[Member]:
+        """Place rollout workers."""
+        return self._place("rollout worker", RolloutActor, need, build, strategy="SPREAD")
+
+    def team(self, need: Need, build: Callable[[], Rank], *, tensor_parallel: int) -> RayTeam:
+        """Place trainer ranks, join them to one process group, and return them as a team."""
+        ranks = self._place("trainer rank", RankActor, need, strategy="PACK")
+        address = ranks[0].home.address
+        port = ray.get(ranks[0].handle.free_port.remote())
+        joined = [r.handle.join.remote(number, len(ranks), address, port, build) for number, r in enumerate(ranks)]
+        waiting = list(joined)
+        while waiting:
+            (done, *_), waiting = ray.wait(waiting, num_returns=1)
+            try:
+                ray.get(done)
+            except RayActorError as problem:
+                raise RankLostError(ranks[joined.index(done)].obituary()) from problem
+        return RayTeam(ranks, tensor_parallel=tensor_parallel, on_close=self.close)
+
+    def close(self) -> None:
+        """Give everything back and disconnect."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups.clear()
+        ray.shutdown()
+
+    def _place(self, name: str, actor: type, need: Need, *arguments: Any, strategy: str) -> list[Member]:
+        group = placement_group([dict(need.resources)] * need.count, strategy=strategy)
+        self._groups.append(group)
+        try:
+            ray.get(group.ready(), timeout=self._patience_s)
+        except GetTimeoutError as problem:
+            raise ConfigError(
+                f"the cluster has no room for {need.count} times a {name} with {dict(need.resources)} after "
+                f"{self._patience_s:g} s; it has {_numbers(ray.cluster_resources())}, of which free "
+                f"{_numbers(ray.available_resources())}. Lower cluster.*, or add nodes"
+            ) from problem
+        handles: list[Any] = [
+            ray.remote(actor)
+            .options(
+                num_cpus=need.resources.get("CPU", 0),
+                num_gpus=need.resources.get("GPU", 0),
+                resources={k: v for k, v in need.resources.items() if k not in ("CPU", "GPU")},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+                **({"max_concurrency": 1000} if actor is not RankActor else {}),
+            )
+            .remote(*arguments)
+            for index in range(need.count)
+        ]
+        return _members(name, handles)
+
+
+def _members(name: str, handles: Sequence[Any]) -> list[Member]:
+    try:
+        members = [Member(f"{name} {number}", handle) for number, handle in enumerate(handles)]
+    except RayActorError as problem:
+        raise EngineLostError(f"a {name} could not be built: {problem}") from problem
+    for member in members:
+        logger.info("%s: process %d on %s", member.name, member.home.pid, member.home.address)
+    return members
+
+
+def _numbers(resources: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name: value for name, value in resources.items() if name in ("CPU", "GPU") or not name.startswith(("node", "obj"))
+    }

@@ -1,0 +1,100 @@
+"""A model over two ranks is the model of one process: scores, gradient, norm, state (float64 1e-9), and what is skipped.
+
+Two real processes with gloo; each comparison is made where the tensors are (`two_ranks.py`) and judged here.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyturn.core.errors import CheckpointError, RankLostError
+from polyturn.core.metrics import Mean, Sum
+from polyturn.training.distributed import Answer, assign, merge_ranks, require_same_shapes, values_of
+
+WORKER = Path(__file__).with_name("two_ranks.py")
+EXACT = 1e-9
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks") / "found.json"
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(out)],
+            env={**os.environ, **shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(params=["shards", "tensor_parallel"])
+def found(request, results):
+    return results[request.param]
+
+
+@pytest.mark.parametrize("case", ["uneven", "idle_rank"])
+def test_gradient_norm_and_scores_do_not_depend_on_the_ranks(found, case):
+    assert found[f"{case}/gradient"] < EXACT
+    assert found[f"{case}/norm"] < EXACT
+    assert found[f"{case}/scoreFalse"] < 1e-6 and found[f"{case}/scoreTrue"] < 1e-6  # scores are float32
+
+
+def test_the_whole_state_is_that_of_one_process_and_loads_over_shards(found):
+    assert found["state"] < EXACT
+    assert found["loaded"] == 0.0
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(found):
+    assert found["skipped"] == 1.0
+    assert found["skipped_changed"] == 0.0
+
+
+def test_samples_are_assigned_longest_first_to_the_rank_with_least_to_do():
+    assert assign([5, 3, 4], 2) == [[0], [1, 2]]
+    assert assign([9], 3) == [[0], [], []]
+
+
+def test_losses_of_the_ranks_add_up_and_the_slowest_rank_gives_the_time():
+    ranks = [
+        {"loss/total": Mean(0.25), "policy/entropy": Mean(6.0, 3), "tokens/trained": Sum(3), "time/forward": Sum(1.0)},
+        {"loss/total": Mean(0.5), "policy/entropy": Mean(2.0, 1), "tokens/trained": Sum(1), "time/forward": Sum(2.0)},
+        {"time/forward": Sum(0.5)},
+    ]
+    merged = {name: metric.value for name, metric in merge_ranks(ranks).items()}
+    assert merged == {"loss/total": 0.75, "policy/entropy": 2.0, "tokens/trained": 4, "time/forward": 2.0}
+
+
+def test_the_error_of_a_rank_is_the_teams():
+    with pytest.raises(RankLostError, match="gone"):
+        values_of([Answer(value=1), Answer(error=RankLostError("gone"))])
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_a_rank_loads_it():
+    own = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match=r"lacks \['b'\] and has \['c'\]"):
+        require_same_shapes({"a": torch.zeros(2), "c": torch.zeros(3)}, own)
+    with pytest.raises(CheckpointError, match=r"its b has the shape \(4,\) and this model's \(3,\)"):
+        require_same_shapes({"a": torch.zeros(2), "b": torch.zeros(4)}, own)

@@ -1,0 +1,134 @@
+"""What test_fsdp.py runs on each of two ranks: a policy over shards beside one of one process, and how far they differ.
+
+python two_ranks.py TP OUT     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set     rank 0 writes OUT (JSON)
+"""
+
+import copy
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from polyturn.algorithms.aggregate import loss_coefs
+from polyturn.batching.layout import LayoutSettings
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.testing.tiny import tiny_model
+from polyturn.training.fsdp import ShardedPolicy, make_mesh
+from polyturn.training.local import LocalPolicy
+from polyturn.training.loss_terms import LossSettings
+from polyturn.training.optim import OptimSettings
+
+VOCAB = 48
+CPU = torch.device("cpu")
+
+
+def exact_model():
+    """A tiny Qwen3 in float64; transformers' own norms round to float32, which would hide small differences."""
+    model = tiny_model(VOCAB, hidden=16, layers=2, heads=2, kv_heads=2)
+    for name, norm in [(n, m) for n, m in model.named_modules() if isinstance(m, Qwen3RMSNorm)]:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, torch.nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon))
+    return model.double()
+
+
+def samples_of(seed, size):
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(size):
+        n = int(rng.integers(4, 24))
+        weights = rng.choice([0.0, 0.5, 1.0], size=n).astype(np.float32)
+        weights[0], weights[-1] = 0.0, 1.0
+        out.append(
+            TrainSample(
+                id=SampleId("g", str(i), 0),
+                token_ids=rng.integers(0, VOCAB, n).astype(np.int32),
+                loss_weights=weights,
+                turn_ids=np.zeros(n, np.int32),
+                old_logprobs=rng.normal(-3.8, 0.3, n).astype(np.float32),
+                ref_logprobs=rng.normal(-3.8, 0.3, n).astype(np.float32),
+                advantages=rng.normal(size=n).astype(np.float32),
+            )
+        )
+    return out
+
+
+def largest(pairs):
+    return max((float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs), default=0.0)
+
+
+def same_parts(one, many):
+    """Compare two states of the same nesting, tensor for tensor."""
+    if isinstance(one, torch.Tensor):
+        return float((one - many).abs().max()) if one.numel() else 0.0
+    if isinstance(one, dict):
+        return max((same_parts(one[k], many[k]) for k in one), default=0.0)
+    if isinstance(one, list | tuple):
+        return max((same_parts(a, b) for a, b in zip(one, many, strict=True)), default=0.0)
+    return 0.0
+
+
+def compare(tp):
+    """Return how far two ranks and one process differ, the layers split over a row of `tp` ranks."""
+    mesh = make_mesh(CPU, tensor_parallel=tp)
+    row, rows = dist.get_rank() // tp, dist.get_world_size() // tp
+    options = {
+        "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, max_skipped=1),
+        "loss": LossSettings(kl_coef=0.1, entropy_coef=0.01, clip_high=0.28),
+        "layout": LayoutSettings(max_tokens_per_batch=20),
+        "reference": True,
+    }
+    model = exact_model()
+    one = LocalPolicy(copy.deepcopy(model), **options)
+    many = ShardedPolicy(copy.deepcopy(model), mesh=mesh, device=CPU, **options)
+    found = {}
+    for name, size, last in (("uneven", 3, 0), ("idle_rank", 2, rows)):
+        samples = samples_of(len(name), size)
+        coefs = loss_coefs(samples, mode="token-mean")
+        mine = [i for i in range(size) if i % rows == row] if not last else [i for i in range(size) if row == 0]
+        share = [samples[i] for i in mine]
+        for reference in (False, True):
+            a, b = one.score(samples, reference=reference), many.score(share, reference=reference)
+            found[f"{name}/score{reference}"] = largest([(a[i], b[k]) for k, i in enumerate(mine)])
+        one.forward_backward(samples)
+        many.forward_backward(share, coefs=[coefs[i] for i in mine])
+        whole = {n: p.grad.full_tensor() for n, p in many.model.named_parameters()}
+        # The norms of queries and keys are summed over a row later, before the optimizer uses them.
+        names = [n for n in whole if tp == 1 or not n.endswith(("q_norm.weight", "k_norm.weight"))]
+        grads = {n: p.grad for n, p in one.model.named_parameters()}
+        found[f"{name}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in names)
+        norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
+        found[f"{name}/norm"] = abs(norms[0] - norms[1])
+        assert norms[0] > 0.1  # so that clipping is compared too
+    state = many.state_dict()
+    if dist.get_rank() == 0:
+        found["state"] = same_parts(one.state_dict(), state)
+    fresh = ShardedPolicy(exact_model(), mesh=mesh, device=CPU, **options)
+    fresh.load_whole(one.state_dict() if dist.get_rank() == 0 else None)
+    again = fresh.state_dict()
+    if dist.get_rank() == 0:
+        found["loaded"] = same_parts(one.state_dict(), again)
+    # A loss that is not finite on one rank alone.
+    samples = samples_of(7, 2 * rows)
+    bad = samples[0].replace(advantages=np.full(len(samples[0]), np.nan, np.float32))
+    before = many.whole_weights()
+    share = [bad if i == 0 else samples[i] for i in range(len(samples)) if i % rows == row]
+    many.forward_backward(share, coefs=[np.full(len(s), 0.1, np.float32) for s in share])
+    found["skipped"] = many.optim_step()["loss/skipped_steps"].value
+    after = many.whole_weights()
+    if dist.get_rank() == 0:
+        found["skipped_changed"] = same_parts(before, after)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    results = {"shards": compare(1), "tensor_parallel": compare(2)}
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+    dist.destroy_process_group()
