@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 import orjson
-from real_servers import client, server
+from _real_servers import client, server
 
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities

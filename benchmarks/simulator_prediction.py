@@ -19,7 +19,7 @@ import os
 from statistics import median
 from typing import Any
 
-from real_servers import VOCAB, client, server
+from _real_servers import VOCAB, client, server
 
 from polyturn.engines.fit import fit
 from polyturn.testing.simulation import replay, simulate
