@@ -41,8 +41,8 @@ class Taken(NamedTuple):
     groups: list[TrajectoryGroup]
     tickets: list[int]
     """Of the groups."""
-    left: list[int]
-    """Tickets that no step will train on any more; those that run are to be cut off."""
+    left: list[Flight]
+    """Those that no step will train on any more; the ones that run are to be cut off."""
 
 
 class GroupBuffer:
@@ -131,12 +131,10 @@ class GroupBuffer:
             groups = [f.group for f in chosen if f.group is not None]
             for flight in chosen:
                 del self._flights[flight.ticket]
-            left: list[int] = []
+            left: list[Flight] = []
             if not self._carries:
                 end = (self._step + 1) * self.tickets_per_step
-                left = sorted(ticket for ticket in self._flights if ticket < end)
-                for ticket in left:
-                    del self._flights[ticket]
+                left = [self._flights.pop(ticket) for ticket in sorted(self._flights) if ticket < end]
                 self._next = max(self._next, end)
             self._step += 1
             return Taken(groups, [f.ticket for f in chosen], left)

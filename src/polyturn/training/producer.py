@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from polyturn.batching.filters import has_signal
 from polyturn.buffer.drops import Drops
-from polyturn.buffer.group_buffer import GroupBuffer
+from polyturn.buffer.group_buffer import Flight, GroupBuffer
 from polyturn.core.errors import EngineError, one_line
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
@@ -91,12 +91,13 @@ class Producer:
             task = tasks.create_task(self._fill(ticket, visit, live), name=f"g{ticket}")
             self._started[ticket] = _Started(task, live)
 
-    def cut(self, tickets: Sequence[int], tasks: asyncio.TaskGroup) -> None:
-        """Cut off the groups of tickets that no step wants any more, without waiting for it; count what they had."""
-        for ticket in tickets:
-            started = self._started.pop(ticket, None)
-            if started is not None:
-                cutting = tasks.create_task(self._cut(started), name=f"cut g{ticket}")
+    def cut(self, flights: Sequence[Flight], tasks: asyncio.TaskGroup) -> None:
+        """Cut off the groups that no step wants any more, without waiting for it; count what they had."""
+        for flight in flights:
+            if flight.group is not None:
+                self._drops.add_group(flight.group, reason="left_over")
+            elif (started := self._started.pop(flight.ticket, None)) is not None:
+                cutting = tasks.create_task(self._cut(started), name=f"cut g{flight.ticket}")
                 self._cutting.add(cutting)
                 cutting.add_done_callback(self._cutting.discard)
 
@@ -137,5 +138,6 @@ class Producer:
                 await started.live.abort()
         except (TimeoutError, EngineError) as problem:
             logger.debug("the engine did not end the completions of a group that was cut off (%s)", one_line(problem))
-        self._drops.add(started.live.lengths, reason="left_over")
-        started.task.cancel()
+        finally:
+            self._drops.add(started.live.lengths, reason="left_over")
+            started.task.cancel()
