@@ -43,10 +43,15 @@ def policy_options(
     place: Place, spec: PolicySpec, model: PreTrainedModel, media: MediaProcessor | None, *, has_frozen: bool = True
 ) -> dict[str, Any]:
     """Return the options of a policy over `model`, on one rank or on many; `has_frozen` loads frozen ones too."""
+    import torch
+
     from polyturn.batching.layout import LayoutSettings
+    from polyturn.training.hf import checkpoint_activations
     from polyturn.training.loss_terms import LossSettings
 
-    algorithm = place.config.algorithm
+    algorithm, train = place.config.algorithm, place.config.train
+    if place.config.model.gradient_checkpointing:
+        checkpoint_activations(model)
     return {
         "optim": optim_settings(spec.optim, steps=spec.steps),
         "loss": LossSettings(
@@ -64,7 +69,11 @@ def policy_options(
             distill_coef=0.0 if algorithm.distill is None else algorithm.distill.coef,
             distill_estimator="k1+" if algorithm.distill is None else algorithm.distill.estimator,
         ),
-        "layout": LayoutSettings(max_tokens_per_batch=spec.max_tokens_per_batch),
+        "layout": LayoutSettings(
+            max_tokens_per_batch=spec.max_tokens_per_batch,
+            packed=train.layout == "packed" or (train.layout == "auto" and torch.cuda.is_available()),
+            shared_prefix=train.shared_prefix == "auto",
+        ),
         "media": media,
         "reference": build_reference(place, model) if has_frozen else False,
         "teacher": build_teacher(place, model) if has_frozen else None,
