@@ -66,8 +66,8 @@ class SglangEngine(RemoteEngine):
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": not sampling.stop_token_ids,
         }
-        can = self.capabilities
-        if sampling.seed is not None and can.seeded:
+        facts = self._facts
+        if sampling.seed is not None and (self._seeded if facts is None else facts.seeded):
             parameters["sampling_seed"] = sampling.seed & 0x7FFFFFFF
         body = {
             "rid": wire_id,
@@ -76,7 +76,7 @@ class SglangEngine(RemoteEngine):
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        if can.priorities:
+        if facts is not None and facts.priorities:
             body["priority"] = round(request.priority)  # the highest goes first there
         return Call("/generate", body)
 

@@ -74,7 +74,7 @@ class VllmEngine(RemoteEngine):
         if sampling.seed is not None:
             parameters["seed"] = sampling.seed
         body: dict[str, Any] = {"request_id": wire_id, "token_ids": request.prompt_ids, "sampling_params": parameters}
-        if self.capabilities.priorities:
+        if self._facts is not None and self._facts.priorities:
             body["priority"] = -round(request.priority)  # the lowest goes first there
         return Call("/inference/v1/generate", body)
 
