@@ -34,6 +34,28 @@ def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, tmp_pa
     assert versions == {0, 1, 2}  # the first step's, the second's, and the evaluation after it
 
 
+def test_a_server_samples_beside_training_with_what_is_suspended_and_cut_off_counted(tmp_path):
+    if (reason := why_not("vllm")) is not None:
+        pytest.skip(reason)
+    called = call_command(
+        main,
+        *("train", write_tiny_run(tmp_path), *WIDER, "train.steps=4", "evaluation.data=null"),
+        *("engine.kind=vllm", f"engine.launch.python={interpreter('vllm')}", "engine.update=abort_resume"),
+        *(
+            "train.max_staleness=1",
+            "train.oversample=1",
+            "train.dynamic_sampling=1",
+            "rollout.limits.max_tokens_per_turn=64",
+        ),
+    )
+    assert called.code == 0, called.err
+    steps = [m for m in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "loss/total" in m]
+    assert [m["step"] for m in steps] == [1, 2, 3, 4]
+    assert max(m["buffer/staleness"] for m in steps) == 1
+    assert sum(m.get("buffer/groups_left_over", 0) for m in steps) > 0
+    assert all(m["policy/rollout_difference"] < 1e-4 for m in steps if m["buffer/staleness"] == 0)
+
+
 def test_a_server_that_is_not_installed_is_one_sentence(tmp_path):
     called = call_command(main, "train", write_tiny_run(tmp_path), "engine.kind=vllm")
     assert called.code == 2
