@@ -305,6 +305,23 @@ async def test_the_deadline_of_the_run_ends_an_agent_that_hangs():
     assert t.stop_reason is StopReason.TIMEOUT and len(t.turns) == 1
 
 
+async def test_an_address_that_cannot_be_listened_on_ends_the_run_with_a_sentence():
+    async def agent(client: Client) -> float:
+        return 1.0
+
+    with pytest.raises(ConfigError, match="the endpoint cannot listen on"):
+        await play(agent, ["x"], host="203.0.113.7")
+
+
+async def test_agents_elsewhere_are_told_the_name_under_which_they_reach_the_endpoint():
+    async def agent(client: Client) -> float:
+        assert client.base_url.startswith("http://localhost:")
+        await client.chat([user("a")])
+        return 1.0
+
+    assert not (await play(agent, ["x"], host="0.0.0.0", reach_as="localhost")).is_failed
+
+
 def test_an_agent_that_cannot_be_called_is_refused_at_once():
     def odd(base_url: str, browser: Any) -> None: ...
 
@@ -312,5 +329,9 @@ def test_an_agent_that_cannot_be_called_is_refused_at_once():
         BlackBox(agent=odd)
     with pytest.raises(ConfigError, match="needs an agent"):
         BlackBox()
+    with pytest.raises(ConfigError, match="say in reach_as under which name"):
+        BlackBox(command=["x"], host="0.0.0.0")
+    with pytest.raises(ConfigError, match="has an agent and a command"):
+        BlackBox(agent=odd, command=["x"])
     with pytest.raises(ConfigError, match="sampling is 'both'"):
         BlackBox(agent=odd, kwargs={"browser": 1}, sampling="both")

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from polyturn.core.errors import PolyturnError, did_you_mean, one_line
+from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
 from polyturn.serving.openai import chat, messages, responses
 from polyturn.serving.openai.ask import Ask, Refused, Said
 from polyturn.serving.openai.wire import dumps, loads
@@ -78,6 +78,10 @@ class EndpointOptions:
     """What all episodes of a server have in common."""
 
     host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    reach_as: str | None = None
+    """The host that agents are told, where it is another than the one that is listened on, as seen from a container."""
     models: tuple[str, ...] = ("polyturn",)
     any_model: bool = True
     """Whether a request may name a model that is not listed, as agents do that were written for another."""
@@ -113,8 +117,12 @@ class Endpoint:
         self._num_holders += 1
         try:
             if self._origin is None:
-                self._origin = asyncio.get_running_loop().create_future()
-                self._origin.set_result(await self._start(bound, more))
+                self._origin = origin = asyncio.get_running_loop().create_future()
+                try:
+                    origin.set_result(await self._start(bound, more))
+                except BaseException:
+                    origin.cancel()  # for others who wait for it
+                    raise
             yield await asyncio.shield(self._origin)
         finally:
             self._num_holders -= 1
@@ -128,11 +136,16 @@ class Endpoint:
         await self._runner.setup()
         site: web.BaseSite
         if bound is None:
-            site = web.TCPSite(self._runner, self.options.host, 0, backlog=2048)
+            site = web.TCPSite(self._runner, self.options.host, self.options.port, backlog=2048)
         else:
             site = web.SockSite(self._runner, bound, backlog=2048)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as problem:
+            where = f"{self.options.host}:{self.options.port}"
+            raise ConfigError(f"the endpoint cannot listen on {where} ({problem.strerror}); choose another") from problem
         host, port = self._runner.addresses[0][:2]
+        host = self.options.reach_as or host
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def admit(self, answerer: Answerer, *, origin: str) -> tuple[str, Address]:

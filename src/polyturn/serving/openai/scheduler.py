@@ -85,6 +85,9 @@ class BlackBox(SessionScheduler):
         ignore: Sequence[str] = (),
         models: Sequence[str] = (),
         sampling: str = "run",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        reach_as: str | None = None,
         base: Path | None = None,
     ) -> None:
         """Choose the agent.
@@ -101,19 +104,23 @@ class BlackBox(SessionScheduler):
             models: Names that requests may use; () lets them use any.
             sampling: "run": temperature, top_p and top_k are the run's, as the trainer's logprobs are; "request": those of
                 the requests, for evaluation.
+            host: The address to listen on, for agents on other machines or in containers; every episode has its own key.
+            port: The port; 0 takes a free one.
+            reach_as: The host that agents are told, where it is not `host`.
             base: The folder that relative paths start from.
 
         Raises:
             ConfigError: there is no such agent, or it asks for what it is not told.
         """
         if (agent is None) == (command is None):
-            both = "has an agent and a command; drop one of the two (agent: null)"
-            raise ConfigError(
-                f"black_box {'needs an agent (file.py:function) or a command' if agent is None else both}; they are arguments "
-                "of the scheduler (rollout.scheduler_kwargs)"
-            )
+            wrong = "needs an agent (file.py:function) or a command" if agent is None else "has an agent and a command"
+            raise ConfigError(f"black_box {wrong}; give one of the two in rollout.scheduler_kwargs (agent: null drops it)")
         if sampling not in ("run", "request"):
             raise ConfigError(f"black_box: sampling is {sampling!r}; use 'run' or 'request'")
+        if host in ("0.0.0.0", "::") and reach_as is None:
+            raise ConfigError(
+                f"black_box: host is {host!r}, which no agent can call; say in reach_as under which name it can"
+            )
         if max_calls < 1:
             raise ConfigError(f"black_box: max_calls is {max_calls}; use at least 1")
         if command is not None and (isinstance(command, str) or not command):
@@ -125,7 +132,14 @@ class BlackBox(SessionScheduler):
         self._function = function
         self._wanted = () if function is None else _wanted(function, self._kwargs, str(agent))
         self.rules = SessionRules(samples_as_asked=sampling == "request", max_calls=max_calls)
-        options = EndpointOptions(models=tuple(models) or ("polyturn",), any_model=not models, ignore=frozenset(ignore))
+        options = EndpointOptions(
+            host=host,
+            port=port,
+            reach_as=reach_as,
+            models=tuple(models) or ("polyturn",),
+            any_model=not models,
+            ignore=frozenset(ignore),
+        )
         self._endpoint = Endpoint(options)
 
     async def let_ask(self, episode: Episode, session: AgentSession) -> None:
