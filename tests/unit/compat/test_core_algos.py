@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polyturn.algorithms import losses
-from polyturn.algorithms.advantages import advantages
+from polyturn.algorithms.advantages import Estimate, GroupView, MemberView, advantages, bind_estimator, traits_of
 from polyturn.compat.verl import core_algos as algos
 from polyturn.compat.verl import torch_functional as functional
 from polyturn.core.errors import ConfigError
@@ -67,6 +67,60 @@ def test_a_return_is_carried_across_observations() -> None:
     assert returns[0].tolist() == [0.25, 0.5, 0.0, 1.0]
 
 
+def view(rewards: list[float], samples: list[list[TrainSample]], id: str = "g", greedy: float | None = None) -> GroupView:
+    members = [
+        MemberView(id=str(i), reward=r, samples=tuple(s)) for i, (r, s) in enumerate(zip(rewards, samples, strict=True))
+    ]
+    return GroupView(id=id, members=tuple(members), greedy_reward=greedy)
+
+
+@pytest.mark.parametrize(
+    ("name", "native", "options"),
+    [
+        ("grpo", "grpo", {}),
+        ("rloo", "rloo", {}),
+        ("opo", "opo", {}),
+        ("grpo_passk", "grpo_passk", {}),
+        ("remax", "remax", {}),
+        ("reinforce_plus_plus", "reinforce_plus_plus", {"gamma": 0.9}),
+        ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", {}),
+        ("gae", "gae", {"gamma": 0.9, "lam": 0.8}),
+    ],
+)
+def test_an_estimator_across_groups_gives_what_the_native_one_does(name: str, native: str, options: dict[str, Any]) -> None:
+    """With rewards on single tokens, values, groups of different size and trajectories of several samples."""
+    rng = np.random.default_rng(0)
+    scale = 0.0 if name == "remax" else 0.1  # verl's credits penalties to the tokens before them there
+
+    def trained(i: int, segment: int = 0) -> TrainSample:
+        made = sample(f"t{i}", 6, [0, 1, 1, 0, 1, 1])
+        arrays = {"values": rng.normal(size=6), "rewards": scale * rng.normal(size=6)}
+        return made.replace(turn_ids=np.full(6, segment), **arrays)
+
+    batch = [
+        view([1.0, 0.0, 0.5], [[trained(0), trained(0, 1)], [trained(1)], [trained(2)]], "a", greedy=0.4),
+        view([0.0, 2.0], [[trained(3)], [trained(4)]], "b", greedy=1.5),
+    ]
+    wrapped = algos.as_estimator(algos.get_adv_estimator_fn(name))
+    found = wrapped(batch, **options)
+    fn = bind_estimator(
+        advantages.resolve(native), offered={}, kwargs={**options, **({"outcome": "end"} if name == "gae" else {})}
+    )
+    if traits_of(fn).scope == "batch":
+        expected = fn(batch)
+    else:
+        expected = Estimate([fn(g.totals, [list(m.samples) for m in g.members]) for g in batch])
+    for ours, theirs in ((found.advantages, expected.advantages), (found.returns, expected.returns)):
+        assert (ours is None) == (theirs is None)
+        for a, b in zip(flat(ours), flat(theirs), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+    assert traits_of(wrapped).needs_values == (name == "gae") and traits_of(wrapped).needs_greedy == (name == "remax")
+
+
+def flat(found: Any) -> list[Any]:
+    return [array for group in found or [] for member in group for array in member]
+
+
 def test_a_registered_estimator_can_be_named_natively() -> None:
     @algos.register_adv_est("mine_in_test")
     def mine(
@@ -78,7 +132,7 @@ def test_a_registered_estimator_can_be_named_natively() -> None:
     assert algos.get_adv_estimator_fn("mine_in_test") is mine
     native = advantages.resolve("mine_in_test")
     samples = [[sample("t0", 3, [0, 1, 1]), sample("t0", 2, [0, 1])], [sample("t1", 4, [0, 1, 0, 1])], []]
-    found = native(np.array([1.0, 2.0, 5.0]), samples, scale=2.0)
+    found = native([view([1.0, 2.0, 5.0], samples)], scale=2.0).advantages[0]
     assert [[a.tolist() for a in arrays] for arrays in found] == [[[0, 2, 2], [0, 2]], [[0, 4, 0, 4]], []]
     with pytest.raises(ValueError, match="already been registered"):
         algos.register_adv_est("mine_in_test")(lambda *a, **k: None)
@@ -89,7 +143,8 @@ def test_a_registered_estimator_can_be_named_natively() -> None:
 def test_the_shipped_estimators_agree_with_the_native_ones() -> None:
     samples = [[sample(f"t{i}", 3, [0, 1, 1])] for i in range(4)]
     rewards = np.array([1.0, 0.0, 0.5, 1.0])
-    ours = algos.as_estimator(algos.get_adv_estimator_fn(algos.AdvantageEstimator.GRPO))(rewards, samples)
+    grpo = algos.as_estimator(algos.get_adv_estimator_fn(algos.AdvantageEstimator.GRPO))
+    ours = grpo([view(rewards.tolist(), samples)]).advantages[0]
     for (mine,), (native,) in zip(ours, advantages.resolve("grpo")(rewards, samples), strict=True):
         np.testing.assert_allclose(mine, native, atol=1e-6)
 

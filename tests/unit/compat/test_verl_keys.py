@@ -139,7 +139,12 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ACTOR}.optim.min_lr_ratio=0.1", "train.optim.min_lr_ratio", 0.1),
     # algorithm, trainer, model
     ("algorithm.adv_estimator=grpo", "algorithm.advantage", "grpo"),
-    ("algorithm.adv_estimator=opo", "algorithm.advantage", "polyturn.compat.verl.estimators:compute_opo_outcome_advantage"),
+    ("algorithm.adv_estimator=opo", "algorithm.advantage", "opo"),
+    ("algorithm.adv_estimator=rloo_vectorized", "algorithm.advantage", "rloo"),
+    ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.advantage", "reinforce_plus_plus"),
+    ("algorithm.adv_estimator=remax", "algorithm.advantage", "remax"),
+    ("algorithm.adv_estimator=gae", "algorithm.advantage_kwargs", {"outcome": "end"}),
+    ("algorithm.use_kl_in_reward=True", "algorithm.kl_in_reward.coef", 0.001),
     ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.norm_by_std", False),
     ("algorithm.filter_groups.enable=True", "algorithm.drop_zero_variance", True),
     ("algorithm.rollout_correction.bypass_mode=True", "algorithm.old_logprobs", "engine"),
@@ -203,14 +208,10 @@ IGNORED = [
     f"{ACTOR}.fsdp_config.optimizer_offload=True",
     "actor_rollout_ref.ref.fsdp_config.param_offload=True",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
-    "critic.optim.lr=1e-5",
     f"{ROLLOUT}.use_torch_compile=True",
     "reward.num_workers=8",
     "reward.reward_model.model_path=null",
     "critic.strategy=fsdp",
-    "algorithm.kl_ctrl.kl_coef=0.001",
-    "algorithm.kl_penalty=kl",
-    "trainer.critic_warmup=0",
     "trainer.logger=[console,wandb]",
     "trainer.n_gpus_per_node=8",
     "trainer.nnodes=1",
@@ -245,9 +246,6 @@ ASKS_FOR_NOTHING = [
     "reward_model.reward_kwargs={}",
     "reward_model.enable=False",
     f"{ACTOR}.ppo_epochs=1",
-    "algorithm.gamma=1.0",
-    "algorithm.lam=1.0",
-    "algorithm.use_kl_in_reward=False",
 ]
 
 REJECTED = [
@@ -289,11 +287,7 @@ REJECTED = [
     ("actor_rollout_ref.model.lora.merge=True", "Megatron"),
     ("actor_rollout_ref.model.lora_adapter_path=somewhere", "lora_rank"),
     ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
-    ("algorithm.adv_estimator=gae", "critic"),
-    ("algorithm.adv_estimator=reinforce_plus_plus", "one group at a time"),
-    ("algorithm.adv_estimator=remax", "greedy rollout"),
     ("algorithm.adv_estimator=grop", "Did you mean"),
-    ("algorithm.use_kl_in_reward=True", "use_kl_loss"),
     ("algorithm.rollout_correction.rollout_is=turn", "token or sequence"),
     ("algorithm.rollout_correction.loss_type=reinforce", "gpg is the plain policy gradient"),
     ("trainer.val_only=True", "polyturn eval"),
@@ -363,6 +357,26 @@ def test_every_row_names_a_converter_and_native_keys_that_exist():
         if row.means is not None:
             assert table().find(row.means) is not None, row
     assert {row.convert for row in table().rows} - {None} == set(CONVERTERS)
+
+
+def test_what_belongs_to_gae_moves_with_it_and_else_stays_away():
+    written = ["critic.optim.lr=2e-5", "critic.cliprange_value=0.3", "trainer.critic_warmup=4", "algorithm.lam=0.95"]
+    made = translated("algorithm.adv_estimator=gae", *(f"++{w}" for w in written)).native["algorithm"]
+    assert made["critic"] == {"optim": {"lr": 2e-5, "max_grad_norm": 1.0}, "clip": 0.3, "warmup": 4}
+    assert (made["gamma"], made["lam"]) == (1.0, 0.95)
+    other = translated("algorithm.adv_estimator=grpo", *(f"++{w}" for w in written)).native["algorithm"]
+    assert "critic" not in other and "lam" not in other
+
+
+def test_a_kl_penalty_of_the_reward_may_follow_a_target():
+    made = translated(
+        "++algorithm.use_kl_in_reward=True",
+        "++algorithm.kl_penalty=low_var_kl",
+        "++algorithm.kl_ctrl.type=adaptive",
+        "++algorithm.kl_ctrl.target_kl=0.2",
+        "++algorithm.kl_ctrl.horizon=500",
+    )
+    assert made.native["algorithm"]["kl_in_reward"] == {"estimator": "k3", "coef": 0.001, "target": 0.2, "horizon": 500}
 
 
 def test_keys_of_megatron_are_refused_in_one_sentence_however_many_there_are():

@@ -69,7 +69,8 @@ def mt_grpo(
     """Add a turn's standing among its peers to the trajectory's: A_k = T_k + outcome_weight O, at the last A_K = T_K + O.
 
     T_k = (s_k - mean) / (std + eps) over the scores of turn k in the group, 0 where the turn has none or no other has; O is
-    the same of the trajectories' rewards. Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO), where there are two turns and the last has no score of its own.
+    the same of the trajectories' rewards. Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO), where there are
+    two turns and the last has no score of its own.
     """
     found = []
     for group in batch:

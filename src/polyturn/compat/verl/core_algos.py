@@ -4,7 +4,7 @@
     def mine(token_level_rewards, response_mask, index=None, config=None, **kwargs): return advantages, returns
 
 What is registered here is also registered natively, under the same name, so a configuration may say `advantage: mine`. The
-native side sees one group at a time and rows of its own length; `as_estimator` turns a group into a padded batch and back.
+native side has rows of their own length; `as_estimator` turns a step into a padded batch and back.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from polyturn.algorithms import kl, losses
-from polyturn.algorithms.advantages import Estimator, advantages
+from polyturn.algorithms.advantages import advantages
+from polyturn.compat.verl.batch_estimator import AdvFn, Options, as_estimator
 from polyturn.compat.verl.estimators import (
     compute_gae_advantage_return,
     compute_gpg_outcome_advantage,
@@ -32,10 +32,7 @@ from polyturn.compat.verl.estimators import (
     compute_rloo_outcome_advantage,
 )
 from polyturn.compat.verl.torch_functional import masked_mean, masked_whiten
-from polyturn.core.arrays import Floats
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.sample import TrainSample
-from polyturn.core.signature import has_parameter, takes_any_keyword
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
@@ -63,8 +60,6 @@ __all__ = [
     "register_policy_loss",
 ]
 
-AdvFn = Callable[..., tuple[Tensor, Tensor]]
-"""(token_level_rewards [B, R], response_mask [B, R], …) -> (advantages [B, R], returns [B, R])."""
 PolicyLossFn = Callable[..., tuple[Any, ...]]
 """(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, …) -> (scalar loss, metrics)."""
 
@@ -141,49 +136,6 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     return POLICY_LOSS_REGISTRY[name]
 
 
-def as_estimator(fn: AdvFn) -> Estimator:
-    """Return a native estimator that calls `fn` with one group as a padded batch: a row per trajectory.
-
-    A row holds the tokens of all samples of a trajectory, the mask is where they are weighted, and the reward stands on the
-    last weighted token unless the samples bring rewards per token.
-    """
-
-    def estimate(rewards_G: Any, samples_G: Sequence[Sequence[TrainSample]], **options: Any) -> list[list[Floats]]:
-        rows = [sum(len(s.token_ids) for s in samples) for samples in samples_G]
-        width = max([*rows, 1])
-        mask_GR = torch.zeros(len(rows), width)
-        rewards_GR = torch.zeros(len(rows), width)
-        values_GR = torch.zeros(len(rows), width)
-        for g, (samples, reward) in enumerate(zip(samples_G, np.asarray(rewards_G).tolist(), strict=True)):
-            if samples:
-                weights = np.concatenate([s.loss_weights for s in samples])
-                mask_GR[g, : len(weights)] = torch.from_numpy((weights != 0).astype(np.float32))
-            if samples and all(s.rewards is not None for s in samples):
-                given = np.concatenate([np.asarray(s.rewards, np.float32) for s in samples])
-                rewards_GR[g, : len(given)] = torch.from_numpy(given)
-            else:
-                weighted = mask_GR[g].nonzero()
-                rewards_GR[g, int(weighted[-1]) if len(weighted) else 0] = reward
-            if samples and all(s.values is not None for s in samples):
-                known = np.concatenate([np.asarray(s.values, np.float32) for s in samples])
-                values_GR[g, : len(known)] = torch.from_numpy(known)
-        offered = {"index": np.zeros(len(rows), dtype=object), "values": values_GR, "config": _Config(options), **options}
-        wanted = {k: v for k, v in offered.items() if has_parameter(fn, k)}
-        if takes_any_keyword(fn):
-            wanted = {k: v for k, v in offered.items() if k != "values" or has_parameter(fn, "values")}
-        found_GR, _ = fn(token_level_rewards=rewards_GR, response_mask=mask_GR, **wanted)
-        out: list[list[Floats]] = []
-        for g, samples in enumerate(samples_G):
-            row, at, parts = (found_GR[g] * mask_GR[g]).detach().numpy().astype(np.float32), 0, []
-            for sample in samples:
-                parts.append(row[at : at + len(sample.token_ids)].copy())
-                at += len(sample.token_ids)
-            out.append(parts)
-        return out
-
-    return estimate
-
-
 _captured: contextvars.ContextVar[list[tuple[Tensor, Tensor]] | None] = contextvars.ContextVar("captured", default=None)
 """What `agg_loss` was given and what it returned, while a policy loss runs in training."""
 
@@ -212,7 +164,7 @@ def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
     ) -> losses.TokenLoss:
         clips = {"clip_ratio": clip_low, "clip_ratio_low": clip_low, "clip_ratio_high": clip_high, "clip_ratio_c": dual_clip}
         known = {k: v for k, v in clips.items() if v is not None}
-        config = _Config({**known, "policy_loss": _Config(options), **options})
+        config = Options({**known, "policy_loss": Options(options), **options})
         row_T, column_T = _places(torch.zeros_like(logprobs_T, dtype=torch.long) if sequence_T is None else sequence_T)
         shape = (int(row_T.max()) + 1, int(column_T.max()) + 1) if len(row_T) else (0, 0)
         given = (old_logprobs_T, logprobs_T, advantages_T, torch.ones_like(logprobs_T))
@@ -374,15 +326,6 @@ def _kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     if kind in ("low_var_kl", "k3"):
         return kl.k3(logprob, ref_logprob).clamp(-10, 10)
     raise NotImplementedError(f"the kl_penalty {kind!r} is not here; use kl, abs, mse or low_var_kl")
-
-
-class _Config(dict[str, Any]):
-    """Options that are read like verl's configs: `config.gamma`, `config.get("gamma", 1.0)`; what is not there is None."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self.get(name)
 
 
 def _name(name_or_enum: str | AdvantageEstimator) -> str:

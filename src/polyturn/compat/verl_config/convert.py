@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.algorithms.advantages import advantages
 from polyturn.algorithms.losses import policy_losses, takes_option
+from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
 from polyturn.core.errors import did_you_mean, one_line
 from polyturn.tokens.parsers import parsers
@@ -303,23 +304,6 @@ def parser(s: Source) -> None:
         s.refuse(key, f"there is no parser of that name.{did_you_mean(name, [*known, *names])}")
 
 
-PER_GROUP = {
-    "rloo": "compute_rloo_outcome_advantage",
-    "opo": "compute_opo_outcome_advantage",
-    "grpo_passk": "compute_grpo_passk_outcome_advantage",
-}
-"""Estimators that look at one group at a time, by verl's formula where there is no native one of the name."""
-_ACROSS = "it compares across groups, and an estimator here sees one group at a time; use grpo, rloo, opo or grpo_passk"
-REFUSED_ESTIMATORS = {
-    "gae": "it needs a critic, which polyturn does not train; use grpo",
-    "reinforce_plus_plus": _ACROSS,
-    "reinforce_plus_plus_baseline": _ACROSS,
-    "gpg": _ACROSS,
-    "remax": "it needs a greedy rollout of each task for its baseline, which is not made; use grpo or rloo",
-}
-"""verl's others, and why not."""
-
-
 def advantage(s: Source) -> None:
     """Choose the estimator by its name."""
     key = "algorithm.adv_estimator"
@@ -328,10 +312,6 @@ def advantage(s: Source) -> None:
     found = names.get(name, name)
     if found in advantages or ":" in found:
         _put_function(s, "algorithm.advantage", found, by=key)
-    elif found in PER_GROUP:
-        s.put("algorithm.advantage", f"polyturn.compat.verl.estimators:{PER_GROUP[found]}", by=key)
-    elif found in REFUSED_ESTIMATORS:
-        s.refuse(key, REFUSED_ESTIMATORS[found])
     else:
         s.refuse(key, f"there is no such estimator; {_OWN}.{did_you_mean(name, advantages)}")
     if not s.get("algorithm.filter_groups.enable"):
@@ -458,6 +438,7 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     for f in (
         model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, grad_clip, warmup,
         temperature, agent_loop, engine, top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage,
+        discount, critic, kl_in_reward,
         policy_loss, lora, correction, reward_function, reward_manager, steps, run_folder, every, keep,
     )
 }  # fmt: skip

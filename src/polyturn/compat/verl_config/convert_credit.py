@@ -1,0 +1,55 @@
+"""Converters of what belongs to verl's advantage estimators: discounts, the critic, and KL in the reward.
+
+verl computes them for some estimators and reads over them for others; so they move only where they change anything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from polyturn.core.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from polyturn.compat.verl_config.convert import Source
+
+_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
+CONTROL = "algorithm.kl_ctrl"
+
+
+def discount(s: Source) -> None:
+    """Set the discounts of estimators that have any, and where gae finds the reward: on the last token."""
+    name = s.get("algorithm.adv_estimator")
+    if name in ("gae", "reinforce_plus_plus"):
+        s.put("algorithm.gamma", s.number("algorithm.gamma", 1.0), by="algorithm.gamma")
+    if name == "gae":
+        s.put("algorithm.lam", s.number("algorithm.lam", 1.0), by="algorithm.lam")
+        s.put("algorithm.advantage_kwargs", {"outcome": "end"}, by="algorithm.adv_estimator")
+
+
+def critic(s: Source) -> None:
+    """Set the critic of gae."""
+    if s.get("algorithm.adv_estimator") != "gae":
+        return
+    s.put("algorithm.critic.optim.lr", s.number("critic.optim.lr", 1e-5), by="critic.optim.lr")
+    s.put("algorithm.critic.clip", s.number("critic.cliprange_value", 0.5) or None, by="critic.cliprange_value")
+    s.put("algorithm.critic.optim.max_grad_norm", s.number("critic.grad_clip", 1.0), by="critic.grad_clip")
+    s.put("algorithm.critic.warmup", int(s.number("trainer.critic_warmup", 0)), by="trainer.critic_warmup")
+
+
+def kl_in_reward(s: Source) -> None:
+    """Set the KL penalty of the rewards: its weight, its estimator, and what steers it."""
+    if not s.get("algorithm.use_kl_in_reward"):
+        return
+    key = "algorithm.kl_penalty"
+    name = str(s.get(key, "kl")).removesuffix("+")
+    if name in _KL:
+        s.put("algorithm.kl_in_reward.estimator", _KL[name], by=key)
+    else:
+        s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(name, _KL)}")
+    s.put("algorithm.kl_in_reward.coef", s.number(f"{CONTROL}.kl_coef", 0.001), by=f"{CONTROL}.kl_coef")
+    kind = str(s.get(f"{CONTROL}.type", "fixed"))
+    if kind == "adaptive":
+        s.put("algorithm.kl_in_reward.target", s.number(f"{CONTROL}.target_kl", 0.1), by=f"{CONTROL}.target_kl")
+        s.put("algorithm.kl_in_reward.horizon", s.number(f"{CONTROL}.horizon", 10_000), by=f"{CONTROL}.horizon")
+    elif kind != "fixed":
+        s.refuse(f"{CONTROL}.type", f"there is no such controller.{did_you_mean(kind, ['fixed', 'adaptive'])}")
