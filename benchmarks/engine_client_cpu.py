@@ -147,6 +147,8 @@ async def measure_client(engine: str, port: int, repeats: int) -> dict[str, Any]
     loop = asyncio.get_running_loop()
     client = CLIENTS[engine](f"http://127.0.0.1:{port}", vocab_size=152_000, max_context=None)
     prompts = {size: np.random.default_rng(size).integers(0, 150_000, size, np.int32) for size in SIZES}
+    for ids in prompts.values():
+        ids.setflags(write=False)  # as those of an episode are, which nobody copies
     size = SIZES[0]
 
     async def ask(number: int) -> None:
