@@ -92,6 +92,8 @@ def build_parts(place: Place, *, checkpoint: Path | None = None, engine: Any = N
     codec = build_codec(place, checkpoint=checkpoint)
     tokenizer = codec.tokenizer
     model = build_model(place, tokenizer, checkpoint=checkpoint)
+    if torch.cuda.is_available():
+        model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
     max_context = _max_context(config.rollout.limits, model)
     tools = build_tools(place)
     template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)

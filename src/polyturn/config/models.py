@@ -494,13 +494,25 @@ class AlgorithmConfig(_Model):
 
 
 class DistributedConfig(_Model):
-    """How the model that trains is spread over devices, by torch's FSDP2."""
+    """How the model that trains is spread over devices."""
 
+    strategy: str = "fsdp"
+    """Only `fsdp`: torch's FSDP2, which shards parameters, gradients and moments."""
     ranks: int = Field(1, ge=1)
     """Processes that train together, a GPU each where there are GPUs; `polyturn train` starts them. Under
     torchrun its own number counts."""
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that split every layer among them and see the same samples; for models too wide for one device."""
+
+    @model_validator(mode="after")
+    def _known_strategy(self) -> DistributedConfig:
+        if self.strategy == "megatron":
+            raise ValueError(
+                "train.distributed.strategy is megatron; Megatron is not built here (docs/guides/scale.md says why); use fsdp"
+            )
+        if self.strategy != "fsdp":
+            raise ValueError(f"train.distributed.strategy is {self.strategy!r}; the one that there is is fsdp")
+        return self
 
 
 class TrainConfig(_Model):

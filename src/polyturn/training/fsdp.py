@@ -125,8 +125,10 @@ class ShardedPolicy(LocalPolicy):
             self.model.load_state_dict(whole["model"])
             return
         if isinstance(self._reference, _ShardedReference) and "reference" in whole:
-            like = self._reference.live()
-            whole["reference"] = {name: cut_like(t, like.get(name)) for name, t in whole["reference"].items()}
+            own = self._reference.live()
+            whole["reference"] = {name: cut_like(t, own.get(name)) for name, t in whole["reference"].items()}
+        masters = whole["optimizer"].get("masters", {})
+        whole["optimizer"]["masters"] = {name: cut_like(tensor, like.get(name)) for name, tensor in masters.items()}
         params = self.optimizer.parameters_in_order()
         for number, values in whole["optimizer"]["adamw"]["state"].items():
             for name, value in values.items():

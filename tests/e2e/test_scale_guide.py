@@ -1,0 +1,107 @@
+"""docs/guides/scale.md: each step of the ladder is a diff of at most five lines, and what comes of it loads and dry-runs.
+
+A tiny random model and a handful of tasks stand in for the real ones, by overrides; everything else is the guide's.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from polyturn.cli.main import main
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.testing.runs import call_command
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "scale.md"
+STEPS = ["laptop", "one GPU", "eight GPUs", "Ray cluster"]
+STAND_INS = [
+    "model.path=null",
+    "model.init={model_type: qwen3, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,"
+    " head_dim: 8, intermediate_size: 32, max_position_embeddings: 2048, tie_word_embeddings: true}",
+    "model.train_tokenizer={corpus: 'stand_ins.py:corpus', vocab_size: 300}",
+    "data.train.files=tasks.jsonl",
+    "evaluation.data.files=tasks.jsonl",
+]
+
+
+def applied(text, diff):
+    """Apply a diff without line numbers: context and removed lines say where, each from where the last one was."""
+    lines, at = text.splitlines(), 0
+    for change in diff.splitlines():
+        sign, rest = change[0], change[1:]
+        if sign == "+":
+            lines.insert(at, rest)
+            at += 1
+            continue
+        at = lines.index(rest, at)
+        if sign == "-":
+            del lines[at]
+        else:
+            at += 1
+    return "\n".join(lines) + "\n"
+
+
+def ladder():
+    text = GUIDE.read_text()
+    configs = [re.search(r"```yaml\n(.*?)```", text, re.DOTALL).group(1)]
+    diffs = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    for diff in diffs:
+        configs.append(applied(configs[-1], diff))
+    return dict(zip(STEPS, configs, strict=True)), dict(zip(STEPS[1:], diffs, strict=True))
+
+
+CONFIGS, DIFFS = ladder()
+
+
+@pytest.mark.parametrize("step", DIFFS)
+def test_a_step_of_the_ladder_is_five_lines_at_most(step):
+    changed = [line for line in DIFFS[step].splitlines() if line[0] in "+-"]
+    assert 1 <= len(changed) <= 5
+
+
+@pytest.mark.parametrize("step", CONFIGS)
+def test_each_config_loads_and_dry_runs(step, tmp_path):
+    (tmp_path / "run.yaml").write_text(CONFIGS[step])
+    assert load_config(RunConfig, tmp_path / "run.yaml", []).config.model.path is not None
+    (tmp_path / "stand_ins.py").write_text("def corpus():\n    return ['How many? #### 4', 'Think again.'] * 20\n")
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"What is {i} + 2?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(i + 2)},
+            "extra_info": {"index": i, "interaction_kwargs": {"name": "gsm8k", "ground_truth": str(i + 2)}},
+        }
+        for i in range(4)
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = call_command(main, "train", tmp_path / "run.yaml", "--dry-run", *STAND_INS)
+    assert done.code == 0, done.err
+    assert "episodes" in done.out
+
+
+def test_the_ladder_ends_on_eight_ranks_with_engines_and_workers_placed():
+    config = yaml.safe_load(CONFIGS["Ray cluster"])
+    assert config["train"]["distributed"] == {"ranks": 8}
+    assert config["cluster"]["engines"]["count"] == 4
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text(CONFIGS["laptop"])
+    done = call_command(main, "train", tmp_path / "run.yaml", "--nproc", 64, "--dry-run")
+    assert done.code == 2
+    assert "a batch of 32 trajectories" in done.err and "smaller than the 64 ranks" in done.err
+
+
+def test_tensor_parallel_must_divide_the_ranks(tmp_path):
+    (tmp_path / "run.yaml").write_text(CONFIGS["eight GPUs"])
+    done = call_command(main, "train", tmp_path / "run.yaml", "--dry-run", "train.distributed.tensor_parallel=3")
+    assert done.code == 2 and "tensor_parallel is 3 and there are 8 ranks; it must divide them" in done.err
+
+
+def test_megatron_keys_are_refused_in_one_sentence(tmp_path):
+    (tmp_path / "run.yaml").write_text(CONFIGS["laptop"])
+    done = call_command(main, "train", tmp_path / "run.yaml", "--dry-run", "train.distributed.strategy=megatron")
+    assert done.code == 2 and "Megatron is not built" in done.err
