@@ -1,11 +1,13 @@
 """The canary on the real servers: true syncs pass, and each group that is kept back is found."""
 
 import pytest
+import torch
 from conftest import VOCAB, small_model
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
+from polyturn.training import lora
 from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
 from polyturn.training.weight_sync import WeightSync, _groups
@@ -34,6 +36,17 @@ async def test_true_weights_pass_a_tied_head_included(engine):
     report = await WeightSync(engine, policy(), vocab_size=VOCAB).start(0)
     assert report.canary < report.smallest_effect / 4
     assert report.smallest_effect > 20 * report.noise
+
+
+async def test_an_adapter_arrives_merged_into_its_weights(engine):
+    model = small_model()
+    lora.add_lora(model, lora.LoraSettings(rank=4))
+    sync = WeightSync(engine, LocalPolicy(model, optim=OptimSettings(lr=1e-3)), vocab_size=VOCAB)
+    report = await sync.start(0)
+    assert report.canary < report.smallest_effect / 4
+    for tensor in lora.adapter_tensors(model).values():
+        tensor.add_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+    assert await sync.publish(1) < 3 * report.noise
 
 
 async def test_each_group_that_is_kept_back_is_named(engine):
