@@ -159,6 +159,9 @@ def test_every_documented_argument_has_a_row_that_says_something(name: str) -> N
             {"algorithm.distill": {"teacher": "large", "coef": 0.5}},
         ),
         ({"scale_rewards": "none"}, {"algorithm.norm_by_std": False}),
+        ({"advantage_estimator": "rloo"}, {"algorithm.advantage": "rloo"}),
+        ({"advantage_estimator": "reinforce_plus_plus"}, {"algorithm.advantage": "reinforce_plus_plus_baseline"}),
+        ({"kl_in_reward": True, "beta": 0.01}, {"algorithm.kl_in_reward.coef": 0.01, "algorithm.kl_coef": 0.0}),
         ({"dynamic_sample": True}, {"algorithm.drop_zero_variance": True}),
         (
             {"reward_funcs": ["accuracy", "cosine"], "reward_weights": [1, 0.5], "cosine_max_len": 100},
@@ -199,10 +202,8 @@ def test_arguments_that_are_mapped(arguments: dict[str, Any], native: dict[str, 
         ({"vllm_reasoning_parser": "deepseek_r1"}, "as they were written"),
         ({"num_iterations": 2}, "trained on once"),
         ({"resume_from_checkpoint": "c"}, "pass --resume"),
-        ({"advantage_estimator": "rloo"}, "not available yet"),
-        ({"advantage_estimator": "reinforce_plus_plus"}, "not available yet"),
-        ({"scale_rewards": "gdpo"}, "scaled by their group"),
-        ({"kl_in_reward": True}, "part of the loss"),
+        ({"scale_rewards": "gdpo"}, "advantage to gdpo"),
+        ({"scale_rewards": "batch"}, "scaled by their group"),
         *[({"loss_type": kind}, "is not available; there are grpo") for kind in ("real", "fipo")],
         ({"importance_sampling_level": "sequences"}, "is none of token, sequence"),
         ({"rollout_importance_sampling_mode": "turn_mask"}, "is none of token or sequence"),
@@ -251,7 +252,7 @@ def test_arguments_that_are_ignored_say_why(name: str, value: Any) -> None:
     assert any(name in notice for notice in notices), notices
 
 
-@pytest.mark.parametrize("name", ["min_p", "delta", "reward_model", "structured_outputs_regex", "kl_in_reward", "ref_model"])
+@pytest.mark.parametrize("name", ["min_p", "delta", "reward_model", "structured_outputs_regex", "ref_model"])
 def test_a_refused_argument_that_asks_for_nothing_is_no_error(name: str) -> None:
     without, asked = translate(per_device_train_batch_size=8), translate(per_device_train_batch_size=8, **{name: None})
     assert asked.notices() == without.notices()

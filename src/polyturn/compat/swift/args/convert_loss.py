@@ -19,6 +19,13 @@ _AGGREGATES = {
 _LEVELS = {"token": None, "sequence": "gspo_sequence", "sequence_token": "gspo"}
 
 
+def kl_in_reward(s: Source) -> None:
+    """Move the KL term from the loss to the reward where it belongs there."""
+    if s.get("kl_in_reward"):
+        s.put("algorithm.kl_in_reward.coef", s.number("beta", 0.04), by="kl_in_reward")
+        s.put("algorithm.kl_coef", 0.0, by="kl_in_reward")
+
+
 def loss_type(s: Source) -> None:
     """Set the policy loss and how it is averaged."""
     name, level = str(s.get("loss_type", "grpo")), str(s.get("importance_sampling_level", "token"))
