@@ -50,6 +50,7 @@ verify: $(STAMP)
 	$(BIN)/pytest -m slow
 	$(BIN)/python benchmarks/_demo_seeds.py --out runs/demo-$$(date +%F-%H%M%S) --docs docs/demo.md
 	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python benchmarks/engine_order.py --only live --rounds 15
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
