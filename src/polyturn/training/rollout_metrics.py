@@ -80,3 +80,16 @@ def num_replayed(trajectory: Trajectory) -> int:
             mask[: len(shared)] |= shared
         wrote.append(mask)
     return total
+
+
+def greedy_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """Return what the greedy members earned and cost; nothing where there are none."""
+    greedy = [g.baseline for g in groups if g.baseline is not None]
+    if not greedy:
+        return {}
+    rewards = [t.reward.total for t in greedy if t.reward is not None and not t.is_failed]
+    return {
+        "reward/greedy": Mean(sum(rewards), len(rewards)),
+        "tokens/greedy": Sum(sum(t.num_sampled_tokens for t in greedy)),
+        "buffer/greedy_failed": Sum(len(greedy) - len(rewards)),
+    }

@@ -31,7 +31,7 @@ from polyturn.store.schema import Trained
 from polyturn.training.critic import Critic, value_metrics
 from polyturn.training.record import trained_of
 from polyturn.training.reward_kl import RewardKl
-from polyturn.training.rollout_metrics import rollout_metrics
+from polyturn.training.rollout_metrics import greedy_metrics, rollout_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Update:
             TrainingError: the loss or the gradient is not finite, or the samples lack what the loss needs.
         """
         settings, began = self._settings, time.perf_counter()
-        parts: list[Metrics] = [rollout_metrics(groups, version=step)]
+        parts: list[Metrics] = [rollout_metrics(groups, version=step), greedy_metrics(groups)]
         kept = filter_groups(groups, zero_variance=settings.drop_zero_variance)
         scale = settings.loss_scale
         samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature, loss_scale=scale)]

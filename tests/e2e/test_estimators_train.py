@@ -1,0 +1,50 @@
+"""Whole runs of a tiny model with a critic, a KL penalty and a greedy member, and on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from polyturn.cli.main import main
+from polyturn.testing.runs import call_command, write_tiny_run
+
+RUN = ["evaluation.data=null", "warm_start.conversations=null"]
+CRITIC = ["algorithm.kl_in_reward={coef: 0.05, target: 1.0, horizon: 12}", "algorithm.critic.optim.lr=1e-3"]
+
+
+def train(folder: Path, *arguments: str) -> list[dict[str, float]]:
+    """Train, and return the metrics of each step so far."""
+    called = call_command(main, "train", write_tiny_run(folder), *RUN, *arguments)
+    assert called.code == 0, called.err
+    found = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    return [one for one in found if "buffer/groups" in one]
+
+
+@pytest.mark.parametrize("name", ["gae", "bilevel_gae"])
+def test_a_run_trains_a_critic_with_a_kl_penalty_and_goes_on_with_both(tmp_path: Path, name: str) -> None:
+    own = [*CRITIC, f"algorithm.advantage={name}"]
+    first = train(tmp_path, "train.steps=1", *own)
+    assert len(first) == 1 and first[0]["critic/value_loss"] > 0 and first[0]["critic/value"] == 0
+    second = train(tmp_path, "--resume", "train.steps=2", *own)[-1]
+    assert second["critic/value"] != 0, "its critic did not start anew"
+    assert second["policy/kl_in_reward_coef"] < first[0]["policy/kl_in_reward_coef"] == 0.05
+
+
+def test_a_critic_may_warm_up_alone(tmp_path: Path) -> None:
+    one, two = train(tmp_path, "train.steps=2", "algorithm.advantage=turn_gae", "algorithm.critic.warmup=1")
+    assert "loss/total" not in one and "loss/total" in two and one["critic/value_loss"] > 0
+
+
+def test_a_run_rolls_out_a_greedy_member_for_remax(tmp_path: Path) -> None:
+    (step,) = train(tmp_path, "train.steps=1", "algorithm.advantage=remax")
+    assert step["loss/total"] and step["tokens/greedy"] > 0 and step["buffer/greedy_failed"] == 0
+
+
+def test_a_checkpoint_without_a_critic_is_refused_where_one_is_trained(tmp_path: Path) -> None:
+    train(tmp_path, "train.steps=1")
+    called = call_command(
+        main, "train", write_tiny_run(tmp_path), "--resume", *RUN, "train.steps=2", "algorithm.advantage=gae"
+    )
+    assert called.code != 0 and "has no critic and this run trains one" in called.err

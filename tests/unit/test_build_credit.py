@@ -1,0 +1,87 @@
+"""From the algorithm section to an estimator, a critic and a KL penalty; what cannot work is said before sampling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyturn import build
+from polyturn.algorithms.advantages import traits_of
+from polyturn.build.credit import drops_zero_variance
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError, UnknownNameError
+from polyturn.testing.runs import write_tiny_run
+from polyturn.training.observer import RunObserver
+
+
+def place(folder: Path, *overrides: str) -> build.Place:
+    loaded = load_config(RunConfig, write_tiny_run(folder), overrides)
+    return build.Place(config=loaded.config, base=folder)
+
+
+def options(folder: Path, *overrides: str) -> dict[str, Any]:
+    return dict(build.build_estimator(place(folder, *overrides)).keywords)
+
+
+def test_an_estimator_gets_what_it_has_a_parameter_for_and_its_own_options_win(tmp_path: Path) -> None:
+    gae = ("algorithm.advantage=gae", "algorithm.lam=0.9")
+    assert options(tmp_path, *gae, "algorithm.advantage_kwargs={gamma: 0.8}") == {"lam": 0.9, "gamma": 0.8}
+    assert options(tmp_path, "algorithm.advantage=gdpo", "algorithm.norm_by_std=false") == {
+        "norm_by_std": False,
+        "weights": {"outcome": 1.0, "tool_step": 1.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.group_size=1"], r"train\.group_size is 1 and the estimator 'grpo' compares"),
+        (["algorithm.advantage_kwargs={norm_by_sdt: false}"], "Did you mean 'norm_by_std'"),
+        (["algorithm.advantage=gdpo", "algorithm.kl_in_reward.coef=0.1"], r"kl_in_reward\.coef to 0"),
+    ],
+)
+def test_what_cannot_work_is_said(tmp_path: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build.build_estimator(place(tmp_path, *overrides))
+
+
+def test_an_unknown_estimator_is_said_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'return_to_go'"):
+        build.build_estimator(place(tmp_path, "algorithm.advantage=return_to_og"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], True),
+        (["algorithm.advantage=rloo"], True),
+        (["algorithm.advantage=return_to_go"], False),
+        (["algorithm.advantage=gae"], False),
+        (["algorithm.kl_in_reward.coef=0.1"], False),
+        (["algorithm.drop_zero_variance=false"], False),
+        (["algorithm.advantage=gae", "algorithm.drop_zero_variance=true"], True),
+    ],
+)
+def test_groups_of_equal_rewards_are_dropped_where_nothing_is_lost(
+    tmp_path: Path, overrides: list[str], expected: bool
+) -> None:
+    where = place(tmp_path, *overrides)
+    assert drops_zero_variance(where, build.build_estimator(where)) is expected
+
+
+def test_an_estimator_with_the_signature_of_verl_sees_the_batch(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def fn(token_level_rewards, response_mask, values=None, config=None): ...\n")
+    traits = traits_of(build.build_estimator(place(tmp_path, "algorithm.advantage=own.py:fn")))
+    assert traits.scope == "batch" and traits.needs_values
+
+
+def test_a_critic_that_nothing_uses_is_said(tmp_path: Path) -> None:
+    where = place(tmp_path, "algorithm.critic.warmup=2")
+    parts = build.build_parts(where)
+    with pytest.raises(ConfigError, match=r"the estimator 'grpo' uses no critic"):
+        build.build_trainer(
+            parts, build.build_run_tasks(where), folder=tmp_path, observer=RunObserver(tmp_path, total_steps=1)
+        )
