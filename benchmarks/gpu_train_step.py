@@ -1,7 +1,7 @@
 """Model FLOPs utilisation of one optimizer step on one GPU: a dense model in bfloat16, packed 32k tokens. One JSON line.
 
     python benchmarks/gpu_train_step.py --model 0.5b|1.5b [--tokens 32768] [--length 2048] [--checkpointing] [--steps 5]
-    python benchmarks/gpu_train_step.py --tiny                  the same steps with a tiny model, on a CPU too
+    python benchmarks/gpu_train_step.py --tiny                  the same steps with a tiny model; so without a GPU
 
 Weights are random: they do not change the time. A step is `LocalPolicy.forward_backward` and `optim_step` as training calls
 them. FLOPs are those of the model (not of what is computed twice): 6 for every weight of the layers and token, 6 for every
@@ -150,12 +150,11 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    if args.tiny:
+    is_tiny = args.tiny or not torch.cuda.is_available()
+    if is_tiny:
         args.tokens, args.length, args.steps, args.warm_up = 512, 64, 2, 1
-    elif not torch.cuda.is_available():
-        raise SystemExit("there is no GPU here; --tiny takes the same steps with a tiny model on the CPU")
     result = measure(
-        "tiny" if args.tiny else args.model,
+        "tiny" if is_tiny else args.model,
         tokens=args.tokens,
         length=args.length,
         trained=args.trained,

@@ -3,12 +3,13 @@
     python benchmarks/train_step_share.py                     a short quick-start run, in this process
     python benchmarks/train_step_share.py runs/quickstart     the medians of a run that is there, from its metrics.jsonl
 
-The median over training steps of `time/other_share`, and what a step is made of: generation (everything inside the engine's
-steps), training (forward, backward, optimizer), preparing (metrics, filters, samples, advantages), and the rest, which is
-the rollout's own Python: episodes, templates, tools, rewards. A run in this process is also timed where no metric
-looks: recording, which comes after a step's numbers are closed; generation and training without what engine and trainer
-do around the model; and the whole run from reading the config to the last checkpoint, evaluations included, where what
-does not grow with the number of steps weighs more than in a run of full length.
+The median over training steps of `time/other_share`, and what a step is made of: generation (everything inside the
+engine's steps), training (forward, backward, optimizer), preparing (metrics, filters, samples, advantages), and the rest,
+which is the rollout's own Python: episodes, templates, tools, rewards. `update_other_share` is what training and
+preparing spend outside forward, backward and optimizer (target 10 %), as a share of both. A run in this process is also
+timed where no metric looks: recording, which comes after a step's numbers are closed; generation and training without
+what engine and trainer do around the model; and the whole run from reading the config to the last checkpoint, evaluations
+included, where what does not grow with the number of steps weighs more than in a run of full length.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def of_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "train": [s["time/train_s"] / s["time/step_s"] for s in steps],
         "prepare": [s.get("time/prepare_s", 0.0) / s["time/step_s"] for s in steps],
     }
+    updates = [
+        1 - (s["time/forward_backward"] + s["time/optim"]) / (s["time/train_s"] + s.get("time/prepare_s", 0.0))
+        for s in steps
+        if "time/optim" in s
+    ]
     shares = {name: median(values) for name, values in parts.items()}
     shares["rollout_python"] = max(0.0, 1 - sum(shares.values()))
     return {
@@ -59,6 +65,7 @@ def of_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "step_s": round(median(s["time/step_s"] for s in steps), 2),
         "other_share": round(median(s["time/other_share"] for s in steps), 3),
         "made_of": {name: round(share, 3) for name, share in shares.items()},
+        "update_other_share": round(median(updates), 3) if updates else None,
     }
 
 
