@@ -99,12 +99,12 @@ async def raw(engine: str, url: str, sent: Mapping[str, list[tuple[str, bytes]]]
     await emptier.update_weights(0)
     await emptier.close()
     plans = ROLLOUT.plans()
-    wires = [(f"{number:08x}{i:08x}".encode().rjust(32, b"0"), name) for i, name in enumerate(sent)]
+    wires = [(f"{number:08x}{i:016x}".encode(), name) for i, name in enumerate(sent)]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30)) as session:
 
         async def episode(wire: bytes, name: str) -> None:
             for turn, (path, data) in enumerate(sent[name]):
-                body = data.replace(b"WIRE-ID", wire[:24] + b"%08x" % turn)
+                body = data.replace(b"WIRE-ID", wire + b"%08x" % turn)
                 async with session.post(url + path, data=body, headers={"content-type": "application/json"}) as reply:
                     orjson.loads(await reply.read())
                     assert reply.status == 200, reply.status
