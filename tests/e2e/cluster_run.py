@@ -1,0 +1,74 @@
+"""A tiny run for tests of many processes: every first turn calls a tool, and the tool writes down each time it runs.
+
+The model is random and would never call; a parser of the run's own reads whatever it says as a call.
+"""
+
+import json
+
+from polyturn.store.stored_run import open_store
+from polyturn.testing.runs import write_tiny_run
+
+PLUGINS = '''
+
+import os
+from pathlib import Path
+
+from polyturn.core.messages import ToolCall
+from polyturn.tokens.parsers.base import ParsedTurn
+
+HERE = Path(__file__).parent
+
+
+class Always:
+    """Reads every text as a call of `shout`."""
+
+    def parse(self, text, *, id_prefix="call", tools=()):
+        call = ToolCall(id=f"{id_prefix}_0", name="shout", arguments={"text": "squeak"}, raw=text)
+        return ParsedTurn(text, (call,))
+
+
+@polyturn.tool
+def shout(text: str) -> str:
+    """Say something loudly.
+
+    Args:
+        text: What to say.
+    """
+    with (HERE / "calls.log").open("a") as log:
+        log.write(f"{os.getpid()}\\n")
+    return text.upper()
+
+
+def score(trajectory):
+    return sum(map(int, trajectory.segments[0].token_ids)) % 7 / 7
+'''
+
+
+def write_run(folder):
+    """Write the run; return its config."""
+    config = write_tiny_run(folder)
+    plugins = folder / "plugins.py"
+    plugins.write_text(plugins.read_text() + PLUGINS)
+    text = config.read_text().replace("rollout:\n", 'rollout:\n  parser: "plugins.py:Always"\n  sanity_every: 0\n')
+    text = text.replace("data: {files: tasks.jsonl, limit: 2}", "before: false")
+    # A turn that ends by itself is what a tool call is read from: this much training teaches to end.
+    text = text.replace(
+        "  conversations: conversations.jsonl", "  conversations: conversations.jsonl\n  steps: 30\n  optim: {lr: 0.01}"
+    )
+    config.write_text(text.replace("max_tokens_per_turn: 6", "max_tokens_per_turn: 24"))
+    return config
+
+
+def assert_each_call_ran_once(folder, name):
+    """Compare the times that the tool ran, all in one process, with the calls that the run's trajectories hold."""
+    ran = [int(line) for line in (folder / "calls.log").read_text().split()]
+    trajectories = list(open_store(folder / "runs" / name).trajectories())
+    recorded = sum(len(turn.tool_results) for t in trajectories for turn in t.turns)
+    assert len(ran) == recorded > 0
+    assert len(set(ran)) == 1
+
+
+def metrics_of(run):
+    """Return the metrics of each step of a run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss/grad_norm" in line]

@@ -1,0 +1,85 @@
+"""`polyturn train --nproc 2`: two real processes train, tools run in the leader, and a killed rank ends the run.
+
+Also what is left for afterwards: a checkpoint of two ranks goes on in one process, and is exported.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster_run import assert_each_call_ran_once, metrics_of, write_run
+from transformers import AutoModelForCausalLM
+
+from polyturn.cli.main import main
+from polyturn.testing.runs import call_command
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "polyturn", *map(str, arguments)]
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
+    config = write_run(tmp_path)
+    done = subprocess.run(
+        command("train", config, "--nproc", 2, "name=two", "train.steps=2", "algorithm.kl_coef=0.01"),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = metrics_of(tmp_path / "runs" / "two")
+    assert len(steps) == 2 and all(step["loss/grad_norm"] > 0 for step in steps)
+    assert_each_call_ran_once(tmp_path, "two")
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tmp_path):
+    config = write_run(tmp_path)
+    run = subprocess.Popen(
+        command("train", config, "--nproc", 2, "train.steps=100000", "train.checkpoint_every=1", "warm_start.steps=0"),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
+        deadline = time.monotonic() + 120
+        while not any(p.name >= "step-000002" for p in checkpoints.glob("step-*")) and time.monotonic() < deadline:
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.1)
+        (follower,) = [pid for pid in children_of(run.pid) if rank_of(pid) == "1"]
+        os.kill(follower, signal.SIGKILL)
+        killed = time.monotonic()
+        said = run.communicate(timeout=60)[0]
+    finally:
+        run.kill()
+    assert time.monotonic() - killed < 20
+    assert run.returncode == 2
+    assert "rank 1 was killed by SIGKILL" in said and "The last lines of its log" in said and "--resume" in said
+    last = max(int(p.name.removeprefix("step-")) for p in checkpoints.glob("step-*"))
+    done = call_command(main, "train", config, "--resume", f"train.steps={last + 1}")
+    assert done.code == 0, done.err
+    assert f"{last + 1} in" in done.out
+    exported = call_command(main, "export", tmp_path / "runs" / "tiny", "-o", tmp_path / "exported")
+    assert exported.code == 0, exported.err
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.model_type == "qwen3"
+    again = call_command(main, "export", tmp_path / "runs" / "tiny", "-o", tmp_path / "exported")
+    assert again.code == 2 and "is there already" in again.err
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def rank_of(pid):
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((v.decode().removeprefix("RANK=") for v in variables if v.startswith(b"RANK=")), None)
