@@ -125,7 +125,7 @@ def measure(
         "checkpointing": checkpointing,
         "seconds": {part: round(value, 4) for part, value in parts.items()},
         "tokens_per_s": round(tokens / parts["step"]),
-        "tflop_per_s": round(flops / parts["step"] / 1e12, 3),
+        "tflop_per_s": float(f"{flops / parts['step'] / 1e12:.3g}"),
         "mfu": None if peak is None else round(flops / parts["step"] / peak, 3),
         "mfu_forward_backward": None if peak is None else round(flops / parts["forward_backward"] / peak, 3),
         "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if gpu is not None else None,
