@@ -105,7 +105,7 @@ class Cluster:
             ray.get(group.ready(), timeout=self._patience_s)
         except GetTimeoutError as problem:
             raise ConfigError(
-                f"the cluster has no room for {need.count} times a {name} with {dict(need.resources)} after "
+                f"the cluster has no room for {need.count} actors as {name} with {dict(need.resources)} each after "
                 f"{self._patience_s:g} s; it has {_numbers(ray.cluster_resources())}, of which free "
                 f"{_numbers(ray.available_resources())}. Lower cluster.*, or add nodes"
             ) from problem
