@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polyturn.algorithms.aggregate import loss_coefs
+from polyturn.algorithms.losses import mark, selection_of
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, PolyturnError, RankLostError, TrainingError
 from polyturn.core.metrics import Mean, Metrics, Sum, merge
@@ -154,6 +155,14 @@ class DistributedPolicy:
         if loss.kl_coef and any(s.ref_logprobs is None for s in samples):
             scores = self.score(samples, reference=True)
             samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
+        selection = selection_of(loss.policy_loss, kwargs=loss.policy_loss_kwargs)
+        if selection is not None and any(s.marks is None for s in samples):
+            # Chosen over the global batch, not by each rank over its share.
+            scored = list(samples)
+            if any(s.old_logprobs is None for s in samples):
+                scored = [s.replace(old_logprobs=lp) for s, lp in zip(samples, self.score(samples), strict=True)]
+            marks = mark(scored, selection, seed=self.step_count)
+            samples = [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
         if coefs is None:
             coefs = loss_coefs(
                 samples, mode=loss.aggregation, norm_length=loss.norm_length, segment_weight=loss.segment_weight
