@@ -20,7 +20,6 @@ from typing import NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from polyturn import __version__
 from polyturn.cli.console import Output
 
 FEATURES = {
@@ -78,7 +77,7 @@ def environment() -> dict[str, str]:
     """Return the machine, the interpreter and the packages that everything stands on, as text."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     facts = {
-        "polyturn": __version__,
+        "polyturn": _version("polyturn"),
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "processors": f"{usable} usable, {_processor()}",
