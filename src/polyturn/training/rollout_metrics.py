@@ -13,7 +13,10 @@ import numpy as np
 from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.evaluation.report import is_success
-from polyturn.tools.results import call_metrics
+from polyturn.tools.results import EXCEPTION, TIMEOUT, TOOL_ERROR, call_metrics
+
+_ANSWERED = (None, TIMEOUT, EXCEPTION, TOOL_ERROR)
+"""`ToolResult.error` of calls that reached their tool."""
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metrics:
@@ -60,7 +63,33 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
         if versions:
             one["buffer/staleness"] = Max(float(version - min(versions)))
         parts.append(one)
-    return merge(parts)
+    return merge([*parts, plugin_times([t for g in groups for t in g.trajectories])])
+
+
+def plugin_times(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return what each tool and interaction takes: time/tool/<name>/p50_s, p99_s and share, time/interaction/<name>/...
+
+    The share is of the seconds of all episodes, side by side as they ran: of generation, tools and interactions together.
+    Calls that no tool answered (unknown, malformed, skipped) took no time of a tool.
+    """
+    seconds: dict[str, list[float]] = {}
+    whole = 0.0
+    for trajectory in trajectories:
+        partner = trajectory.task.interaction
+        for turn in trajectory.turns:
+            whole += sum(turn.timings.get(name, 0.0) for name in ("generate", "tools", "interaction"))
+            for result in turn.tool_results:
+                if result.name and result.error in _ANSWERED:
+                    seconds.setdefault(f"time/tool/{result.name}", []).append(result.duration_s)
+            if partner is not None and "interaction" in turn.timings:
+                seconds.setdefault(f"time/interaction/{partner.name}", []).append(turn.timings["interaction"])
+    found: Metrics = {}
+    for name, taken in seconds.items():
+        p50, p99 = np.quantile(taken, (0.5, 0.99))
+        found |= {f"{name}/p50_s": Mean(float(p50)), f"{name}/p99_s": Mean(float(p99))}
+        if whole > 0:
+            found[f"{name}/share"] = Mean(sum(taken) / whole)
+    return found
 
 
 def num_masked(trajectory: Trajectory) -> int:
