@@ -19,6 +19,8 @@ from polyturn.testing.runs import call_command
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
+STEERED_KL = ["algorithm.kl_coef=0.01", "algorithm.kl_target=1.0", "algorithm.kl_horizon=12"]
+
 
 def command(*arguments):
     return [sys.executable, "-m", "polyturn", *map(str, arguments)]
@@ -28,7 +30,7 @@ def command(*arguments):
 def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
     config = write_run(tmp_path)
     done = subprocess.run(
-        command("train", config, "--nproc", 2, "name=two", "train.steps=2", "algorithm.kl_coef=0.01"),
+        command("train", config, "--nproc", 2, "name=two", "train.steps=2", "train.layout=packed", *STEERED_KL),
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -37,6 +39,10 @@ def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
     assert done.returncode == 0, done.stderr
     steps = metrics_of(tmp_path / "runs" / "two")
     assert len(steps) == 2 and all(step["loss/grad_norm"] > 0 for step in steps)
+    assert abs(steps[0]["policy/kl_to_reference"]) < 1e-4, (
+        "the reference is the model as the warm start left it, on all ranks"
+    )
+    assert steps[0]["policy/kl_coef"] == 0.01 > steps[1]["policy/kl_coef"], "the weight of the KL follows its target"
     assert_each_call_ran_once(tmp_path, "two")
 
 

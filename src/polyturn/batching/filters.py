@@ -31,13 +31,18 @@ class FilteredSamples(NamedTuple):
     metrics: Metrics
 
 
-def has_signal(group: TrajectoryGroup) -> bool:
+def has_signal(group: TrajectoryGroup, *, by_turns: bool = False) -> bool:
     """Return whether the rewards of the trajectories that did not fail differ, so that there is something to learn from.
 
     A group in which one trajectory is left is taken as it is; one in which all failed has none.
+
+    Args:
+        group: Finished trajectories of one task.
+        by_turns: Whether the scores of turns count too, for an estimator that reads them.
     """
     live = [t for t in group.trajectories if not t.is_failed]
-    return len(live) == 1 or len({None if t.reward is None else t.reward.total for t in live}) > 1
+    seen = {(None if t.reward is None else t.reward.total, tuple(t.turn_scores) if by_turns else ()) for t in live}
+    return len(live) == 1 or len(seen) > 1
 
 
 def filter_groups(groups: Sequence[TrajectoryGroup], *, zero_variance: bool = True) -> FilteredGroups:

@@ -66,6 +66,7 @@ def policy_options(
             kl_coef=algorithm.kl_coef,
             kl_estimator=algorithm.kl_estimator,
             entropy_coef=algorithm.entropy_coef,
+            is_engine_old=algorithm.old_logprobs == "engine",
             distill_coef=0.0 if algorithm.distill is None else algorithm.distill.coef,
             distill_estimator="k1+" if algorithm.distill is None else algorithm.distill.estimator,
         ),
@@ -121,10 +122,6 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
         )
     if num_ranks > 1 and config.model.lora is not None:
         raise ConfigError(f"model.lora trains on one rank and there are {num_ranks}; drop model.lora, or take one rank")
-    if num_ranks > 1 and config.algorithm.kl_target is not None:
-        raise ConfigError(
-            f"algorithm.kl_target steers the KL weight on one rank and there are {num_ranks}; drop it, kl_coef then stays"
-        )
 
 
 def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:

@@ -43,8 +43,9 @@ def build_policy(
         from polyturn.training.distributed import DistributedPolicy
 
         # A reference or a teacher is loaded by the ranks.
-        loss = policy_options(parts.place, spec, parts.model, media, has_frozen=False)["loss"]
-        return DistributedPolicy(parts.team, spec, mirror=parts.model, loss=loss)
+        options = policy_options(parts.place, spec, parts.model, media, has_frozen=False)
+        of_all = {name: options[name] for name in ("loss", "layout", "kl")}
+        return DistributedPolicy(parts.team, spec, mirror=parts.model, **of_all)
     return LocalPolicy(parts.model, **policy_options(parts.place, spec, parts.model, media))
 
 
@@ -103,7 +104,6 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
 def build_update(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> Update:
     """Make what turns the groups of a step into new parameters."""
     from polyturn.batching.loss_scale import build_loss_scale
-    from polyturn.training.local import LocalPolicy
     from polyturn.training.update import Update, UpdateSettings
 
     place, config = parts.place, parts.place.config
@@ -122,7 +122,7 @@ def build_update(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> Updat
             uses_engine_logprobs=algorithm.old_logprobs == "engine",
             correction=build_correction(place),
         ),
-        kl=policy.kl if isinstance(policy, LocalPolicy) and algorithm.kl_target is not None else None,
+        kl=policy.kl if algorithm.kl_target is not None else None,
         critic=build_critic(parts, estimator),
         reward_kl=build_reward_kl(place),
     )

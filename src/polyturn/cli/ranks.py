@@ -4,12 +4,13 @@
                                              the same, three times                           ranks 1 to 3: a log each
 
 torchrun may start them instead, on several machines too: what a rank reads is torchrun's environment. A rank that dies ends
-the run within seconds, with the last lines of its log. Signals go to the leader alone, which still needs the others for its
-last checkpoint.
+the run within seconds, with the last lines of its log; when the launcher dies, the leader saves and ends the run. Signals go
+to the leader alone, which still needs the others for its last checkpoint.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 GRACE_S = 10.0
 """What is left of a run gets so long to end by itself."""
 _NUM_LINES = 20
+_LAUNCHER = "POLYTURN_LAUNCHER"
+"""The launcher's process id, for its ranks."""
+_PR_SET_PDEATHSIG = 1
 
 
 class Place(NamedTuple):
@@ -72,6 +76,7 @@ def launch(num_ranks: int, arguments: Sequence[str]) -> None:
     """
     logs = Path(tempfile.mkdtemp(prefix="polyturn-ranks-"))
     shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared[_LAUNCHER] = str(os.getpid())
     if num_ranks > 1:  # as torchrun does: ranks on one machine would each take all of its cores
         shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     ranks: list[subprocess.Popen[bytes]] = []
@@ -120,6 +125,19 @@ def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.1)
+
+
+def end_with_launcher() -> None:
+    """Let the leader take its last step and save when the process that launched it is gone, whatever that one died of.
+
+    Only the leader asks for it, because it needs the others for its checkpoint; they end with the leader.
+    """
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(launcher):
+        raise RankError("the process that launched this run is gone")
 
 
 def keep_serving() -> None:

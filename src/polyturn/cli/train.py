@@ -81,6 +81,7 @@ def train(
     if this.rank > 0:
         build.follow_leader(place, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
         return
+    ranks.end_with_launcher()
     is_on_cluster = config.cluster.address is not None and not dry_run
     if this.size == 1 and config.train.distributed.ranks > 1 and not dry_run and not is_on_cluster:
         ranks.launch(config.train.distributed.ranks, sys.argv[1:])

@@ -539,7 +539,8 @@ class TrainConfig(_Model):
     """What becomes of the others: they are cut off and counted (cancel), or go on and are trained in a later step, within
     max_staleness (carry), so that no length is left out."""
     dynamic_sampling: int = Field(0, ge=0)
-    """How many further tasks are tried in place of a group whose rewards are all equal; 0 is none."""
+    """How many further tasks are tried in place of a group whose rewards are all equal (for an estimator of turns also
+    the scores of their turns); 0 is none."""
     replay: float = Field(0.0, ge=0, le=4)
     """Groups of earlier steps that are trained on again beside the new ones, as a share of these, within max_staleness."""
     checkpoint_every: int = Field(0, ge=0)

@@ -4,8 +4,8 @@
       |  make, load, score, forward_backward, optim_step, state, weights                `Team.call`: a share for each rank
     ranks    one ShardedPolicy each
 
-`DistributedPolicy` is the leader's `Policy`: it computes coefficients over the global batch, cuts the batch into shares of
-like length, and puts the answers together. It also keeps the whole weights in a model on the leader (the mirror): what an
+`DistributedPolicy` is the leader's `Policy`: it computes coefficients over the global batch, cuts the batch into shares that
+cost alike, and puts the answers together. It also keeps the whole weights in a model on the leader (the mirror): what an
 engine samples from, and what is exported. A state is whole as well, so a checkpoint loads with any number of ranks.
 """
 
@@ -24,7 +24,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polyturn.algorithms.aggregate import loss_coefs
+from polyturn.algorithms.kl import FixedKl, KlController
 from polyturn.algorithms.losses import mark, selection_of
+from polyturn.batching.microbatch import LayoutSettings, plan
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, PolyturnError, RankLostError, TrainingError
 from polyturn.core.metrics import Mean, Metrics, Sum, merge
@@ -85,7 +87,8 @@ class Rank:
     def _take(self, policy: ShardedPolicy) -> None:
         self._policy = policy
 
-        def forward_backward(samples: Any, coefs: Any) -> tuple[Metrics, list[Floats] | None]:
+        def forward_backward(samples: Any, coefs: Any, kl_coef: float) -> tuple[Metrics, list[Floats] | None]:
+            policy.kl.load_state_dict({"coef": kl_coef})  # the leader's, which follows the KL of all ranks
             return policy.forward_backward(samples, coefs=coefs), policy.last_logprobs
 
         self._commands = {
@@ -110,7 +113,16 @@ def values_of(answers: Sequence[Answer]) -> list[Any]:
 class DistributedPolicy:
     """The policy of a whole team; implements `core.protocols.Policy`."""
 
-    def __init__(self, team: Team, spec: Any, *, mirror: PreTrainedModel, loss: LossSettings) -> None:
+    def __init__(
+        self,
+        team: Team,
+        spec: Any,
+        *,
+        mirror: PreTrainedModel,
+        loss: LossSettings,
+        layout: LayoutSettings | None = None,
+        kl: KlController | None = None,
+    ) -> None:
         """Let every rank make its share of `mirror`, with the weights that it has now.
 
         Args:
@@ -118,9 +130,13 @@ class DistributedPolicy:
             spec: What each rank makes its policy from.
             mirror: The whole model on the leader; `gather` writes the trained weights into it, in place.
             loss: The loss that the ranks use, for what is computed over the global batch.
+            layout: How the ranks lay their samples out, for what each gets; None takes the defaults.
+            kl: Steers the weight of the KL term on all ranks; None keeps it at `loss.kl_coef`.
         """
         self._team = team
         self._loss = loss
+        self._layout = layout or LayoutSettings()
+        self.kl = kl or FixedKl(coef=loss.kl_coef)
         self.model = mirror
         self.step_count = 0
         self.train_seconds = 0.0
@@ -137,7 +153,7 @@ class DistributedPolicy:
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
         """Return for each sample [T] the log-probability of each weighted token, 0 elsewhere."""
         began = time.perf_counter()
-        rows = assign([len(s) for s in samples], self.num_rows)
+        rows = assign(samples, settings=self._layout, num_shares=self.num_rows)
         found = self._rows("score", [([samples[i] for i in row], reference) for row in rows])
         self.train_seconds += time.perf_counter() - began
         return _put_back(rows, found, len(samples))
@@ -167,7 +183,7 @@ class DistributedPolicy:
             coefs = loss_coefs(
                 samples, mode=loss.aggregation, norm_length=loss.norm_length, segment_weight=loss.segment_weight
             )
-        return self._accumulate("forward_backward", samples, coefs)
+        return self._accumulate("forward_backward", samples, coefs, self.kl.coef)
 
     def sft_forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> Metrics:
         """Add the gradient of the weighted cross-entropy over `samples`, averaged over the weight of the whole batch."""
@@ -196,7 +212,7 @@ class DistributedPolicy:
             state: dict[str, Any] = self._all("state")[0]
         except RankLostError as problem:
             raise CheckpointError(f"no checkpoint can be made of the weights now: {problem}") from problem
-        return state
+        return {**state, "kl": self.kl.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, here or in a run of one process or another number of ranks.
@@ -206,6 +222,7 @@ class DistributedPolicy:
         """
         require_same_shapes(state["model"], self.model.state_dict())
         self._load(state)
+        self.kl.load_state_dict(state.get("kl", {}))
         self.step_count = int(state["optimizer"]["step_count"])
         self.gather()
 
@@ -224,10 +241,10 @@ class DistributedPolicy:
         """Let the ranks end."""
         self._team.close()
 
-    def _accumulate(self, command: str, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> Metrics:
+    def _accumulate(self, command: str, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike], *more: float) -> Metrics:
         began = time.perf_counter()
-        rows = assign([len(s) for s in samples], self.num_rows)
-        shares = [([samples[i] for i in row], [np.asarray(coefs[i]) for i in row]) for row in rows]
+        rows = assign(samples, settings=self._layout, num_shares=self.num_rows)
+        shares = [([samples[i] for i in row], [np.asarray(coefs[i]) for i in row], *more) for row in rows]
         found = self._rows(command, shares)
         self.train_seconds += time.perf_counter() - began
         logprobs = [lp for _, lp in found]
@@ -268,17 +285,15 @@ class GatheredWeights:
         return await self._channel.publish(version)
 
 
-def assign(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Return the samples of each share, in rising order: the longest first, each to the share with least to do.
+def assign(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_shares: int) -> list[list[int]]:
+    """Return the samples of each share, in rising order: micro-batches are planned over all of them and dealt out by cost.
 
-    assign([5, 3, 4], 2)  ->  [[0], [1, 2]]
+    Samples of one micro-batch stay together, so that what they begin with in common is computed once, on one rank. Those
+    without a weighted token cost nothing and go to the first share.
     """
-    shares: list[list[int]] = [[] for _ in range(num_shares)]
-    loads = [0] * num_shares
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(i)
-        loads[lightest] += lengths[i]
+    ranks = plan(samples, settings=settings, num_ranks=num_shares).ranks
+    shares = [{i for batch in batches if not batch.is_padding for i in batch.samples} for batches in ranks]
+    shares[0] |= set(range(len(samples))).difference(*shares)
     return [sorted(share) for share in shares]
 
 

@@ -33,6 +33,8 @@ MAX_LOGITS = 2**27
 """Targets times vocabulary that are computed at a time: 512 MiB of float32 logits, held about three times over."""
 MAX_LOGITS_CPU = 2**22
 """The same on a CPU, where the first touch of fresh pages costs as much as the logits themselves: 16 MiB."""
+_LOUD = 1e3
+"""The largest logit that a head is tried with."""
 MIN_CHUNK = 128
 """Targets that are computed at a time whatever the vocabulary, because every chunk reads the whole output embedding."""
 
@@ -127,12 +129,15 @@ def _separate_head(model: PreTrainedModel) -> nn.Module | None:
     device = next(model.parameters()).device
     ids = torch.arange(4, device=device)[None] % model.config.get_text_config().vocab_size
     was_training = model.training
+    # Logits as large as no cap lets them through: near 0, where those of random weights are, a cap is hardly felt.
+    amplified = head.register_forward_hook(lambda module, args, out: out * (_LOUD / out.abs().max().clamp_min(1e-30)))
     model.eval()
     try:
         with torch.no_grad():
             whole = model(input_ids=ids, use_cache=False).logits
             parts = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     finally:
+        amplified.remove()
         model.train(was_training)
-    is_same = whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-4, atol=1e-5)
+    is_same = whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-4, atol=1e-5 * _LOUD)
     return head if is_same else None

@@ -11,8 +11,9 @@ that clipping, and skipping a step that is not finite, come out the same everywh
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from polyturn.core.metrics import Metrics
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.forward import TargetForward, TargetScores
 from polyturn.training.local import LocalPolicy
-from polyturn.training.loss_terms import Terms
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.reference import FrozenModel, Scorer, make_reference
 from polyturn.training.shards import cut_like, gather_whole, is_split_over_row, local_part, spread_whole
@@ -42,7 +42,12 @@ _FILLER = TrainSample(
     token_ids=np.zeros(2, np.int32),
     loss_weights=np.array([0, 1], np.float32),
     turn_ids=np.zeros(2, np.int32),
+).replace(
+    **dict.fromkeys(
+        ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "correction", "marks"), np.zeros(2, np.float32)
+    )
 )
+"""What a rank computes, without weight, while the others still have samples."""
 
 
 def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
@@ -85,18 +90,11 @@ class ShardedPolicy(LocalPolicy):
         """
         self.mesh = mesh
         self._own_device = device
-        self._num_empty = 0
         super().__init__(model, teacher=None if teacher is None else teacher.to(device), **options)  # type: ignore[arg-type]
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
         """Return the log-probabilities of this rank's samples."""
         scores = super().score(samples, reference=reference)
-        logprobs = self._score_reference if reference else self._logprobs
-        self.model.eval()
-        with torch.no_grad():
-            for _ in range(self._num_empty):
-                logprobs(self._empty())
-        self.model.train()
         self._root.reshard()
         return scores
 
@@ -115,18 +113,24 @@ class ShardedPolicy(LocalPolicy):
     def load_whole(self, state: Mapping[str, Any] | None) -> None:
         """Continue from the whole state on rank 0, in place; the other ranks give None.
 
+        A state without an optimizer is that of a fresh start: a reference that is a copy of the model then has its weights.
+
         Raises:
             CheckpointError: it is another model's.
         """
         whole = spread_whole(state)
         like = self.model.state_dict()
-        whole["model"] = {name: cut_like(tensor, like.get(name)) for name, tensor in whole["model"].items()}
-        if "optimizer" not in whole:
-            self.model.load_state_dict(whole["model"])
-            return
-        if isinstance(self._reference, _ShardedReference) and "reference" in whole:
+        is_fresh = "optimizer" not in whole
+        if isinstance(self._reference, _ShardedReference) and (is_fresh or "reference" in whole):
             own = self._reference.live()
-            whole["reference"] = {name: cut_like(t, own.get(name)) for name, t in whole["reference"].items()}
+            kept = whole["model"] if is_fresh else whole["reference"]
+            whole["reference"] = {name: cut_like(t, own.get(name)) for name, t in kept.items()}
+        whole["model"] = {name: cut_like(tensor, like.get(name)) for name, tensor in whole["model"].items()}
+        if is_fresh:
+            self.model.load_state_dict(whole["model"])
+            if isinstance(self._reference, _ShardedReference) and self._reference.is_kept:
+                self._reference.load_state_dict(whole["reference"])
+            return
         masters = whole["optimizer"].get("masters", {})
         whole["optimizer"]["masters"] = {name: cut_like(tensor, like.get(name)) for name, tensor in masters.items()}
         params = self.optimizer.parameters_in_order()
@@ -155,7 +159,7 @@ class ShardedPolicy(LocalPolicy):
         return self._root, scorer, ShardedOptimizer(model, optim, mesh=self.mesh, partial=partial)
 
     def _lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        """Cut this rank's samples, and count the passes by which the longest rank is longer."""
+        """Cut this rank's samples, and add passes without weight until it has as many as the longest rank."""
         batches: list[MicroBatch] = []
         problem: AlignmentError | None = None
         try:
@@ -169,26 +173,10 @@ class ShardedPolicy(LocalPolicy):
             raise problem
         if is_wrong:
             raise AlignmentError("the samples of another rank cannot be laid out")
-        self._num_empty = most - len(batches)
-        return batches
-
-    def _accumulate(
-        self,
-        samples: Sequence[TrainSample],
-        coefs: Sequence[ArrayLike],
-        terms_of: Callable[[MicroBatch, TargetScores], Terms],
-        *,
-        entropy_grad: bool | None,
-    ) -> Metrics:
-        metrics = super()._accumulate(samples, coefs, terms_of, entropy_grad=entropy_grad)
-        for _ in range(self._num_empty):
-            (self._forward(self._empty(), entropy_grad=entropy_grad).logprobs_S.sum() * 0.0).backward()
-        return metrics
-
-    def _empty(self) -> MicroBatch:
-        """Return a pass that keeps step with the other ranks and weighs nothing."""
-        (batch,) = super()._lay_out([_FILLER], [np.zeros(2)])
-        return batch
+        if len(batches) == most:
+            return batches
+        (empty,) = super()._lay_out([_FILLER], [np.zeros(2)])
+        return [*batches, *[dataclasses.replace(empty, is_padding=True)] * (most - len(batches))]
 
 
 class _Root(nn.Module):

@@ -285,6 +285,7 @@ class LocalPolicy:
         start = time.perf_counter()
         batches = self._lay_out(samples, coefs)
         clock.add("time/layout", start)
+        real = [b for b in batches if not b.is_padding]
         parts: list[Metrics] = []
         own: list[Tensor] = []
         self.model.train()
@@ -299,9 +300,9 @@ class LocalPolicy:
                     value = float(loss.detach())
                     if not batch.is_padding:
                         parts.append(batch_metrics(batch, scores, terms, value))
-                    if problem is None and not math.isfinite(value):
+                    if problem is None and not batch.is_padding and not math.isfinite(value):
                         problem = non_finite_message(samples, batch, scores, terms, step=self.step_count)
-                    if terms.own_S is not None:
+                    if terms.own_S is not None and not batch.is_padding:
                         own.append(terms.own_S)
                     start = clock.add("time/forward", start)
                     loss.backward()
@@ -313,11 +314,11 @@ class LocalPolicy:
         times: Metrics = {name: Sum(seconds) for name, seconds in clock.seconds.items()}
         spent = clock.seconds.get("time/forward", 0.0) + clock.seconds.get("time/backward", 0.0)
         times["time/forward_backward"] = Sum(spent)
-        times["tokens/shared_prefix"] = Sum(sum(b.num_shared for b in batches if not b.is_padding))
+        times["tokens/shared_prefix"] = Sum(sum(b.num_shared for b in real))
         if self._is_refused:
             times["tokens/packing_refused"] = Sum(1)
         self.train_seconds += spent
-        self.last_logprobs = scatter_back(batches, own, lengths=[len(s) for s in samples]) if own else None
+        self.last_logprobs = scatter_back(real, own, lengths=[len(s) for s in samples]) if own else None
         if problem is not None:
             self.optimizer.spoil(problem)
             return {name: m for name, m in as_step(merge(parts)).items() if math.isfinite(m.value)} | times

@@ -78,7 +78,7 @@ class LoopSettings:
     carries_over: bool = False
     """Whether the others are trained in a later step instead of being cut off."""
     max_attempts: int = 0
-    """How many further tasks are tried in place of a group whose rewards are all equal."""
+    """How many further tasks are tried in place of a group that has nothing to learn from."""
     replayed_groups: int = 0
     """Groups of earlier steps that are trained on again beside those of a step."""
     eval_before: bool = True
@@ -228,6 +228,7 @@ class Trainer:
             has_baseline=settings.has_baseline,
             seed=settings.seed,
             max_attempts=settings.max_attempts,
+            has_signal=self.update.has_signal,
             on_group=partial(self._observer.on_group, phase="rollout", total=settings.groups_per_step),
         )
         num_groups = (settings.steps - state.step) * buffer.tickets_per_step

@@ -54,6 +54,8 @@ class LossSettings:
     """The denominator of the ratio. "sample": the samples' old_logprobs; where the whole batch has none it is on-policy by
     definition, the ratio is 1 and only its gradient counts, which is right for exactly one update on fresh rollouts.
     "rollout": the engine's own logprobs, which saves a forward pass where engine and trainer agree."""
+    is_engine_old: bool = False
+    """Whether the samples' old_logprobs are the engine's: then they say nothing about how far engine and trainer agree."""
 
     def __post_init__(self) -> None:
         if self.aggregation not in MODES:
@@ -143,8 +145,7 @@ class PolicyTerms:
         stats_S["policy/advantage"] = batch.advantages_S
         own_S: Tensor | None = None
         if batch.rollout_logprobs_S is not None:
-            # Old ones that are the engine's own would only agree with themselves.
-            is_ours = batch.old_logprobs_S is not None and not torch.equal(batch.old_logprobs_S, batch.rollout_logprobs_S)
+            is_ours = batch.old_logprobs_S is not None and not settings.is_engine_old
             own_S = batch.old_logprobs_S if is_ours else logprobs_S.detach()
         if settings.kl_coef:
             kl_S = self._kl(logprobs_S, self._ref_logprobs(batch))

@@ -1,6 +1,6 @@
 """Producer: the half of the loop that starts groups whenever the buffer has a slot, and cuts off those that nobody wants.
 
-    ticket -> visit of a task -> group -> rewards differ? -> buffer
+    ticket -> visit of a task -> group -> do its members differ? -> buffer
                                           no: another task in its place, a bounded number of times (dynamic sampling)
 
 Which task stands in for another follows from the ticket, so that it does not depend on which group finished first.
@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from polyturn.batching.filters import has_signal
 from polyturn.buffer.drops import Drops
 from polyturn.buffer.group_buffer import Flight, GroupBuffer
 from polyturn.core.errors import EngineError, one_line
@@ -53,6 +52,7 @@ class Producer:
         has_baseline: bool,
         seed: int,
         max_attempts: int,
+        has_signal: Callable[[TrajectoryGroup], bool],
         on_group: Callable[[TrajectoryGroup], None],
     ) -> None:
         """Take what it needs.
@@ -66,7 +66,8 @@ class Producer:
             group_size: Trajectories of a group.
             has_baseline: Whether each group has a greedily decoded one beside them.
             seed: The run's.
-            max_attempts: How many further tasks stand in for a group whose rewards are all equal.
+            max_attempts: How many further tasks stand in for a group without signal.
+            has_signal: Whether a group has something to learn from.
             on_group: Is told every finished group that a step may train on.
         """
         self._buffer = buffer
@@ -78,6 +79,7 @@ class Producer:
         self._has_baseline = has_baseline
         self._seed = seed
         self._max_attempts = max_attempts
+        self._has_signal = has_signal
         self._on_group = on_group
         self._started: dict[int, _Started] = {}
         self._cutting: set[asyncio.Task[None]] = set()
@@ -122,7 +124,7 @@ class Producer:
                 group = await self._pool.run_one(spec, live=live)
                 if live.is_cut:
                     return
-                if attempt == self._max_attempts or has_signal(group):
+                if attempt == self._max_attempts or self._has_signal(group):
                     break
                 self._drops.add_group(group, reason="resampled")
                 index = self._sampler.instead(visit, number=ticket, attempt=attempt)

@@ -46,7 +46,7 @@ class FrozenModel:
         """Wrap `model`; `is_kept` says whether checkpoints hold it, because no file does."""
         self._model = model.requires_grad_(False).eval()
         self._forward = TargetForward(self._model)
-        self._is_kept = is_kept
+        self.is_kept = is_kept
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
@@ -55,7 +55,7 @@ class FrozenModel:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the weights where they are kept."""
-        if not self._is_kept:
+        if not self.is_kept:
             return None
         state: dict[str, Any] = clone_tensors(self._model.state_dict())
         return state

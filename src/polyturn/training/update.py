@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from polyturn.algorithms.advantages import Estimator, assign_advantages
+from polyturn.algorithms.advantages import Estimator, assign_advantages, traits_of
 from polyturn.algorithms.correction import CorrectionSettings, correct
 from polyturn.algorithms.kl import KlController
 from polyturn.batching.filters import filter_groups, filter_samples, has_signal
@@ -92,6 +92,11 @@ class Update:
         self._reward_kl = reward_kl
         self.estimator = estimator
         self._settings = settings or UpdateSettings()
+
+    def has_signal(self, group: TrajectoryGroup) -> bool:
+        """Return whether the members of a group differ in what the estimator reads: rewards, or also the scores of turns."""
+        traits = traits_of(self.estimator)
+        return has_signal(group, by_turns=traits.needs_turn_scores or traits.needs_states)
 
     def leaves_out(self, group: TrajectoryGroup) -> bool:
         """Return whether `run` leaves the whole group out of the loss."""

@@ -1,14 +1,18 @@
 """Filters drop what cannot or must not train, and count every token they drop."""
 
+import dataclasses
+
 import numpy as np
 
-from polyturn.batching.filters import filter_groups, filter_samples
+from polyturn.batching.filters import filter_groups, filter_samples, has_signal
 from polyturn.batching.samples import to_samples
+from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message
 from polyturn.core.metrics import reduce
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
-from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup
+from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup, Turn
 
 TASK = Task(id="t", prompt=())
 
@@ -61,6 +65,24 @@ def test_zero_variance_groups_can_be_kept_and_a_group_of_one_always_is():
     groups = [group("same", trajectory("0", 1), trajectory("1", 1)), group("one", trajectory("0", 1))]
     assert [g.id for g in filter_groups(groups).groups] == ["one"]
     assert [g.id for g in filter_groups(groups, zero_variance=False).groups] == ["same", "one"]
+
+
+def scored(id: str, reward: float, score: float) -> Trajectory:
+    turn = Turn(
+        index=0,
+        message=Message(role="assistant", content=""),
+        finish_reason=FinishReason.STOP,
+        spans=(),
+        scores={"coach": score},
+    )
+    return dataclasses.replace(trajectory(id, reward), turns=(turn,))
+
+
+def test_equal_rewards_are_a_signal_where_an_estimator_reads_turns_that_were_scored_apart():
+    apart = group("g", scored("0", 1, 0.2), scored("1", 1, 0.9))
+    alike = group("g", scored("0", 1, 0.2), scored("1", 1, 0.2))
+    assert has_signal(apart, by_turns=True) and not has_signal(apart)
+    assert not has_signal(alike, by_turns=True)
 
 
 def test_samples_of_truncated_trajectories_and_without_weight_are_counted():

@@ -49,8 +49,12 @@ def test_log_probabilities_are_those_of_the_tempered_full_vocabulary(kind, tempe
     assert ((scores.entropy_S > 0) & (scores.entropy_S <= np.log(64) + 1e-5)).all()
 
 
-def test_a_model_that_caps_its_logits_takes_the_long_way():
-    """Gemma 2 bends its logits after the output embedding, so gathering hidden states first would be wrong."""
+@pytest.mark.parametrize("cap", [0.05, 30.0])
+def test_a_model_that_caps_its_logits_takes_the_long_way(cap: float):
+    """Gemma 2 bends its logits after the output embedding, so gathering hidden states first would be wrong.
+
+    It is found out too where the cap is so high that the small logits of random weights hardly feel it.
+    """
     config = {
         "model_type": "gemma2",
         "vocab_size": 64,
@@ -60,7 +64,7 @@ def test_a_model_that_caps_its_logits_takes_the_long_way():
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 8,
-        "final_logit_softcapping": 0.05,
+        "final_logit_softcapping": cap,
         "attn_implementation": "eager",
     }
     model = build_model(config, seed=0)

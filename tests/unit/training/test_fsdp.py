@@ -10,11 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.core.metrics import Mean, Sum
+from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.distributed import Answer, assign, merge_ranks, require_same_shapes, values_of
 
 WORKER = Path(__file__).with_name("two_ranks.py")
@@ -62,6 +65,11 @@ def test_gradient_norm_and_scores_do_not_depend_on_the_ranks(found, case):
     assert found[f"{case}/scoreFalse"] < 1e-6 and found[f"{case}/scoreTrue"] < 1e-6  # scores are float32
 
 
+def test_no_loss_depends_on_the_ranks_whatever_the_layout(results):
+    assert len(results["losses"]) >= 12
+    assert max(results["losses"].values()) < EXACT, results["losses"]
+
+
 def test_the_whole_state_is_that_of_one_process_and_loads_over_shards(found):
     assert found["state"] < EXACT
     assert found["loaded"] == 0.0
@@ -72,9 +80,29 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(found):
     assert found["skipped_changed"] == 0.0
 
 
-def test_samples_are_assigned_longest_first_to_the_rank_with_least_to_do():
-    assert assign([5, 3, 4], 2) == [[0], [1, 2]]
-    assert assign([9], 3) == [[0], [], []]
+def sample_of(ids, *, is_trained=True):
+    weights = np.zeros(len(ids), np.float32)
+    weights[-1] = is_trained
+    return TrainSample(
+        id=SampleId("g", "0", 0),
+        token_ids=np.array(ids, np.int32),
+        loss_weights=weights,
+        turn_ids=np.zeros(len(ids), np.int32),
+    )
+
+
+def test_samples_are_assigned_by_what_their_micro_batches_cost():
+    of_length = [sample_of(range(n)) for n in (6, 4, 5)]
+    rows = LayoutSettings(max_tokens_per_batch=6)
+    assert assign(of_length, settings=rows, num_shares=3) == [[0], [2], [1]]
+    assert assign(of_length[:1], settings=rows, num_shares=3) == [[0], [], []]
+
+
+def test_samples_with_a_common_prefix_go_to_one_rank_and_those_without_weight_to_the_first():
+    prefixes = [list(range(k, k + 20)) for k in (100, 200)]
+    samples = [sample_of([*prefixes[i % 2], i, 9, 9]) for i in range(4)] + [sample_of([1, 2], is_trained=False)]
+    shared = LayoutSettings(shared_prefix=True, max_tokens_per_batch=30)
+    assert assign(samples, settings=shared, num_shares=2) == [[0, 2, 4], [1, 3]]
 
 
 def test_losses_of_the_ranks_add_up_and_the_slowest_rank_gives_the_time():

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from polyturn.algorithms.aggregate import loss_coefs
+from polyturn.algorithms.losses import mark, policy_losses, selection_of
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny import tiny_model
+from polyturn.training.distributed import assign
 from polyturn.training.fsdp import ShardedPolicy, make_mesh
 from polyturn.training.local import LocalPolicy
 from polyturn.training.loss_terms import LossSettings
@@ -125,10 +127,45 @@ def compare(tp):
     return found
 
 
+LAYOUTS = {
+    "rows": LayoutSettings(max_tokens_per_batch=40),
+    "packed": LayoutSettings(max_tokens_per_batch=40, packed=True),
+    "shared": LayoutSettings(max_tokens_per_batch=40, shared_prefix=True, min_shared=2, min_saving=0.0),
+}
+
+
+def compare_losses():
+    """Return for each loss how far the gradient of two ranks, each in a layout of its own kind, is from one process's."""
+    mesh = make_mesh(CPU)
+    samples = [s.replace(token_ids=np.concatenate([np.arange(3), s.token_ids[3:]])) for s in samples_of(11, 7)]
+    samples = [s.replace(rollout_logprobs=s.old_logprobs, correction=np.full(len(s), 0.9, np.float32)) for s in samples]
+    coefs = loss_coefs(samples, mode="seq-mean-token-mean")
+    found = {}
+    for number, name in enumerate(sorted(policy_losses)):
+        loss = LossSettings(policy_loss=policy_losses.resolve(name), kl_coef=0.1, entropy_coef=0.01)
+        kind = list(LAYOUTS)[number % len(LAYOUTS)]
+        selection = selection_of(loss.policy_loss, kwargs={})
+        marks = [np.zeros(len(s)) for s in samples] if selection is None else mark(samples, selection, seed=0)
+        marked = [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
+        one = LocalPolicy(exact_model(), optim=OptimSettings(), loss=loss, reference=True)
+        one.forward_backward(marked, coefs=coefs)
+        many = ShardedPolicy(
+            exact_model(), mesh=mesh, device=CPU, optim=OptimSettings(), loss=loss, layout=LAYOUTS[kind], reference=True
+        )
+        mine = assign(marked, settings=LAYOUTS[kind], num_shares=2)[dist.get_rank()]
+        many.forward_backward([marked[i] for i in mine], coefs=[coefs[i] for i in mine])
+        grads = {n: p.grad for n, p in one.model.named_parameters()}
+        whole = {n: p.grad.full_tensor() for n, p in many.model.named_parameters()}
+        found[f"{name}, {kind}"] = max(float((grads[n] - whole[n]).abs().max()) for n in grads)
+        assert name == "none" or max(float(g.abs().max()) for g in grads.values()) > 1e-4
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    results = {"shards": compare(1), "tensor_parallel": compare(2)}
+    results = {"shards": compare(1), "tensor_parallel": compare(2), "losses": compare_losses()}
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
+    dist.barrier()
     dist.destroy_process_group()
