@@ -1,0 +1,130 @@
+"""RunTracker: what a tracker of one's own inherits, and the small facts about a run that it is told.
+
+    class Mine(RunTracker):                            tracking: [{name: mine.py:Mine, url: http://...}]
+        def __init__(self, run: RunInfo, *, url: str) -> None: ...
+        def log(self, step, values): ...
+
+A tracker lives in a thread of its own (`fan_out.py`): it may be slow, raise or hang, and the run does not notice. All its
+methods, its constructor included, are called from that one thread, so it needs no locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+
+MAX_TEXT = 4000
+"""Characters of a conversation in a table of samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """The run that is tracked."""
+
+    name: str
+    folder: Path
+    resumed_step: int | None = None
+    """The step that the run goes on from; None for a new run."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables, for trackers whose settings are there by a standard."""
+
+    def config(self) -> dict[str, Any]:
+        """Return the resolved configuration as it lies in the folder, which holds no secrets; {} without one."""
+        path = self.folder / "config.yaml"
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return found if isinstance(found, dict) else {}
+
+    def kept(self, name: str) -> str | None:
+        """Return what was kept under `name` before this run was interrupted; None in a new run."""
+        path = self.folder / "tracking" / name
+        return path.read_text(encoding="utf-8").strip() if self.resumed_step is not None and path.is_file() else None
+
+    def keep(self, name: str, value: str) -> str:
+        """Keep `value`, such as an id, for when the run is resumed, and return it."""
+        path = self.folder / "tracking" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(value + "\n", encoding="utf-8")
+        return value
+
+
+class Sample(NamedTuple):
+    """A row of the table of sample trajectories."""
+
+    step: int
+    split: str
+    id: str
+    task: str
+    reward: float | None
+    turns: int
+    tokens: int
+    stop: str
+    conversation: str
+    """All messages under their roles, cut at `MAX_TEXT` characters. Text of the environment: show it as text."""
+
+
+class RunTracker:
+    """A tracker that does nothing. Inherit it and override what is of interest."""
+
+    def __init__(self, run: RunInfo, **kwargs: Any) -> None:
+        """Open the records of `run`; `kwargs` are the other keys of the entry in `tracking`."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the numbers of a step: metrics of training, or of an evaluation before or after it."""
+
+    def log_samples(self, step: int, split: str, rows: Sequence[Sample]) -> None:
+        """Record some trajectories of a step, the worst and the best among them."""
+
+    def log_groups(self, step: int, split: str, groups: Sequence[TrajectoryGroup]) -> None:
+        """Record all trajectories of a step."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+def samples(step: int, split: str, groups: Sequence[TrajectoryGroup], num: int) -> list[Sample]:
+    """Return `num` trajectories as rows, from the worst reward to the best at even distances; those without one last."""
+    found = [t for g in groups for t in g.trajectories]
+    found.sort(key=lambda t: float("inf") if t.reward is None else t.reward.total)
+    if len(found) > num:
+        last = max(1, num - 1)
+        found = [found[i * (len(found) - 1) // last] for i in range(num)]
+    return [_row(step, split, t) for t in found]
+
+
+def _row(step: int, split: str, trajectory: Trajectory) -> Sample:
+    return Sample(
+        step=step,
+        split=split,
+        id=trajectory.id,
+        task=trajectory.task.id,
+        reward=None if trajectory.reward is None else trajectory.reward.total,
+        turns=len(trajectory.turns),
+        tokens=trajectory.num_sampled_tokens,
+        stop=trajectory.stop_reason.value if trajectory.error is None else f"failed: {trajectory.error[:200]}",
+        conversation=conversation(trajectory),
+    )
+
+
+def conversation(trajectory: Trajectory) -> str:
+    """Return all messages under their roles; where it is long, its beginning and its end."""
+    parts = []
+    for message in trajectory.messages:
+        calls = "".join(f"\n-> {call.name}({dict(call.arguments)})" for call in message.tool_calls if call.error is None)
+        parts.append(f"[{message.role}]\n{message.text}{calls}")
+    text = "\n\n".join(parts)
+    half = MAX_TEXT // 2
+    if len(text) > MAX_TEXT:
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def literal(text: str) -> str:
+    """Return text as Markdown that shows it as it is, on one line of a table: no markup or HTML in it has an effect."""
+    marks = "".join(f"&#{ord(c)};" if c in "&<>|`*_[]()!#\\~" else c for c in text)
+    return marks.replace("\r", "").replace("\n", "<br>")

@@ -1,0 +1,234 @@
+"""Trackers: passes the numbers of a run on to other programs, and keeps their troubles away from the run.
+
+    run ──► queue of 64 ──► thread ──► tensorboard           a tracker that raises:  said once, counted, tried again
+        └─► queue of 64 ──► thread ──► wandb                 that hangs:             its queue fills, the rest is counted
+
+One thread a tracker, daemons all: `log` never waits, and `close` waits a bounded time. What is on disk for certain is
+`metrics.jsonl`, which the run itself writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
+from polyturn.core.protocols import Tracker
+from polyturn.core.registry import Registry
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.tracking.base import RunInfo, RunTracker, samples
+
+logger = logging.getLogger(__name__)
+
+trackers: Registry[Callable[..., Tracker]] = Registry("trackers")
+"""Trackers by name; a plug-in registers its own, or is named as `file.py:Class`."""
+
+
+class _Known(NamedTuple):
+    path: str
+    module: str
+    """What must be installed."""
+    extra: str
+
+
+_KNOWN = {
+    "tensorboard": _Known("polyturn.tracking.to_tensorboard:TensorBoardTracker", "tensorboard", "tensorboard"),
+    "wandb": _Known("polyturn.tracking.to_wandb:WandbTracker", "wandb", "wandb"),
+    "mlflow": _Known("polyturn.tracking.to_mlflow:MlflowTracker", "mlflow", "mlflow"),
+    "trackio": _Known("polyturn.tracking.to_trackio:TrackioTracker", "trackio", "trackio"),
+    "otel": _Known("polyturn.tracking.to_otel:OtelTracker", "opentelemetry.sdk", "otel"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerSpec:
+    """One tracker of a run, known to exist and to take its arguments; made when the run begins."""
+
+    name: str
+    make: Callable[..., Tracker]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    samples: int = 4
+    """Trajectories of a step in its table of samples."""
+
+
+def tracker_spec(name: str, *, samples: int = 4, base: Path | None = None, **kwargs: Any) -> TrackerSpec:
+    """Find a tracker and check its arguments, before a run begins.
+
+    Args:
+        name: A known or registered name, `package.module:Class` or `file.py:Class`.
+        samples: Trajectories of a step in its table of samples.
+        base: The folder that relative file paths start from.
+        **kwargs: Passed to its constructor.
+
+    Raises:
+        ConfigError: there is none of this name, its library is not installed, or it does not take these arguments.
+    """
+    known = None if name in trackers else _KNOWN.get(name)
+    if known is not None and not _is_installed(known.module):
+        raise ConfigError(
+            f"tracking: {name} needs {known.module}, which is not installed; run: pip install 'polyturn[{known.extra}]'"
+        )
+    try:
+        make = trackers.resolve(name if known is None else known.path, base=base)
+    except UnknownNameError:
+        names = [*_KNOWN, *trackers]
+        raise UnknownNameError(f"tracking: there is no tracker {name!r}.{did_you_mean(name, names)}") from None
+    if not callable(make):
+        raise ConfigError(f"tracking: {name!r} is no tracker; name a class that inherits polyturn.tracking.base.RunTracker")
+    try:
+        inspect.signature(make).bind(None, **kwargs)
+    except TypeError as problem:
+        raise ConfigError(
+            f"tracking: {name} cannot be made with the keys {sorted(kwargs) or 'given'} ({problem}); it takes "
+            f"{inspect.signature(make)}"
+        ) from problem
+    return TrackerSpec(name=name, make=make, kwargs=kwargs, samples=samples)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class Trackers:
+    """The trackers of a run."""
+
+    def __init__(self, specs: Sequence[TrackerSpec], run: RunInfo, *, queue_size: int = 64, close_s: float = 15.0) -> None:
+        """Describe them; threads start with the first record.
+
+        Args:
+            specs: The trackers.
+            run: The run.
+            queue_size: Records that wait for a slow tracker at most; further ones are lost to it, and counted.
+            close_s: How long `close` waits for all of them together.
+        """
+        self._run = run
+        self._close_s = close_s
+        self._lanes = [_Lane(spec, queue_size) for spec in specs]
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Tracker -> records that it did not take."""
+        return {lane.name: lane.num_lost for lane in self._lanes}
+
+    def resume(self, step: int) -> None:
+        """Say, before the first record, that the run goes on after `step`."""
+        self._run = replace(self._run, resumed_step=step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass the numbers of a step on."""
+        kept = dict(values)
+        for lane in self._lanes:
+            lane.put(self._run, lambda tracker, lane: tracker.log(step, kept))
+
+    def record(self, step: int, split: str, groups: Sequence[TrajectoryGroup]) -> None:
+        """Pass the trajectories of a step on, to those that inherit `RunTracker`."""
+
+        def send(tracker: Tracker, lane: _Lane) -> None:
+            if isinstance(tracker, RunTracker):
+                tracker.log_groups(step, split, kept)
+                if lane.samples and kept:
+                    tracker.log_samples(step, split, samples(step, split, kept, lane.samples))
+
+        kept = tuple(groups)
+        for lane in self._lanes:
+            lane.put(self._run, send)
+
+    def close(self) -> None:
+        """Let them finish, for a bounded time, and say what was lost."""
+        until = time.monotonic() + self._close_s
+        for lane in self._lanes:
+            lane.end()
+        for lane in self._lanes:
+            lane.join(max(0.1, until - time.monotonic()))
+
+
+_Work = Callable[[Tracker, "_Lane"], None]
+
+
+class _Lane:
+    """The queue and the thread of one tracker."""
+
+    def __init__(self, spec: TrackerSpec, size: int) -> None:
+        self.name = spec.name
+        self.samples = spec.samples
+        self.num_lost = 0
+        self._spec = spec
+        self._queue: queue.Queue[_Work | None] = queue.Queue(size)
+        self._thread: threading.Thread | None = None
+        self._has_said = False
+        self._is_ending = threading.Event()
+
+    def put(self, run: RunInfo, work: _Work) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, args=(run,), name=f"tracker-{self.name}", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(work)
+        except queue.Full:
+            self._lose("it does not keep up, so what it has no room for is left out")
+
+    def end(self) -> None:
+        self._is_ending.set()
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):  # the event ends it once the queue is empty
+                self._queue.put_nowait(None)
+
+    def join(self, seconds: float) -> None:
+        if self._thread is None:
+            return
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            logger.warning(
+                "tracking: %s did not finish in time and was left behind; metrics.jsonl has everything", self.name
+            )
+        if self.num_lost:
+            logger.warning("tracking: %s lost %d records; metrics.jsonl has everything", self.name, self.num_lost)
+
+    def _serve(self, run: RunInfo) -> None:
+        try:
+            tracker = self._spec.make(run, **self._spec.kwargs)
+        except BaseException as problem:  # a library may also call sys.exit
+            self._say(f"it cannot be opened ({type(problem).__name__}: {one_line(problem)})")
+            tracker = None
+        while True:
+            try:
+                work = self._queue.get(timeout=0.5)
+            except queue.Empty:
+                if self._is_ending.is_set():
+                    break
+                continue
+            if work is None:
+                break
+            if tracker is None:
+                self.num_lost += 1
+                continue
+            try:
+                work(tracker, self)
+            except BaseException as problem:
+                self._lose(f"{type(problem).__name__}: {one_line(problem)}")
+        if tracker is not None:
+            try:
+                tracker.close()
+            except BaseException as problem:
+                self._say(f"it cannot be closed ({type(problem).__name__}: {one_line(problem)})")
+
+    def _lose(self, why: str) -> None:
+        self.num_lost += 1
+        self._say(why)
+
+    def _say(self, why: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            logger.warning("tracking: %s fails: %s. The run goes on, and metrics.jsonl has everything", self.name, why)
