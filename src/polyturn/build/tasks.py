@@ -30,6 +30,8 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
+    from polyturn.store.parquet_store import StoreSettings
+    from polyturn.tracking.fan_out import TrackerSpec
     from polyturn.training.observer import AlsoRecord
 
 
@@ -76,6 +78,7 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     Raises:
         DataError, ConfigError, TemplateError: the first problem found.
     """
+    build_trackers(parts.place)
     scale = parts.place.config.algorithm.loss_scale
     build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.place.base)
     build_sampler(parts.place, tasks.train)()
@@ -269,8 +272,29 @@ def build_eval_sets(place: Place) -> list[EvalSet]:
     ]
 
 
-def build_records(parts: Parts, eval_sets: Sequence[EvalSet]) -> AlsoRecord:
-    """Make what a run records beside its metrics and trajectories."""
+def build_trackers(place: Place) -> tuple[TrackerSpec, ...]:
+    """Find the trackers of a run and check their keys, before any time is spent.
+
+    Raises:
+        ConfigError: one is not known, not installed, or does not take its keys.
+    """
+    from polyturn.config.models import TrackerConfig
+    from polyturn.tracking.fan_out import tracker_spec
+
+    wanted = [TrackerConfig(name=t) if isinstance(t, str) else t for t in place.config.tracking]
+    return tuple(tracker_spec(t.name, samples=t.samples, base=place.base, **(t.model_extra or {})) for t in wanted)
+
+
+def build_store_settings(place: Place) -> StoreSettings:
+    """Return how much of the trajectories is kept."""
+    from polyturn.store.parquet_store import StoreSettings
+
+    store = place.config.store
+    return StoreSettings(share=store.share, max_bytes=None if store.max_gb is None else round(store.max_gb * 1e9))
+
+
+def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mapping[str, str] | None = None) -> AlsoRecord:
+    """Make what a run records beside its metrics and trajectories; trackers whose settings are in `environ` read it."""
     from polyturn.tracking.dump import TrajectoryDump
     from polyturn.training.observer import AlsoRecord
 
@@ -292,5 +316,8 @@ def build_records(parts: Parts, eval_sets: Sequence[EvalSet]) -> AlsoRecord:
         train_dump=dump(config.dump.train),
         eval_dump=dump(config.dump.evaluation),
         has_many_sets=len(eval_sets) > 1,
+        store=build_store_settings(parts.place),
+        trackers=build_trackers(parts.place),
+        environ=environ or {},
         **({"eval_metrics": verl_metrics} if config.compat.validation_metrics else {}),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-eval")
     write_resolved(resolved, folder / "config.yaml")
     keep_tokenizer(parts, folder)
-    also = build.build_records(parts, sets)
+    also = build.build_records(parts, sets, environ=os.environ)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
         reports = asyncio.run(_all(parts, sets, observer))
     (folder / "report.json").write_text(
