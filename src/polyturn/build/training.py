@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyturn.build.credit import build_critic, build_estimator, build_reward_kl, drops_zero_variance
 from polyturn.build.loss import build_correction
@@ -20,12 +21,14 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.data.conversations import generate_conversations, read_conversations
+from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
     from polyturn.training.distributed import DistributedPolicy
+    from polyturn.training.flights import Flights
     from polyturn.training.local import LocalPolicy
     from polyturn.training.loop import Trainer, TrainObserver, WeightChannel
     from polyturn.training.update import Update
@@ -54,12 +57,14 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     from polyturn.algorithms.advantages import traits_of
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.training.checkpoint import Checkpoints
+    from polyturn.training.flights import FOLDER, Flights
     from polyturn.training.loop import LoopSettings, Trainer
 
     place, config = parts.place, parts.place.config
     train, evaluation = config.train, config.evaluation
     policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
+    flights = Flights(folder / FOLDER, keeps_turns=not config.engine.deterministic)
     return Trainer(
         LoopSettings(
             steps=train.steps,
@@ -79,18 +84,21 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             stop_at=evaluation.stop_at,
             patience=evaluation.patience,
             checkpoint_every=train.checkpoint_every,
+            needs_checkpoints=train.on_checkpoint_error == "stop",
         ),
         update=update,
         pool=parts.pool
         or RolloutPool(
-            parts.context,
+            _journaled(parts, flights),
             max_concurrent=config.rollout.max_concurrent,
             max_failed_share=config.rollout.max_failed_share,
         ),
         tasks=tasks.train,
         eval_sets=tasks.eval_sets,
-        checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints),
+        checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints, keep_every=train.keep_checkpoint_every),
         export=exporter(parts, adapter_only=True),
+        freeze=functools.partial(_frozen_export, parts),
+        flights=flights if parts.pool is None else None,
         observer=observer,
         engine_busy_s=lambda: parts.engine.busy_s,
         engine_metrics=_engine_metrics(parts),
@@ -126,6 +134,15 @@ def build_update(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> Updat
         critic=build_critic(parts, estimator),
         reward_kl=build_reward_kl(place),
     )
+
+
+def _journaled(parts: Parts, flights: Flights) -> RolloutContext:
+    """Return the context of the run's episodes, whose completions are kept until they are trained."""
+    from polyturn.training.flights import JournaledEngine
+
+    context = copy.copy(parts.context)
+    context.engine = JournaledEngine(parts.context.engine, flights)
+    return context
 
 
 def _channel(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> WeightChannel:
@@ -167,7 +184,7 @@ def _engine_metrics(parts: Parts) -> Callable[[], Mapping[str, float]]:
     return parts.engine.read_metrics if isinstance(parts.engine, EnginePool) else dict
 
 
-def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[[Path], Path]:
+def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]:
     """Return what saves the model as it is, with all that others need to load it, in the Hugging Face format.
 
     With LoRA that is the merged model, or with `adapter_only` the adapter alone.
@@ -179,6 +196,21 @@ def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[[Path], Pa
     return functools.partial(
         hf.save_model, parts.model, tokenizer=parts.tokenizer, processor=processor, adapter_only=adapter_only
     )
+
+
+def _frozen_export(parts: Parts, policy: Mapping[str, Any]) -> Callable[[Path], object] | None:
+    """Return what saves the model as the copied state of a policy says, while the model goes on; None for an adapter,
+    which is small."""
+    from polyturn.training.lora import has_lora
+
+    if has_lora(parts.model):
+        return None
+    copied: Mapping[str, Any] = policy["model"]
+    firsts: dict[tuple[int, tuple[int, ...]], Any] = {}
+    tensors = {}
+    for name, live in parts.model.state_dict().items():  # tied tensors are written once
+        tensors[name] = firsts.setdefault((live.data_ptr(), tuple(live.shape)), copied[name])
+    return functools.partial(exporter(parts), tensors=tensors)
 
 
 def warm_start_samples(parts: Parts) -> list[TrainSample]:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import shlex
 import shutil
 import signal
@@ -17,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import yaml
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
@@ -34,6 +36,7 @@ from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.distributed import DistributedPolicy
 from polyturn.training.loop import LoopState, Trainer
 from polyturn.training.observer import RunObserver
+from polyturn.training.resume import changed_settings
 from polyturn.training.sft import SftSettings, run_sft
 
 logger = logging.getLogger(__name__)
@@ -148,11 +151,13 @@ def _train(
     if not resume:
         folder = new_run_folder(folder)
     attempt.name = folder.name
+    if resume:
+        tell_changes(folder / "config.yaml", resolved)
     write_resolved(resolved, folder / "config.yaml")
     keep_tokenizer(parts, folder)
     out.fact("run folder", folder)
     line = shlex.join(again(folder.name))
-    also = build.build_records(parts, tasks.eval_sets)
+    also = build.build_records(parts, tasks.eval_sets, environ=os.environ)
     team = contextlib.nullcontext() if parts.team is None else contextlib.closing(parts.team)
     with team, RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer:
         warm = Spent()
@@ -182,6 +187,17 @@ def _train(
         out.fact("best", f"{best} (success {state.best:.3f})")
     out.fact("trajectories", folder / "trajectories")
     out.fact("look at them", f"polyturn show {folder}, or in the browser: polyturn view {folder}")
+
+
+def tell_changes(path: Path, resolved: Mapping[str, Any]) -> None:
+    """Say which settings a resumed run has that differ from those before, which `path` holds."""
+    try:
+        former = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as problem:
+        logger.warning("what this run was started with is not known (%s)", problem)
+        return
+    for line in changed_settings(former if isinstance(former, dict) else {}, resolved):
+        logger.warning("resumed with another setting: %s", line)
 
 
 class Spent(NamedTuple):

@@ -546,6 +546,12 @@ class TrainConfig(_Model):
     checkpoint_every: int = Field(0, ge=0)
     """Steps between checkpoints; 0 saves only at the end, and when the run is interrupted."""
     keep_checkpoints: int = Field(2, ge=1)
+    """How many of the newest ones stay; the best one always does."""
+    keep_checkpoint_every: int = Field(0, ge=0)
+    """Checkpoints of every so many steps stay for good; 0 is none."""
+    on_checkpoint_error: Literal["stop", "warn"] = "stop"
+    """What follows a checkpoint that cannot be written, on a full disk for instance: the run ends, with the last good one
+    intact (stop), or goes on and tries again at the next (warn)."""
     distributed: DistributedConfig = DistributedConfig()
     optim: OptimConfig = OptimConfig()
 
@@ -655,6 +661,26 @@ class DumpConfig(_Model):
     """Folder for evaluation, relative to the working directory."""
 
 
+class StoreConfig(_Model):
+    """How much of the trajectories a run keeps in its folder, under trajectories/."""
+
+    share: float = Field(1.0, ge=0, le=1)
+    """Share of the groups of training that are kept, the same ones after a resume. Evaluations are kept whole."""
+    max_gb: float | None = Field(None, gt=0)
+    """The oldest trajectories of training go once all take more than this many GB; null keeps all."""
+
+
+class TrackerConfig(BaseModel):
+    """A program that the numbers of a run are passed on to. Further keys are its own, for instance `project`."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True, protected_namespaces=())
+
+    name: str
+    """tensorboard, wandb, mlflow, trackio, otel, a registered name or `file.py:Class`."""
+    samples: int = Field(4, ge=0)
+    """Trajectories of each step in its table of samples."""
+
+
 class CompatConfig(_Model):
     """What changes for rows and dashboards made for other trainers."""
 
@@ -686,6 +712,9 @@ class RunConfig(_Model):
     evaluation: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
     dump: DumpConfig = DumpConfig()
+    store: StoreConfig = StoreConfig()
+    tracking: list[str | TrackerConfig] = []
+    """Trackers beside metrics.jsonl: names, or {name: wandb, project: …} with keys of the tracker's own."""
     compat: CompatConfig = CompatConfig()
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from polyturn.core.errors import one_line
@@ -94,6 +95,22 @@ class ParquetStore:
             self._join()
         if self.settings.max_bytes is not None:
             self._trim(self.settings.max_bytes)
+
+    def forget_after(self, step: int) -> None:
+        """Drop the rows of later steps, which a resumed run takes again, maybe with other groups."""
+        for path in list_parts(self._folder):
+            try:
+                steps = pq.read_table(path, columns=["step"])["step"]
+                if not len(steps) or pc.max(steps).as_py() <= step:
+                    continue
+                table = pq.read_table(path)
+                kept = table.filter(pc.less_equal(table["step"], step))
+                if kept.num_rows:
+                    self._write(path, kept)
+                else:
+                    path.unlink()
+            except (OSError, pa.ArrowException) as problem:
+                logger.warning("%s keeps what was recorded after step %d (%s)", path, step, one_line(problem))
 
     def close(self) -> None:
         """Write what is left."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,11 @@ _FORMER, _GONE = ".former-", ".gone-"
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0) -> None:
+        """Keep the newest `keep` ones, the best one, and those of every `keep_every` steps for good; 0 keeps none so."""
         self.folder = folder
         self._keep = keep
+        self._keep_every = keep_every
 
     def save(self, step: int, state: Mapping[str, Any], *, export: Callable[[Path], object], is_best: bool = False) -> Path:
         """Write the checkpoint of `step` and return its folder; older ones beyond `keep` go, the best one stays.
@@ -130,8 +133,53 @@ class Checkpoints:
     def _prune(self) -> None:
         best = self.best()
         for old in self._all()[: -self._keep]:
-            if old != best:
+            step = int(old.name.removeprefix("step-"))
+            stays = self._keep_every and step and step % self._keep_every == 0
+            if old != best and not stays:
                 _discard(old)
+
+
+class Saver:
+    """Writes checkpoints in a thread of its own, one after another, from copies that no step changes.
+
+    A kill while one is being written leaves the one before it. What went wrong is told to whoever saves or waits next.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+
+    def save(self, step: int, state: Mapping[str, Any], *, export: Callable[[Path], object], is_best: bool = False) -> None:
+        """Begin to write the checkpoint of `step`, once the one before it is written; `state` and `export` share nothing
+        with what is trained.
+
+        Raises:
+            CheckpointError: the one before it could not be written.
+        """
+        self.wait()
+
+        def work() -> None:
+            try:
+                self._checkpoints.save(step, state, export=export, is_best=is_best)
+            except BaseException as problem:
+                self._problem = problem
+
+        self._thread = threading.Thread(target=work, name="polyturn-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until what was begun is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
 
 
 def _discard(folder: Path) -> None:

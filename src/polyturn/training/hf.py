@@ -116,11 +116,13 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     processor: ProcessorMixin | None = None,
     adapter_only: bool = False,
+    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write `model` to `folder`, replacing what is there, with the tokenizer and its chat template, and the processor of a
     model that reads more than text; return `folder`.
 
     A model with an adapter is written merged, as one without; with `adapter_only` its adapter alone, in peft's format.
+    `tensors` are written in place of a model's own, where it has no adapter; those of one storage as one.
     """
     is_adapted = lora.has_lora(model)
     folder = Path(folder)
@@ -131,7 +133,7 @@ def save_model(
         if is_adapted:
             (lora.save_adapter if adapter_only else lora.save_merged)(model, fresh)
         else:
-            model.save_pretrained(fresh)
+            model.save_pretrained(fresh, state_dict=None if tensors is None else dict(tensors))
         if processor is not None:
             processor.save_pretrained(fresh)
         if tokenizer is not None:

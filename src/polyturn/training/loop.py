@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from polyturn.buffer.drops import Drops
 from polyturn.buffer.group_buffer import GroupBuffer
@@ -35,8 +35,11 @@ from polyturn.evaluation.report import EvalReport, is_success, report
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.schema import Trained
-from polyturn.training.checkpoint import Checkpoints
+from polyturn.training.checkpoint import Checkpoints, Saver
+from polyturn.training.flights import Flights
+from polyturn.training.optim import on_cpu
 from polyturn.training.producer import Producer
+from polyturn.training.resume import identity_of, require_same_identity
 from polyturn.training.update import StepResult, Update
 
 logger = logging.getLogger(__name__)
@@ -87,6 +90,8 @@ class LoopSettings:
     stop_at: float | None = None
     patience: int | None = None
     checkpoint_every: int = 0
+    needs_checkpoints: bool = True
+    """Whether a checkpoint that cannot be written ends the run, instead of being warned of and tried again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +102,8 @@ class LoopState:
     best: float = -math.inf
     best_step: int = -1
     evals_since_best: int = 0
+    evaluated: int = -1
+    """The step of the latest validation."""
     reports: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """"before" and "after" -> evaluation set -> its numbers."""
 
@@ -129,14 +136,17 @@ class Trainer:
         eval_sets: Sequence[EvalSet],
         checkpoints: Checkpoints,
         export: Callable[[Path], object],
+        freeze: Callable[[Mapping[str, Any]], Callable[[Path], object] | None] = lambda policy: None,
         observer: TrainObserver,
         engine_busy_s: Callable[[], float],
         engine_metrics: Callable[[], Mapping[str, float]] = dict,
         fingerprint: str = "",
         sampler: Callable[[], TaskSampler] | None = None,
+        flights: Flights | None = None,
         trains_in_thread: bool = False,
     ) -> None:
-        """Take the parts; `trains_in_thread` is for an engine that does not sample from the trainer's own parameters."""
+        """Take the parts; `trains_in_thread` is for an engine that does not sample from the trainer's own parameters, and
+        `freeze` makes of the policy's copied state an export that a thread may write while training goes on, or None."""
         self.settings = settings
         self.state = LoopState()
         self.update = update
@@ -147,6 +157,9 @@ class Trainer:
         self._eval_sets = list(eval_sets)
         self.checkpoints = checkpoints
         self._export = export
+        self._freeze = freeze
+        self._saver = Saver(checkpoints)
+        self._flights = flights
         self._observer = observer
         self._engine_busy_s = engine_busy_s
         self._engine_metrics = engine_metrics
@@ -173,6 +186,7 @@ class Trainer:
                     results = await self._evaluate(self._eval_sets)
                     self.state.reports["before"] = _reports(results)
                     if self._is_best(results):
+                        self._saver.wait()
                         self.checkpoints.mark_best(self.state.step)
             if self.state.step < self.settings.steps:
                 with first_error():
@@ -181,12 +195,9 @@ class Trainer:
             results = await self._evaluate(self._eval_sets)
             self.state.reports["after"] = _reports(results)
         except BaseException:
-            try:
-                self._save()
-            except CheckpointError as problem:
-                logger.error("%s", problem)  # what ended the run is the error to raise
+            self._save_last_words()
             raise
-        self._save(is_best=self._is_best(results))
+        self._save(is_best=self._is_best(results), in_thread=False)
         return self.state
 
     def resume(self, path: Path) -> None:
@@ -196,19 +207,26 @@ class Trainer:
             CheckpointError: it is missing, damaged, of another model, or of another order of tasks.
         """
         saved = self.checkpoints.load(path)
+        if missing := [name for name in ("fingerprint", "sampler", "policy", "loop") if name not in saved]:
+            raise CheckpointError(f"the checkpoint {path} has no {missing[0]!r}; it was not written by a training run")
         if saved["fingerprint"] != self._fingerprint:
             raise CheckpointError(
                 f"the checkpoint {path} was made with another tokenizer or chat template; resume with the one that made it"
             )
         self._sampler().load_state_dict(saved["sampler"])
+        require_same_identity(saved.get("identity", {}), identity_of(self.settings, self._tasks), path=path)
         self.policy.load_state_dict(saved["policy"])
         self.update.load_state_dict(saved.get("update", {}))
         self.state = LoopState(**saved["loop"])
         self._pending = list(saved.get("pending", ()))
+        if self._flights is not None:
+            self._flights.resume(self.state.step, oldest=self._oldest_version)
         logger.info("resumed from %s at step %d", path, self.state.step)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         settings, state, drops = self.settings, self.state, Drops()
+        if self._is_validation_due() and state.evaluated != state.step and await self._is_done():
+            return  # the run that is resumed ended before this validation did
         buffer = self._buffer = GroupBuffer(
             groups_per_step=settings.groups_per_step,
             max_staleness=settings.max_staleness,
@@ -242,6 +260,10 @@ class Trainer:
                 replayed = self._replay.draw(settings.replayed_groups, step=state.step)
                 (metrics, trained), cancelled = await self._run_update([*groups, *replayed])
                 state.step += 1
+                if self._flights is not None:
+                    self._flights.forget(self._training)
+                    self._flights.forget((flight.ticket for flight in left), are_cut=True)
+                    metrics |= self._flights.read_metrics()
                 self._training = []
                 sampler.learn(_success(groups))
                 try:
@@ -293,10 +315,11 @@ class Trainer:
             return True
         sets = [s for s in self._eval_sets if s.is_periodic]
         is_best = is_enough = False
-        if sets and settings.eval_every and state.step % settings.eval_every == 0:
+        if sets and self._is_validation_due():
             results = await self._evaluate(sets, limit=settings.eval_limit_during)
             is_best = self._is_best(results)
             state.evals_since_best = 0 if is_best else state.evals_since_best + 1
+            state.evaluated = state.step
             success = self._success(results)
             if settings.stop_at is not None and success >= settings.stop_at:
                 logger.info("step %d: success %.3f reached evaluation.stop_at; training ends", state.step, success)
@@ -345,16 +368,65 @@ class Trainer:
             out[which.name] = result
         return out
 
-    def _save(self, *, is_best: bool = False) -> None:
+    def _is_validation_due(self) -> bool:
+        every, step = self.settings.eval_every, self.state.step
+        return every > 0 and step > 0 and step % every == 0
+
+    def _oldest_version(self, ticket: int) -> int:
+        """Return the oldest policy version that tokens of a group may have which is trained by the run that goes on."""
+        settings = self.settings
+        if settings.carries_over:
+            return self.state.step  # its slot says that it starts now
+        return ticket // (settings.groups_per_step + settings.extra_groups) - settings.max_staleness
+
+    def _save_last_words(self) -> None:
+        """Save where the run ended by an error or a cancellation, unless that is in the middle of a step."""
+        try:
+            if self.update.is_half_done:
+                self._saver.wait()
+                logger.error(
+                    "the run ended in the middle of step %d, whose weights are not kept; go on from %s",
+                    self.state.step + 1,
+                    self.checkpoints.latest(),
+                )
+            else:
+                self._save(in_thread=False)
+        except CheckpointError as problem:
+            logger.error("%s", problem)  # what ended the run is the error to raise
+
+    def _save(self, *, is_best: bool = False, in_thread: bool = True) -> None:
+        """Save the run as it is; in a thread where the policy's copy can be exported beside training."""
+        policy = on_cpu(self.policy.state_dict())
         state = {
-            "policy": self.policy.state_dict(),
-            "update": self.update.state_dict(),
+            "policy": policy,
+            "update": on_cpu(self.update.state_dict()),
             "loop": asdict(self.state),
             "sampler": self._sampler().state_dict(),
             "pending": self._untrained(),
             "fingerprint": self._fingerprint,
+            "identity": identity_of(self.settings, self._tasks),
         }
-        self.checkpoints.save(self.state.step, state, export=self._export, is_best=is_best)
+        step = self.state.step
+        if self._flights is not None:
+            self._flights.begin(step)
+        frozen = self._freeze(policy) if in_thread else None
+        try:
+            if frozen is not None:
+                self._saver.save(step, state, export=frozen, is_best=is_best)
+                return
+            self._wait_for_saver()
+            self.checkpoints.save(step, state, export=self._export, is_best=is_best)
+        except CheckpointError as problem:
+            if self.settings.needs_checkpoints or not in_thread:
+                raise
+            logger.warning("%s; the run goes on, and tries again at the next checkpoint", problem)
+
+    def _wait_for_saver(self) -> None:
+        """Wait for what is being written; what went wrong with it matters no more, because a newer one follows."""
+        try:
+            self._saver.wait()
+        except CheckpointError as problem:
+            logger.warning("%s", problem)
 
 
 class _StepClock:

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,11 +23,13 @@ from rich.console import Console
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.repeated import flat, repeated_metrics
 from polyturn.evaluation.report import EvalReport
-from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.parquet_store import ParquetStore, StoreSettings
 from polyturn.store.schema import Trained
 from polyturn.tracking.alarms import Alarms
+from polyturn.tracking.base import RunInfo
 from polyturn.tracking.console import ConsoleTracker, Progress
 from polyturn.tracking.dump import TrajectoryDump
+from polyturn.tracking.fan_out import Trackers, TrackerSpec
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,12 @@ class AlsoRecord:
 
     train_dump: TrajectoryDump | None = None
     eval_dump: TrajectoryDump | None = None
+    store: StoreSettings = field(default_factory=StoreSettings)
+    """How much of the trajectories is kept."""
+    trackers: Sequence[TrackerSpec] = ()
+    """Programs that the numbers are passed on to."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables, for trackers whose settings are there."""
     has_many_sets: bool = False
     """Whether there are several evaluation sets, so that each has a folder of its own in `eval_dump`."""
     eval_metrics: Callable[[str, Sequence[TrajectoryGroup]], Mapping[str, float]] = _no_metrics
@@ -70,7 +78,9 @@ class RunObserver:
         self._metrics: JsonlTracker | None = None
         self._sft_metrics: JsonlTracker | None = None
         self._sft_last = "no step"
-        self._store = ParquetStore(folder)
+        self._store = ParquetStore(folder, self._also.store)
+        about = RunInfo(name=folder.resolve().name, folder=folder, environ=self._also.environ)
+        self._trackers = Trackers(self._also.trackers, about)
         self._alarms = Alarms()
         self._progress: Progress | None = None
 
@@ -80,14 +90,17 @@ class RunObserver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end_phase()
         self._store.close()
+        self._trackers.close()
         for tracker in (self._metrics, self._sft_metrics):
             if tracker is not None:
                 tracker.close()
 
     def resume(self, step: int) -> None:
-        """Go on after `step`: metrics of later steps, which are taken again, are dropped."""
+        """Go on after `step`: metrics and trajectories of later steps, which are taken again, are dropped."""
+        self._store.forget_after(step)
         path = self._folder / "metrics.jsonl"
         self._metrics = JsonlTracker(path, resumed_step=step)
+        self._trackers.resume(step)
         for earlier in read_metrics(path):
             self._alarms.feed(earlier["step"], earlier)
 
@@ -128,6 +141,8 @@ class RunObserver:
         if self._also.train_dump is not None:
             self._also.train_dump.write(step, groups)
         self._tracker().log(step, metrics)
+        self._trackers.log(step, metrics)
+        self._trackers.record(step, "train", groups)
         self._console.log(step, metrics)
         for alarm in self._alarms.feed(step, metrics):
             logger.warning("%s", alarm.message)
@@ -143,7 +158,10 @@ class RunObserver:
         metrics = report.to_metrics(f"eval/{name}")
         if any(len(group.trajectories) > 1 for group in groups):
             metrics |= {f"eval/{name}/{key}": value for key, value in flat(repeated_metrics(groups)).items()}
-        self._tracker().log(step, {**metrics, **self._also.eval_metrics(name, groups)})
+        metrics = {**metrics, **self._also.eval_metrics(name, groups)}
+        self._tracker().log(step, metrics)
+        self._trackers.log(step, metrics)
+        self._trackers.record(step, f"eval/{name}", groups)
         logger.info(
             "eval %-10s success %.3f  first turn %.3f  turns %.2f  valid calls %.3f  repaired %.3f (of %d)",
             name, report.success, report.first_turn_success, report.mean_turns, report.valid_tool_calls, report.repaired,

@@ -233,3 +233,14 @@ def clone_tensors(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(clone_tensors(v) for v in value)
     return value
+
+
+def on_cpu(value: Any) -> Any:
+    """Return nested dicts and lists with every tensor on the CPU; those that are there already stay the same."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {k: on_cpu(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(on_cpu(v) for v in value)
+    return value

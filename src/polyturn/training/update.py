@@ -91,6 +91,8 @@ class Update:
         self._kl = kl
         self._reward_kl = reward_kl
         self.estimator = estimator
+        self.is_half_done = False
+        """Whether some of a step's optimizer steps are taken and others are not: no state to go on from."""
         self._settings = settings or UpdateSettings()
 
     def has_signal(self, group: TrajectoryGroup) -> bool:
@@ -143,12 +145,14 @@ class Update:
                     # Behind an update they say how far that went, and not whether trainer and engine agree.
                     found = {name: value for name, value in found.items() if not name.startswith("policy/rollout_")}
                 parts += [found, self.policy.optim_step()]
+                self.is_half_done = True
             train_s += time.perf_counter() - began
         else:
             logger.warning("step %d: no group has anything to learn from; the weights stay as they are", step + 1)
         parts.append({"time/train_s": Sum(train_s)})
         order = [sample for share in shares for sample in share]
         metrics = reduce(merge(parts))
+        self.is_half_done = False
         if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
@@ -208,6 +212,7 @@ class Update:
         parts = [value_metrics([s for share in shares for s in share])]
         for share in shares:
             parts += [self.critic.forward_backward(share), self.critic.optim_step()]
+            self.is_half_done = True
         return parts
 
     def _engine_logprobs(self, samples: Sequence[TrainSample]) -> list[Floats]:

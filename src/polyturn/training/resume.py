@@ -1,0 +1,80 @@
+"""What a checkpoint and the run that resumes it must have in common, so that no task is skipped or visited twice.
+
+Weights, optimizer, tokenizer and the order of tasks are compared by those that own them. Left are the settings that decide
+which tasks a step trains on, and the tasks themselves. Everything else may change between two parts of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import CheckpointError
+from polyturn.core.task import Task
+
+_NAMES = {
+    "groups_per_step": "train.groups_per_step",
+    "group_size": "train.group_size",
+    "has_baseline": "a greedy member in each group (algorithm.advantage)",
+    "extra_groups": "train.oversample × train.groups_per_step",
+    "carries_over": "train.leftover: carry",
+    "max_attempts": "train.dynamic_sampling",
+}
+_NUM_LOOKED_AT = 64
+"""Tasks that stand for a dataset, which may be too large to be read when a run starts."""
+
+
+def identity_of(settings: Any, tasks: Sequence[Task]) -> dict[str, Any]:
+    """Return what must stay the same when a run goes on, from its `LoopSettings` and its tasks."""
+    digest = hashlib.blake2b(digest_size=8)
+    count = min(len(tasks), _NUM_LOOKED_AT)
+    for index in (i * len(tasks) // count for i in range(count)):
+        task = tasks[index]
+        digest.update(repr((task.id, task.data_source, [(m.role, str(m.content)) for m in task.prompt])).encode())
+    values = {
+        "groups_per_step": settings.groups_per_step,
+        "group_size": settings.group_size,
+        "has_baseline": settings.has_baseline,
+        "extra_groups": settings.extra_groups,
+        "carries_over": settings.carries_over,
+        "max_attempts": settings.max_attempts,
+    }
+    return {**values, "tasks": digest.hexdigest()}
+
+
+def require_same_identity(saved: Mapping[str, Any], mine: Mapping[str, Any], *, path: Path) -> None:
+    """Raise where a run cannot go on as the one that wrote the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: with what differs and what to do.
+    """
+    for key, value in mine.items():
+        if key not in saved or saved[key] == value:
+            continue
+        if key == "tasks":
+            what = "other tasks in data.train than this run has"
+        else:
+            what = f"{_NAMES[key]} {saved[key]!r} and this run has {value!r}"
+        raise CheckpointError(
+            f"the checkpoint {path} was made with {what}, so that tasks would be skipped or visited twice; resume with the "
+            f"same, or start a new run from its weights (model.path={path / 'model'})"
+        )
+
+
+def changed_settings(former: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for every setting that differs between two resolved configs: `train.optim.lr: 0.001 -> 0.0005`."""
+    before, after = _flat(former), _flat(now)
+    names = sorted(before.keys() | after.keys())
+    return [f"{n}: {before.get(n)!r} -> {after.get(n)!r}" for n in names if before.get(n) != after.get(n)]
+
+
+def _flat(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, prefix=f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
