@@ -1,0 +1,91 @@
+"""What the pages of docs/ say of configurations is true: each YAML snippet loads, each key and each metric exists.
+
+A snippet is a part of a configuration, so a model is added where it has none. A line that sets a section again is one
+configuration more: pages show alternatives beneath each other.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from polyturn.config.models import RunConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(p for p in (ROOT / "docs").rglob("*.md") if "migrate" not in p.parts and "reference" not in p.parts)
+SECTIONS = set(RunConfig.model_fields)
+ANY = "|".join(sorted(SECTIONS))
+RECORDED = "rollout|reward|tokens|policy|loss|buffer|time|critic|engine"
+SOURCE = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "src").rglob("*.py"))
+
+
+def snippets() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
+            for part, text in enumerate(alternatives(block)):
+                keys = yaml.safe_load(text)
+                if isinstance(keys, dict) and keys.keys() <= SECTIONS:
+                    found.append((f"{page.relative_to(ROOT / 'docs')} {number}.{part}", text))
+    return found
+
+
+def alternatives(block: str) -> list[str]:
+    """Cut a block before each line that sets a section a second time."""
+    parts: list[list[str]] = [[]]
+    seen: set[str] = set()
+    for line in block.splitlines():
+        section = line.split(":")[0] if line[:1].isalpha() else ""
+        if section and section in seen:
+            parts.append([])
+            seen = set()
+        seen.add(section)
+        parts[-1].append(line)
+    return ["\n".join(part) for part in parts]
+
+
+SNIPPETS = snippets()
+
+
+def test_the_pages_show_configurations():
+    assert len(SNIPPETS) > 20
+
+
+@pytest.mark.parametrize("text", [text for _, text in SNIPPETS], ids=[name for name, _ in SNIPPETS])
+def test_a_snippet_is_a_part_of_a_configuration(text: str):
+    given: dict[str, Any] = yaml.safe_load(text)
+    RunConfig.model_validate({**given, "model": {"path": "there", **given.get("model", {})}})
+
+
+def has_key(model: type[BaseModel], path: list[str]) -> bool:
+    if not path:
+        return True
+    field = model.model_fields.get(path[0])
+    if field is None:
+        return False
+    kinds = [field.annotation, *get_args(field.annotation)]
+    inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return any(has_key(kind, path[1:]) for kind in inner) if inner else len(path) == 1 or "dict" in str(field.annotation)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_key_that_a_page_names_exists(page: Path):
+    named = set(re.findall(rf"`((?:{ANY})(?:\.[a-z_]+)+)(?::[^`]*)?`", page.read_text(encoding="utf-8")))
+    files = ("py", "yaml", "jsonl", "png", "md", "json", "parquet")
+    keys = {name for name in named if name.rsplit(".")[-1] not in files}
+    code = {name for name in keys if f"polyturn.{name}" in SOURCE}
+    assert not {name for name in keys - code if not has_key(RunConfig, name.split("."))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_metric_that_a_page_names_is_recorded(page: Path):
+    """Its name, or what it begins with, stands in the source in quotes."""
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(rf"`((?:{RECORDED})/[a-z0-9_]+)`", text):
+        begins = [name.rsplit("_", k)[0] for k in range(name.count("_") + 1)]
+        assert any(f'"{begin}' in SOURCE for begin in begins), name
