@@ -99,11 +99,56 @@ def sft(config: ConfigArgument, overrides: Overrides = None, checkpoint: Checkpo
 
 
 @app.command("eval")
-def evaluate(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
-    """Evaluate the model on the config's `evaluation` part, without training."""
+def evaluate(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    checkpoint: CheckpointOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of a model, in place of the config's; with --endpoint, its name there."),
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="OpenAI-compatible server that is evaluated, e.g. http://host:8000/v1.")
+    ] = None,
+    key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
+    concurrency: Annotated[int, typer.Option(min=1, help="With --endpoint: requests at once, at most.")] = 32,
+    request_timeout: Annotated[float, typer.Option(min=0.1, help="With --endpoint: seconds that one try may take.")] = 300.0,
+    tries: Annotated[int, typer.Option(min=1, help="With --endpoint: tries of one request.")] = 6,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
+) -> None:
+    """Evaluate on the config's `evaluation` part: a checkpoint, a model, or whatever an endpoint serves."""
     from polyturn.cli import evaluate as command
 
-    command.run(config, overrides or [], checkpoint=checkpoint)
+    if endpoint is None:
+        command.run(config, overrides or [], checkpoint=checkpoint, model=model, as_json=as_json)
+        return
+    if model is None or checkpoint is not None:
+        raise ConfigError("--endpoint needs --model NAME, the model's name at the endpoint, and takes no --checkpoint")
+    from polyturn.engines.chat_completions import Endpoint
+
+    served = Endpoint(
+        url=endpoint,
+        model=model,
+        key=os.environ.get(key_env),
+        max_concurrent=concurrency,
+        timeout_s=request_timeout,
+        max_tries=tries,
+    )
+    command.run_endpoint(config, overrides or [], served, as_json=as_json)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of the run that is the baseline.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Folder of the run that is compared with it.")],
+    split: Annotated[str | None, typer.Option(help="Which evaluation, for instance eval/greedy.")] = None,
+    success_at: Annotated[float, typer.Option(help="The outcome that counts as success.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+) -> None:
+    """Compare two evaluations of the same tasks with a paired test, and say what is significant."""
+    from polyturn.cli import compare as command
+
+    command.run(a, b, split=split, success_at=success_at, as_json=as_json)
 
 
 @app.command()
@@ -245,6 +290,32 @@ def view(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; two are shown side by side.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path("report.html"),
+    trajectories: Annotated[int, typer.Option("-n", min=0, help="How many trajectories of each run are shown.")] = 10,
+) -> None:
+    """Write one self-contained page about runs: curves, tables, telling trajectories token by token."""
+    from polyturn.cli import report as command
+
+    command.report(runs, out=out, num_trajectories=trajectories)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; each is a curve.")],
+    metric: Annotated[
+        list[str] | None, typer.Option(help="A metric, * stands for any part; may be given several times.")
+    ] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The picture to write: .png, .svg or .pdf.")] = Path("curve.png"),
+) -> None:
+    """Draw metrics of runs over the steps."""
+    from polyturn.cli import report as command
+
+    command.plot(runs, metrics=metric or [], out=out)
+
+
+@app.command()
 def check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model or tokenizer.")],
     template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the chat template.")] = None,
@@ -346,6 +417,38 @@ def gsm8k(
 
     quiet_transformers()
     for path in prepare_gsm8k(source, variant=variant, out=out):
+        print(path)
+
+
+@data_app.command()
+def geo3k(
+    out: Annotated[Path, typer.Option("--out", help="Folder for train.parquet and test.parquet.")],
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Folder with the dataset's parquet files; without it, the hub's hiyouga/geometry3k."),
+    ] = None,
+) -> None:
+    """Write Geometry3K as tasks with figures, into which the model may zoom."""
+    from polyturn.data.problem_sets import prepare_geo3k
+
+    for path in prepare_geo3k(source, out=out):
+        print(path)
+
+
+@data_app.command()
+def search(
+    out: Annotated[Path, typer.Option("--out", help="Folder for train.parquet and test.parquet.")],
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Folder with train*.parquet and test*.parquet; without it, the hub's nq_hotpotqa_train."
+        ),
+    ] = None,
+) -> None:
+    """Write questions (Natural Questions, HotpotQA) as tasks that are answered by searching."""
+    from polyturn.data.problem_sets import prepare_search
+
+    for path in prepare_search(source, out=out):
         print(path)
 
 
