@@ -8,6 +8,7 @@ those to its left; nothing else in the library takes a config.
 """
 
 from polyturn.build.cluster import cluster_parts
+from polyturn.build.endpoint import build_endpoint_context, check_endpoint_run, for_endpoint
 from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_media, build_model
 from polyturn.build.parts import (
@@ -39,6 +40,7 @@ __all__ = [
     "Place",
     "RunTasks",
     "build_codec",
+    "build_endpoint_context",
     "build_engine",
     "build_estimator",
     "build_eval_sets",
@@ -55,6 +57,7 @@ __all__ = [
     "build_tasks",
     "build_tools",
     "build_trainer",
+    "check_endpoint_run",
     "check_ranks",
     "check_run",
     "check_training",
@@ -62,6 +65,7 @@ __all__ = [
     "exporter",
     "fitting",
     "follow_leader",
+    "for_endpoint",
     "lead",
     "settle",
     "warm_start_samples",

@@ -85,7 +85,7 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     found = {"data.train": _read_tasks(parts, tasks.train, name="data.train")}
     if tasks.eval_sets:
         found["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
-    _check_use(parts.context, found)
+    check_use(parts.context, found)
 
 
 def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
@@ -94,7 +94,7 @@ def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
     Raises:
         DataError, ConfigError, TemplateError: the first problem found.
     """
-    _check_use(parts.context, {name: _read_tasks(parts, tasks, name=name)})
+    check_use(parts.context, {name: _read_tasks(parts, tasks, name=name)})
 
 
 def fitting(parts: Parts, tasks: Sequence[Task], *, name: str) -> Sequence[Task]:
@@ -202,7 +202,7 @@ def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
     return length if length > limit else None
 
 
-def _check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> None:
+def check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> None:
     """Refuse a run whose interactions, or whose tools, not one task uses: it would be single-turn without a word."""
     which = f"not one of the {sum(s.num_tasks for s in found.values())} tasks of {' and '.join(found)}"
     if context.interactions and not any(set(s.interactions) - {None} for s in found.values()):

@@ -51,6 +51,7 @@ async def evaluate(
     limit: int | None = None,
     seed: int = 0,
     on_group: Callable[[TrajectoryGroup], None] | None = None,
+    finish: Callable[[TrajectoryGroup], TrajectoryGroup] | None = None,
 ) -> EvalResult:
     """Run every task of `which` as often as it says, and return the report and the trajectories.
 
@@ -62,6 +63,7 @@ async def evaluate(
         limit: Use only the first `limit` tasks.
         seed: Seeds the sampling of every task.
         on_group: Called as each task is done, for progress.
+        finish: Adds to the groups what is known beside the loop, such as what a server counted.
 
     Raises:
         RolloutError: too large a share of the trajectories failed.
@@ -74,5 +76,6 @@ async def evaluate(
         for index, task in enumerate(which.tasks[:limit])
     ]
     groups = await pool.run(specs)
+    groups = groups if finish is None else [finish(group) for group in groups]
     trajectories = [t for g in groups for t in g.trajectories]
     return EvalResult(report(trajectories, success_at=which.success_at), groups)

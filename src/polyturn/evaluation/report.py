@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 
 from polyturn.core.trajectory import Trajectory
 
+SERVER_TOKENS = "server_completion_tokens"
+"""The metric of a trajectory that holds what a server counted, where its own ids are not the model's tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
@@ -66,7 +69,7 @@ def report(trajectories: Sequence[Trajectory], *, success_at: float = 1.0) -> Ev
         mean_reward=_mean([t.reward.total for t in trajectories if t.reward is not None]),
         failed=_share([t.is_failed for t in trajectories]),
         truncated=_share([t.stop_reason.is_truncation for t in trajectories]),
-        mean_sampled_tokens=_mean([t.num_sampled_tokens for t in trajectories]),
+        mean_sampled_tokens=_mean([t.metrics.get(SERVER_TOKENS, t.num_sampled_tokens) for t in trajectories]),
     )
 
 

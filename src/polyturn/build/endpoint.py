@@ -1,0 +1,91 @@
+"""From a config and the address of a served model to a rollout context, for evaluation without a model or torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from polyturn.build.parts import build_interactions, build_rewarder, build_scheduler, build_tools
+from polyturn.build.place import Place
+from polyturn.build.tasks import check_use
+from polyturn.core.errors import ConfigError
+from polyturn.core.generation import SamplingParams
+from polyturn.core.plugins import load_plugins
+from polyturn.core.task import Task
+from polyturn.data.dataset import check_tasks
+from polyturn.engines.chat_completions import ChatEngine, Endpoint
+from polyturn.evaluation.evaluate import EvalSet
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.limits import Limits
+from polyturn.tokens.parsers import HermesParser, build_parser
+from polyturn.tokens.text_codec import text_codec
+
+logger = logging.getLogger(__name__)
+
+NO_LIMIT = 1 << 30
+"""Of the ids here, which are bytes; the server counts its own tokens."""
+
+
+def build_endpoint_context(place: Place, endpoint: Endpoint) -> RolloutContext:
+    """Make the rollout context of an evaluation whose model is served elsewhere, known by its text only.
+
+    Turns, time and the tokens of one turn are limited as the config says; limits in tokens of the whole conversation are
+    left to the server.
+
+    Raises:
+        ConfigError: something in the configuration cannot work.
+    """
+    config = place.config
+    load_plugins(config.plugins, base=place.base)
+    limits = config.rollout.limits
+    if limits.max_tokens is not None:
+        logger.info("rollout.limits.max_tokens is not applied: only the server counts its tokens")
+    tools = build_tools(place)
+    scheduler = build_scheduler(place)
+    codec = text_codec()
+    return RolloutContext(
+        engine=ChatEngine(dataclasses.replace(endpoint, max_tokens=limits.max_tokens_per_turn)),
+        codec=codec,
+        parser=build_parser(codec, "hermes", needs_calls=bool(tools.tools)) if tools.tools else HermesParser(),
+        tools=tools,
+        interactions=build_interactions(place),
+        rewarder=build_rewarder(place, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward),
+        scheduler=scheduler,
+        limits=Limits(max_turns=limits.max_turns, max_user_turns=limits.max_user_turns, timeout_s=limits.timeout_s),
+        sampling=SamplingParams(max_tokens=NO_LIMIT),
+        interaction_timeout_s=config.rollout.interaction_timeout_s,
+        require_interaction_name=config.compat.require_interaction_name,
+        scheduler_timeout_s=config.rollout.scheduler_timeout_s,
+        sanity_mode="off",
+        escape_prompts="all",
+    )
+
+
+def for_endpoint(which: EvalSet) -> EvalSet:
+    """Return an evaluation set whose completions are as long as the server lets them be."""
+    return dataclasses.replace(which, sampling=dataclasses.replace(which.sampling, max_tokens=NO_LIMIT))
+
+
+def check_endpoint_run(context: RolloutContext, tasks: Sequence[Task], *, name: str) -> None:
+    """Refuse tasks that cannot run: unknown tools or interactions, no reward, pictures.
+
+    Raises:
+        DataError, ConfigError: the first problem found.
+    """
+
+    def check(task: Task) -> None:
+        context.rewarder.check([task], tools=context.tools.tools)
+        context.scheduler.check_task(task)
+        if any(message.media for message in task.prompt):
+            raise ConfigError(f"{name}, task {task.id!r} shows pictures or sounds; an endpoint is sent text only")
+
+    found = check_tasks(
+        tasks,
+        tools=context.tools.tools,
+        interactions=context.interactions,
+        name=name,
+        require_interaction_name=context.require_interaction_name,
+        also=check,
+    )
+    check_use(context, {name: found})

@@ -1,0 +1,88 @@
+"""`polyturn compare A B`: two evaluations of the same tasks, with a paired test and a verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.compute as pc
+from rich.table import Table
+
+from polyturn.cli.console import Output
+from polyturn.core.errors import DataError, did_you_mean
+from polyturn.evaluation.compare import Comparison, compare
+from polyturn.store.stored_run import StoredRun, open_store
+
+
+def run(a: Path, b: Path, *, split: str | None, success_at: float, as_json: bool) -> None:
+    """Compare, print, and leave compare-A.json in the folder of B.
+
+    Raises:
+        DataError: there is no evaluation that both have, or no task that both ran.
+    """
+    stores = open_store(a), open_store(b)
+    splits = [split] if split is not None else _common(stores[0], stores[1], a, b)
+    found = {}
+    for name in splits:
+        newest = [
+            store.select(split=name, step=_last_step(store, name, folder))
+            for store, folder in zip(stores, (a, b), strict=True)
+        ]
+        found[name] = compare(newest[0].groups(), newest[1].groups(), success_at=success_at)
+    data = {"a": str(a), "b": str(b), "splits": {name: one.to_json() for name, one in found.items()}}
+    written = b / f"compare-{a.resolve().name}.json"
+    written.write_text(json.dumps(data, indent=2) + "\n")
+    out = Output()
+    if as_json:
+        out.text(json.dumps(data))
+        return
+    for name, one in found.items():
+        _show(out, name, one)
+    out.fact("A is", a)
+    out.fact("B is", b)
+    out.fact("written", written)
+
+
+def verdict(comparison: Comparison) -> str:
+    """Return what a comparison says, in one sentence."""
+    paired = comparison.table["all"]["success"]
+    delta = paired.difference
+    moved = f"{delta.mean * 100:+.1f} points [{delta.low * 100:+.1f}, {delta.high * 100:+.1f}], p = {paired.p:.3g}"
+    if not paired.is_significant():
+        return f"No significant difference in success: {moved}, {paired.num_tasks} tasks."
+    better = "B" if delta.mean > 0 else "A"
+    return f"{better} solves significantly more: {moved}, {paired.num_tasks} tasks."
+
+
+def _show(out: Output, name: str, comparison: Comparison) -> None:
+    table = Table(name, "", "A", "B", "B - A, 95 %", "better", "worse", "p", "", "test", box=None, pad_edge=False)
+    for source, numbers in comparison.table.items():
+        for number, p in numbers.items():
+            table.add_row(
+                source, number, f"{p.a:.3f}", f"{p.b:.3f}", str(p.difference), str(p.num_better), str(p.num_worse),
+                f"{p.p:.3g}", "significant" if p.is_significant() else "", p.test,
+            )  # fmt: skip
+    out.table(table)
+    out.text(verdict(comparison))
+    if comparison.num_only_a or comparison.num_only_b:
+        out.text(f"left out: {comparison.num_only_a} tasks that only A ran, {comparison.num_only_b} that only B ran")
+
+
+def _splits(store: StoredRun) -> set[str]:
+    return {s for s in pc.unique(store.table(["split"])["split"]).to_pylist() if s}
+
+
+def _common(store_a: StoredRun, store_b: StoredRun, a: Path, b: Path) -> list[str]:
+    of_a, of_b = _splits(store_a), _splits(store_b)
+    common = sorted(s for s in of_a & of_b if s.startswith("eval/"))
+    if not common:
+        raise DataError(f"{a} and {b} have no evaluation in common; {a} has {sorted(of_a)} and {b} has {sorted(of_b)}")
+    return common
+
+
+def _last_step(store: StoredRun, split: str, folder: Path) -> int:
+    """Return the step of a training run's last evaluation; 0 for `polyturn eval`."""
+    steps = store.select(split=split).table(["step"])["step"].to_pylist()
+    if not steps:
+        raise DataError(f"{folder} has no trajectories of the split {split!r}.{did_you_mean(split, _splits(store))}")
+    return int(max(steps))

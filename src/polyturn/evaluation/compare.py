@@ -1,0 +1,182 @@
+"""Whether one evaluation is better than another on the same tasks: a paired test, task by task.
+
+    task      A     B     B - A          tasks that both solve, or neither, say nothing;
+    gsm8k-0   1.0   1.0    0             of the others, is it chance that B wins more?
+    gsm8k-1   0.0   1.0   +1
+
+Where each task was run once and success is yes or no, this is McNemar's test in its exact form (McNemar 1947), the sign test
+on the tasks that differ. Where tasks were run several times, or for rewards, the signs of the differences are flipped at
+random (Fisher's randomization test), which uses their sizes too. Data sources are tested beside the whole and their p-values
+are corrected for there being several (Holm 1979).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyturn.core.errors import DataError
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.evaluation.report import is_success
+from polyturn.evaluation.statistics import Estimate, bootstrap
+
+NUM_FLIPS = 10_000
+
+
+class TaskKey(NamedTuple):
+    """What makes a task of one run the same as one of another."""
+
+    data_source: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paired:
+    """How B differs from A in one number, over the tasks that both have."""
+
+    num_tasks: int
+    a: float
+    b: float
+    difference: Estimate
+    """B minus A, with its 95 % interval over tasks."""
+    num_better: int
+    """Tasks on which B is better."""
+    num_worse: int
+    test: str
+    """Which test `p` is from."""
+    p: float
+    """How likely a difference as large is by chance, where there is none; of a data source, corrected for their number."""
+
+    def is_significant(self, level: float = 0.05) -> bool:
+        """Return whether chance alone is an unlikely explanation."""
+        return self.p < level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two evaluations, by data source ("all" is first) and number ("success", "reward")."""
+
+    table: Mapping[str, Mapping[str, Paired]]
+    num_only_a: int
+    """Tasks that only A has; they are left out."""
+    num_only_b: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as data for JSON, with a verdict for each number."""
+        found = {
+            source: {name: {**asdict(p), "significant": p.is_significant()} for name, p in values.items()}
+            for source, values in self.table.items()
+        }
+        return {"only_a": self.num_only_a, "only_b": self.num_only_b, "table": found}
+
+
+def compare(
+    a: Iterable[TrajectoryGroup], b: Iterable[TrajectoryGroup], *, success_at: float = 1.0, seed: int = 0
+) -> Comparison:
+    """Compare two evaluations of the same tasks.
+
+    Args:
+        a: The groups of the one, the baseline.
+        b: The groups of the other.
+        success_at: The outcome that counts as success.
+        seed: Of the resampling.
+
+    Raises:
+        DataError: they have no task in common.
+    """
+    of_a, of_b = _by_task(a, success_at=success_at), _by_task(b, success_at=success_at)
+    common = sorted(of_a.keys() & of_b.keys())
+    if not common:
+        examples = [min(of, default=None) for of in (of_a, of_b)]
+        raise DataError(
+            f"the two have no task in common, so nothing can be paired; of {len(of_a)} and {len(of_b)} tasks, the first are "
+            f"{examples[0]} and {examples[1]}"
+        )
+    sources: dict[str, list[TaskKey]] = defaultdict(list)
+    for key in common:
+        sources[key.data_source].append(key)
+    table = {"all": _paired(of_a, of_b, common, seed=seed)}
+    if len(sources) > 1:
+        found = {name: _paired(of_a, of_b, keys, seed=seed) for name, keys in sources.items()}
+        for number in ("success", "reward"):
+            having = [name for name in found if number in found[name]]
+            for name, p in zip(having, holm([found[n][number].p for n in having]), strict=True):
+                found[name][number] = replace(found[name][number], p=p)
+        table |= found
+    return Comparison(table=table, num_only_a=len(of_a) - len(common), num_only_b=len(of_b) - len(common))
+
+
+def sign_test(num_better: int, num_worse: int) -> float:
+    """Return the two-sided exact p-value of `num_better` heads and `num_worse` tails of a fair coin (McNemar's, exact)."""
+    num = num_better + num_worse
+    tail = sum(math.comb(num, i) for i in range(min(num_better, num_worse) + 1))
+    return min(1.0, 2 * tail / 2**num)
+
+
+def flip_test(differences_P: Sequence[float], *, seed: int = 0) -> float:
+    """Return the two-sided p-value of the mean difference under random signs, itself counted as one of them."""
+    data = np.asarray([d for d in differences_P if d], np.float64)
+    if not len(data):
+        return 1.0
+    rng = np.random.default_rng(seed)
+    reached = abs(data.sum()) - 1e-9
+    hits = sum(
+        int((np.abs((rng.integers(0, 2, (500, len(data))) * 2 - 1) @ data) >= reached).sum())
+        for _ in range(NUM_FLIPS // 500)
+    )
+    return (hits + 1) / (NUM_FLIPS + 1)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number, in their order (Holm 1979)."""
+    out, highest = [0.0] * len(ps), 0.0
+    for rank, index in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        highest = max(highest, min(1.0, ps[index] * (len(ps) - rank)))
+        out[index] = highest
+    return out
+
+
+class _Of(NamedTuple):
+    """What one evaluation shows of one task."""
+
+    wins: list[float]
+    rewards: list[float]
+
+
+def _by_task(groups: Iterable[TrajectoryGroup], *, success_at: float) -> dict[TaskKey, _Of]:
+    found: dict[TaskKey, _Of] = {}
+    for group in groups:
+        of = found.setdefault(TaskKey(group.task.data_source or "unknown", group.task.id), _Of([], []))
+        of.wins.extend(float(is_success(t, at=success_at)) for t in group.trajectories)
+        of.rewards.extend(t.reward.total for t in group.trajectories if t.reward is not None)
+    return found
+
+
+def _paired(
+    of_a: Mapping[TaskKey, _Of], of_b: Mapping[TaskKey, _Of], keys: Sequence[TaskKey], *, seed: int
+) -> dict[str, Paired]:
+    out = {}
+    for number, index in (("success", 0), ("reward", 1)):
+        both = [(of_a[k][index], of_b[k][index]) for k in keys if of_a[k][index] and of_b[k][index]]
+        if not both:
+            continue
+        is_once = index == 0 and all(len(x) == 1 for pair in both for x in pair)
+        means_2P = np.array([[sum(x) / len(x) for x in pair] for pair in both]).T
+        differences = means_2P[1] - means_2P[0]
+        better, worse = int((differences > 0).sum()), int((differences < 0).sum())
+        out[number] = Paired(
+            num_tasks=len(both),
+            a=float(means_2P[0].mean()),
+            b=float(means_2P[1].mean()),
+            difference=bootstrap(differences, seed=seed),
+            num_better=better,
+            num_worse=worse,
+            test="McNemar, exact" if is_once else "sign flips",
+            p=sign_test(better, worse) if is_once else flip_test(differences.tolist(), seed=seed),
+        )
+    return out

@@ -1,0 +1,137 @@
+"""A codec for models of which only text is known: every byte is an id, every turn stands between two control ids.
+
+A served model behind a chat API shows neither its tokenizer nor its tokens. The loop works on ids all the same, so text gets
+ids of its own here, from which the conversation can be read back exactly, whatever the text says:
+
+    <|im_start|> tools\\n{"type": "function", …} <|im_end|>    <|im_start|> user\\nHi <|im_end|>    <|im_start|> assistant\\n
+
+These ids are not the model's. They are for reading, and nothing can be trained on them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+from polyturn.core.arrays import Ids
+from polyturn.core.errors import EngineError
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.train import TAG_TOKENS, TURN_TOKENS, train_tokenizer
+
+TEMPLATE = """\
+{%- if tools -%}
+    {{- '<|im_start|>tools\\n' -}}{%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' -}}
+    {%- if message.reasoning_content -%}
+        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' -}}
+    {%- endif -%}
+    {{- message.content -}}
+    {%- for call in message.tool_calls or [] -%}
+        {%- if message.content or not loop.first -%}{{- '\\n' -}}{%- endif -%}
+        {{- '<tool_call>\\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson -}}
+        {{- '\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+_CALL = re.compile(r"\n?<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+_THOUGHT = re.compile(r"\A<think>.*?</think>\s*", re.DOTALL)
+
+
+@functools.cache
+def text_codec() -> Codec:
+    """Return the codec, made once per process."""
+    size = 256 + len(TURN_TOKENS) + len(TAG_TOKENS)
+    return Codec(train_tokenizer([], vocab_size=size, chat_template=TEMPLATE))
+
+
+def read_chat(ids: Ids) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the messages and the tools, in the form of the chat API, that a prompt of `text_codec` shows.
+
+    Calls get ids here, and the tool messages behind them take those in order. A call that no tool answered,
+    or whose arguments are not JSON, is shown as the text that the model wrote. Reasoning is not shown again.
+
+    Raises:
+        EngineError: the prompt goes on with an assistant's message, which a chat API cannot do.
+    """
+    codec = text_codec()
+    start, end = (int(codec.encode(text)[0]) for text in ("<|im_start|>", "<|im_end|>"))
+    turns: list[tuple[str, str]] = []
+    is_open = False
+    for at in np.flatnonzero(ids == start):
+        ends = np.flatnonzero(ids[at:] == end)
+        body = ids[at + 1 : at + ends[0]] if len(ends) else ids[at + 1 :]
+        is_open = not len(ends)
+        role, _, text = codec.decode(body).partition("\n")
+        turns.append((role, text))
+    if is_open:
+        if turns[-1][1]:
+            raise EngineError(
+                "the scheduler goes on with a message that the model began, which a chat endpoint cannot do; evaluate a "
+                "--checkpoint, or a server that takes tokens (engine.kind: vllm or sglang)"
+            )
+        turns.pop()
+    tools: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
+    open_calls: list[str] = []
+    for number, (role, text) in enumerate(turns):
+        if role == "tools":
+            tools = [json.loads(line) for line in text.splitlines() if line]
+        elif role == "assistant":
+            answered = 0
+            while number + 1 + answered < len(turns) and turns[number + 1 + answered][0] == "tool":
+                answered += 1
+            message = _assistant(text, answered=answered, number=sum(m["role"] == "assistant" for m in messages))
+            open_calls = [call["id"] for call in message.get("tool_calls", ())]
+            messages.append(message)
+        elif role == "tool" and open_calls:
+            messages.append({"role": "tool", "tool_call_id": open_calls.pop(0), "content": text})
+        else:
+            messages.append({"role": "user" if role == "tool" else role, "content": text})
+    return messages, tools
+
+
+def write_turn(message: dict[str, Any], *, is_complete: bool) -> Ids:
+    """Return the ids of an assistant's message in the form of the chat API: reasoning, text, calls."""
+    codec = text_codec()
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    text = message.get("content") or ""
+    if isinstance(text, list):
+        text = "".join(part.get("text", "") for part in text)
+    parts = [codec.encode(f"<think>\n{reasoning}\n</think>\n\n") if isinstance(reasoning, str) and reasoning else None]
+    parts.append(codec.encode_plain(text))
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        function = call.get("function") or {}
+        arguments = function.get("arguments") or "{}"
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        before = "\n" if text or number else ""
+        parts += [
+            codec.encode(f"{before}<tool_call>\n"),
+            codec.encode_plain(f'{{"name": {json.dumps(function.get("name", ""))}, "arguments": {arguments}}}'),
+            codec.encode("\n</tool_call>"),
+        ]
+    if is_complete:
+        parts.append(codec.encode("<|im_end|>"))
+    return np.concatenate([p for p in parts if p is not None]).astype(np.int32)
+
+
+def _assistant(text: str, *, answered: int, number: int) -> dict[str, Any]:
+    text = _THOUGHT.sub("", text)
+    calls: list[dict[str, Any]] = []
+    for body in _CALL.findall(text):
+        try:
+            call = json.loads(body)
+            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        except (ValueError, KeyError, TypeError):
+            break
+        calls.append({"id": f"call_{number}_{len(calls)}", "type": "function", "function": function})
+    if not calls or len(calls) != len(_CALL.findall(text)) or len(calls) != answered:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": _CALL.sub("", text) or None, "tool_calls": calls}
