@@ -50,13 +50,13 @@ class ConsoleTracker:
             parts.append(f"loss {values['loss/total']:.4f}")
         if seconds > 0:
             parts.append(f"{seconds:.1f} s")
-        eta = self._eta(step, seconds)
+        eta = self.eta(step, seconds)
         return "  ".join([*parts, f"eta {duration(eta)}"] if eta is not None else parts)
 
     def close(self) -> None:
         """Nothing to close."""
 
-    def _eta(self, step: int, seconds: float) -> float | None:
+    def eta(self, step: int, seconds: float) -> float | None:
         """Return the seconds left, from the pace since the first step that this process took."""
         if self._first is None:  # the pace counts from the start of the first step: a warm start says nothing about it
             self._first = step - 1 if step > 0 else step

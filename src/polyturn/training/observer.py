@@ -27,10 +27,11 @@ from polyturn.store.parquet_store import ParquetStore, StoreSettings
 from polyturn.store.schema import Trained
 from polyturn.tracking.alarms import Alarms
 from polyturn.tracking.base import RunInfo
-from polyturn.tracking.console import ConsoleTracker, Progress
+from polyturn.tracking.console import ConsoleTracker, Progress, duration
 from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.fan_out import Trackers, TrackerSpec
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
+from polyturn.tracking.live import LiveStatus
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,9 @@ class RunObserver:
         self._folder = folder
         self._bars = console
         self._console = ConsoleTracker(total_steps)
+        self._live: LiveStatus | None = None
+        if console is not None and console.is_terminal and total_steps > 0:
+            self._live = LiveStatus(total_steps, console)
         self._metrics: JsonlTracker | None = None
         self._sft_metrics: JsonlTracker | None = None
         self._sft_last = "no step"
@@ -89,6 +93,8 @@ class RunObserver:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end_phase()
+        if self._live is not None:
+            self._live.stop()
         self._store.close()
         self._trackers.close()
         for tracker in (self._metrics, self._sft_metrics):
@@ -144,6 +150,9 @@ class RunObserver:
         self._trackers.log(step, metrics)
         self._trackers.record(step, "train", groups)
         self._console.log(step, metrics)
+        if self._live is not None:
+            left = self._console.eta(step, metrics.get("time/step_s", 0.0))
+            self._live.step(step, metrics, eta="" if left is None else duration(left))
         for alarm in self._alarms.feed(step, metrics):
             logger.warning("%s", alarm.message)
             with (self._folder / "alarms.jsonl").open("a", encoding="utf-8") as file:
@@ -186,6 +195,9 @@ class RunObserver:
         self._store.flush()
 
     def _advance(self, phase: str, total: int) -> None:
+        if self._live is not None:
+            self._live.advance(phase, total)
+            return
         if self._progress is None or self._progress.title != phase:
             self._end_phase()
             self._progress = Progress(phase, total, console=self._bars)
@@ -193,6 +205,8 @@ class RunObserver:
         self._progress.advance()
 
     def _end_phase(self) -> None:
+        if self._live is not None:
+            self._live.end_phase()
         if self._progress is not None:
             self._progress.__exit__(None, None, None)
             self._progress = None
