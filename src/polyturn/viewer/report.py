@@ -37,7 +37,7 @@ CHARTS = (
     ("failed tool calls", "rollout/tool_errors"),
     ("entropy per token (nats)", "policy/entropy"),
     ("loss", "loss/total"),
-    ("KL to the reference", "policy/kl"),
+    ("KL to the reference", "policy/kl_to_reference"),
     ("seconds per step", "time/step_s"),
 )
 MAX_TOKENS = 3000

@@ -1,0 +1,188 @@
+"""What every metric means: one sentence for each name that a run may report.
+
+    meaning("tool/search/calls")  ->  "Calls of this tool; `unknown` counts the names that the model made up."
+
+Separate from where the numbers are made so that a reader, the reference and a test see all of them at once. `<…>` stands for
+a part that a run fills in; it may hold slashes. What a scheduler, a tool or a reward function reports under names of its own
+is theirs to explain; those names fall under a pattern here.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+MEANINGS: dict[str, str] = {
+    # rollout
+    "rollout/turns": "Mean turns of a trajectory.",
+    "rollout/success": "Share of the scored trajectories whose outcome reached 1.",
+    "rollout/failed": "Share of trajectories that failed; they are in no loss.",
+    "rollout/truncated": "Share of trajectories that a limit cut off.",
+    "rollout/stop_<reason>": "Trajectories that stopped for this reason.",
+    "rollout/segments": "Mean segments of a trajectory; above 1 where histories are edited or branch.",
+    "rollout/segmented": "Share of trajectories of more than one segment.",
+    "rollout/forks": "Branches that schedulers took.",
+    "rollout/tool_calls": "Tool calls.",
+    "rollout/tool_errors": "Share of the tool calls that ended with an error, of whichever kind.",
+    "rollout/close_errors": "Tools, interactions and environments that raised when they were closed.",
+    "rollout/resumed_flights": "Groups that were in flight when the run stopped and went on where they were.",
+    "rollout/restarted_flights": "Groups that were in flight when the run stopped and began again.",
+    # reward
+    "reward/mean": "Mean total reward of the scored trajectories.",
+    "reward/greedy": "Mean reward of the greedy rollouts that `remax` compares with.",
+    "reward/<component>": "Mean of one part of the reward, whatever its weight.",
+    # tokens
+    "tokens/sampled": "Tokens that the policy sampled.",
+    "tokens/prefilled": "Tokens that the engine read: prompts and observations, without what its cache held.",
+    "tokens/per_trajectory": "Mean sampled tokens of a trajectory.",
+    "tokens/trained": "Tokens with a weight in the loss, over all updates of the step.",
+    "tokens/processed": "Tokens that went through the forward pass of training, without padding.",
+    "tokens/padding_share": "Share of the training batches that is padding.",
+    "tokens/shared_prefix": "Tokens that were not computed again because samples share them.",
+    "tokens/packing_refused": "Updates in which the model could not take packed samples, and took padded ones.",
+    "tokens/greedy": "Tokens that greedy rollouts sampled.",
+    "tokens/replayed": "Sampled tokens seen again, without weight, in a segment that branched behind them.",
+    "tokens/mismatch_rate": "Share of the checked trajectories whose tokens differ from those that rendering the "
+    "whole conversation again gives; see the page on token exactness.",
+    "tokens/mismatch_<kind>": "Trajectories with a difference of this kind.",
+    "tokens/dropped_cut": "Sampled tokens that a scheduler cut away before the history went on.",
+    "tokens/dropped_masked": "Sampled tokens whose weight is 0 in the segment that owns them.",
+    "tokens/dropped_loss_scale": "Weighted tokens that the loss scale took the weight from.",
+    "tokens/dropped_failed": "Sampled tokens of failed trajectories.",
+    "tokens/dropped_zero_variance": "Sampled tokens of groups whose rewards are all equal.",
+    "tokens/dropped_truncated": "Weighted tokens of truncated samples that the configuration leaves out.",
+    "tokens/dropped_rejected": "Weighted tokens that the off-policy correction rejected.",
+    "tokens/dropped_<reason>": "Sampled tokens of groups that were dropped before training, for this reason.",
+    # buffer
+    "buffer/groups": "Groups that came to the update.",
+    "buffer/groups_kept": "Groups that were trained.",
+    "buffer/groups_all_failed": "Groups left out because every trajectory failed.",
+    "buffer/groups_zero_variance": "Groups left out because all rewards are equal.",
+    "buffer/groups_replayed": "Groups trained again from the replay buffer.",
+    "buffer/groups_<reason>": "Groups that were dropped before training, for this reason.",
+    "buffer/dropped_decile_<n>": "Dropped groups by how long they took: 0 are the shortest tenth of all, 9 the longest.",
+    "buffer/failed_trajectories": "Failed trajectories in the groups of the step.",
+    "buffer/greedy_failed": "Greedy rollouts that failed or have no reward.",
+    "buffer/samples": "Training samples (segments) of the kept groups.",
+    "buffer/samples_kept": "Samples that were trained.",
+    "buffer/samples_truncated": "Samples left out because a limit cut them.",
+    "buffer/samples_unweighted": "Samples left out because no token has a weight.",
+    "buffer/staleness": "The largest number of policy versions between sampling a token and training it.",
+    # loss
+    "loss/total": "What was minimised, over the updates of the step.",
+    "loss/policy": "The policy's part of the loss.",
+    "loss/kl": "The penalty for leaving the reference, with its weight.",
+    "loss/entropy": "The bonus for entropy, with its weight and sign.",
+    "loss/distill": "The part that follows the teacher, with its weight.",
+    "loss/sft": "Mean negative log-probability of the target tokens, in supervised training.",
+    "loss/grad_norm": "Norm of the gradient before clipping.",
+    "loss/lr": "The learning rate of the policy.",
+    "loss/micro_batches": "Forward and backward passes.",
+    "loss/skipped_steps": "Updates that were not taken because the gradient was not finite.",
+    # policy
+    "policy/entropy": "Mean entropy of the policy at the trained tokens, in nats.",
+    "policy/advantage": "Mean advantage of the trained tokens.",
+    "policy/ratio": "Mean ratio of the new probability of a token to its old one.",
+    "policy/ratio_max": "The largest such ratio.",
+    "policy/approx_kl": "How far the updates moved the policy from the old one: k3, per token.",
+    "policy/clip_fraction": "Share of tokens whose ratio the loss clipped.",
+    "policy/kl_to_reference": "KL from the reference, per token, by the configured estimator.",
+    "policy/kl_to_teacher": "KL from the teacher, per token.",
+    "policy/kl_coef": "The weight of the KL term now.",
+    "policy/kl_in_reward": "KL from the reference that was taken off the rewards, per token.",
+    "policy/kl_in_reward_coef": "The weight of that penalty now.",
+    "policy/rollout_difference": "Mean absolute difference between a token's log-probability in trainer and engine.",
+    "policy/rollout_difference_p99": "The 99th percentile of that difference.",
+    "policy/rollout_difference_max": "The largest such difference.",
+    "policy/rollout_k3": "KL between engine and trainer: k3, per token.",
+    "policy/rollout_<figure>_turn<n>": "The same figure for turn n alone; `turn3plus` is turn 3 and all after it.",
+    "policy/rollout_difference_first_token": "The mean difference at the first token of every turn.",
+    "policy/rollout_difference_later_tokens": "The mean difference at all others.",
+    "policy/correction_weight": "Mean weight of the correction for what sampled and what is trained being apart.",
+    "policy/correction_weight_max": "The largest weight before the cap.",
+    "policy/correction_capped_share": "Share of the weights that the cap cut.",
+    "policy/correction_effective_share": "Effective sample size of the weights, as a share of the tokens.",
+    "policy/correction_rejected_share": "Share of the tokens that the correction rejected.",
+    "policy/correction_rejected_sequences": "Share of the samples of which it rejected all.",
+    "policy/off_policy_kl": "KL between the policy that sampled and the one that is trained: k1, per token.",
+    "policy/off_policy_k3": "The same by k3.",
+    "policy/off_policy_chi2": "Chi-square divergence between the two, per token.",
+    "policy/off_policy_chi2_sequence": "The same over whole samples.",
+    "policy/off_policy_ppl_gap": "Difference of the log-perplexities of the two.",
+    "policy/off_policy_difference_lag<n>": "Mean difference of log-probabilities at tokens sampled n versions ago.",
+    "policy/<figure>": "A figure that the chosen loss reports; see its page in the algorithms.",
+    # critic
+    "critic/value_loss": "Loss of the critic.",
+    "critic/clip_fraction": "Share of the values whose change was clipped.",
+    "critic/value": "Mean value.",
+    "critic/return": "Mean return that values are trained towards.",
+    "critic/explained_variance": "1 - Var(return - value) / Var(return): should rise towards 1.",
+    "critic/grad_norm": "Norm of the critic's gradient before clipping.",
+    "critic/lr": "The learning rate of the critic.",
+    "critic/skipped_steps": "The critic's updates that were not taken because the gradient was not finite.",
+    # engine
+    "engine/replicas": "Servers of the pool.",
+    "engine/replicas_live": "Servers that answer.",
+    "engine/lost": "Requests whose server was lost.",
+    "engine/redone": "Requests that were asked again of another server.",
+    "engine/stale": "Completions begun under weights too old, and thrown away.",
+    "engine/moved": "Requests that went to another server than the one with their prefix.",
+    "engine/restarts": "Servers that were started again.",
+    # time
+    "time/step_s": "Seconds of the step, from one update's end to the next.",
+    "time/generate_s": "Seconds of the step in which the engine was generating.",
+    "time/train_s": "Seconds of training.",
+    "time/prepare_s": "Seconds of filters, samples, scores and advantages.",
+    "time/forward_backward": "Seconds in forward and backward passes.",
+    "time/forward": "Seconds in forward passes.",
+    "time/backward": "Seconds in backward passes.",
+    "time/layout": "Seconds that laying out batches took.",
+    "time/optim": "Seconds in the optimizer.",
+    "time/critic_s": "Seconds that the critic took.",
+    "time/other_share": "Share of the step in which the engine neither generated nor the policy trained.",
+    "time/tools_s": "Seconds of all tool calls together; they run side by side.",
+    "time/interaction_s": "Seconds of all interactions together; they run side by side.",
+    "time/tool/<name>/p50_s": "Median seconds of a call of this tool.",
+    "time/tool/<name>/p99_s": "The slowest hundredth of the calls of this tool takes at least this long, in seconds.",
+    "time/tool/<name>/share": "Share of this tool in the seconds of all episodes.",
+    "time/interaction/<name>/p50_s": "Median seconds of an answer of this interaction.",
+    "time/interaction/<name>/p99_s": "The slowest hundredth of its answers takes at least this long, in seconds.",
+    "time/interaction/<name>/share": "Share of this interaction in the seconds of all episodes.",
+    # tools
+    "tool/<name>/calls": "Calls of this tool; `unknown` counts the names that the model made up.",
+    "tool/<name>/errors": "Share of its calls that ended with an error.",
+    "tool/<name>/time_s": "Mean seconds of its calls.",
+    "tool/<name>/<measured>": "Mean of a number that the tool's `execute` returned.",
+    # evaluation
+    "eval/<set>/num_trajectories": "Trajectories of the evaluation set.",
+    "eval/<set>/success": "Share whose outcome reached 1.",
+    "eval/<set>/first_turn_success": "Share that succeeded with the very first turn.",
+    "eval/<set>/repaired": "Of the trajectories with an attempt that the interaction found wrong, the share that succeeded.",
+    "eval/<set>/num_repairable": "Trajectories with an attempt that the interaction found wrong.",
+    "eval/<set>/mean_reward": "Mean total reward.",
+    "eval/<set>/mean_turns": "Mean turns.",
+    "eval/<set>/mean_sampled_tokens": "Mean sampled tokens.",
+    "eval/<set>/valid_tool_calls": "Share of all tool calls that ran without an error.",
+    "eval/<set>/failed": "Share that failed.",
+    "eval/<set>/truncated": "Share that a limit cut off.",
+    "eval/<set>/<source>/<variable>/<metric>": "With several samples a task: `mean@n`, `std@n`, `best@k`, `worst@k` and "
+    "`maj@k` of the reward, or of a number that its function returned, by data source.",
+}
+"""Name or pattern -> what it means. An exact name comes before a pattern, an earlier pattern before a later one."""
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    found = []
+    for name, text in MEANINGS.items():
+        if "<" in name:
+            parts = re.split(r"<\w+>", name)
+            found.append((re.compile("(.+)".join(re.escape(p) for p in parts)), text))
+    return found
+
+
+def meaning(name: str) -> str | None:
+    """Return what the metric means; None for a name that nobody explained."""
+    if name in MEANINGS:
+        return MEANINGS[name]
+    return next((text for pattern, text in _patterns() if pattern.fullmatch(name)), None)
