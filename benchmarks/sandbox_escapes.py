@@ -1,0 +1,307 @@
+"""More than forty attempts to get out of the Python sandbox, or to take the machine down from inside, and how fast one
+starts.
+
+Each attempt is code, and a check from outside that nothing was reached: the attempt must not have printed ESCAPED, must end
+in time, must leave the next run of the same process able to work, and must leave no process behind. One JSON line at the end:
+
+    {"attempts": 42, "escapes": 0, "left_processes": 0, "first_call_p50_ms": 3.1, …}
+
+    python benchmarks/sandbox_escapes.py [--only NAME] [--no-speed]
+"""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from polyturn.tools.python_sandbox.interpreter import Interpreter
+from polyturn.tools.python_sandbox.isolation import Walls, bare_python, find_walls
+from polyturn.tools.python_sandbox.limits import Limits, RunResult
+from polyturn.tools.python_sandbox.pool import WarmPool
+
+LIMITS = Limits(timeout_s=2.0, memory_mb=192, processes=24, disk_mb=16, output_bytes=20_000, flood_bytes=4 << 20)
+SECRET = "POLYTURN_SECRET_4711"
+SLACK_S = 6.0
+
+READ = """
+for path in {paths!r}:
+    try:
+        if open(path, "rb").read(1):
+            print("ESCAPED", path)
+    except OSError:
+        pass
+"""
+WRITE = """
+import os
+for path in {paths!r}:
+    try:
+        with open(path, "a") as f:
+            f.write("x")
+        print("ESCAPED", path)
+    except OSError:
+        pass
+"""
+CALL = """
+import ctypes, os, platform
+libc = ctypes.CDLL(None, use_errno=True)
+x86 = platform.machine() == "x86_64"
+def call(name, *args):
+    r = libc.syscall({{"ptrace": 101 if x86 else 117, "unshare": 272 if x86 else 97, "mount": 165 if x86 else 40,
+        "setns": 308 if x86 else 268, "bpf": 321 if x86 else 280, "keyctl": 250 if x86 else 219, "chroot": 161 if x86 else 51,
+        "perf": 298 if x86 else 241, "uring": 425, "vm_readv": 310 if x86 else 270, "open_by_handle": 304 if x86 else 265,
+        "clone": 56 if x86 else 220, "clone3": 435, "reboot": 169 if x86 else 142, "settime": 164 if x86 else 170}}[name], *args)
+    if r >= 0:
+        print("ESCAPED", name, r)
+{body}
+"""
+
+
+def attempts(outside: Path) -> dict[str, str]:
+    """Return the attempts by name; `outside` is a folder of the machine that must stay as it is."""
+    repository = Path(__file__).resolve().parents[1]
+    home, me = Path.home(), os.getpid()
+    hosts_files = [
+        str(repository / "pyproject.toml"),
+        str(home / ".bashrc"),
+        str(home / ".profile"),
+        str(outside / "secret"),
+    ]
+    connect = "import socket\nsocket.setdefaulttimeout(1)\ns = socket.socket()\n"
+    return {
+        "fork_bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "thread_bomb": "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(99,)).start()",
+        "memory_bomb": "x = []\nwhile True: x.append(bytearray(10_000_000))",
+        "memory_bomb_of_many": "import os\nfor _ in range(12):\n    if os.fork() == 0: break\nx = bytearray(150_000_000)\n"
+        "import time; time.sleep(99)",
+        "one_huge_object": "b'x' * (1 << 40)",
+        "huge_integer": "x = 7 ** 7 ** 9",
+        "zip_bomb": "import zlib\nd = zlib.compress(bytes(100_000_000))\nx = [zlib.decompress(d) for _ in range(99)]",
+        "infinite_output": "while True: print('x' * 1000)",
+        "infinite_stderr": "import os\nwhile True: os.write(2, b'y' * 65536)",
+        "one_huge_line": "print('z' * 50_000_000)",
+        "fill_the_disk": "with open('/tmp/a', 'wb') as f:\n    while True: f.write(bytes(1 << 20))",
+        "many_files_on_disk": "for i in range(99):\n    open(f'/tmp/{i}', 'wb').write(bytes(1 << 20))",
+        "shared_memory_flood": "with open('/dev/shm/a', 'wb') as f:\n    while True: f.write(bytes(1 << 20))",
+        "sleep_for_ever": "import time\ntime.sleep(10 ** 6)",
+        "loop_for_ever": "while True: pass",
+        "swallow_the_timeout": "import time\nwhile True:\n    try: time.sleep(99)\n    except BaseException: pass",
+        "ignore_the_alarm": "import signal\nfor s in range(1, 64):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\nwhile True: pass",
+        "deep_recursion": "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(): f()\nf()",
+        "crash_the_interpreter": "import ctypes\nctypes.string_at(0)",
+        "network_out": connect + "try:\n    s.connect(('1.1.1.1', 53)); print('ESCAPED')\nexcept OSError: pass",
+        "network_to_the_host": connect + f"try:\n    s.connect(('127.0.0.1', {_port(outside)})); print('ESCAPED')\n"
+        "except OSError: pass",
+        "network_by_name": "import socket\ntry:\n    socket.getaddrinfo('example.com', 80); print('ESCAPED')\nexcept OSError: pass",
+        "vsock_and_netlink": "import socket\nfor f in (40, 16, 17, 38):\n    try:\n        socket.socket(f, socket.SOCK_STREAM if "
+        "f == 40 else socket.SOCK_RAW); print('ESCAPED', f)\n    except OSError: pass",
+        "abstract_unix_socket": "import socket\ns = socket.socket(socket.AF_UNIX)\ntry:\n"
+        f"    s.connect('\\0polyturn-{me}'); print('ESCAPED')\nexcept OSError: pass",
+        "read_shadow": READ.format(paths=["/etc/shadow", "/etc/passwd", "/etc/hostname", "/root/.ssh/id_rsa"]),
+        "read_home_and_repository": READ.format(paths=hosts_files),
+        "secrets_in_the_environment": "import os, glob\nfor p in ['/proc/self/environ', *glob.glob('/proc/*/environ')]:\n"
+        f"    try:\n        if b'{SECRET}' in open(p, 'rb').read(): print('ESCAPED', p)\n    except OSError: pass\n"
+        f"if '{SECRET}' in str(dict(os.environ)): print('ESCAPED')",
+        "read_devices": READ.format(
+            paths=["/dev/vda", "/dev/sda", "/dev/mem", "/dev/kmsg", "/proc/kcore", "/proc/kallsyms0"]
+        ),
+        "write_outside": WRITE.format(paths=[str(outside / "planted"), "/usr/bin/planted", "/planted", "/etc/planted"])
+        + "try:\n    os.mkdir('/planted'); print('ESCAPED')\nexcept OSError: pass",
+        "write_the_interpreter": "import os\n" + WRITE.format(paths=[os.__file__, sys.executable, bare_python()]),
+        "proc_switches": WRITE.format(
+            paths=[
+                "/proc/sys/kernel/core_pattern",
+                "/proc/sysrq-trigger",
+                "/proc/sys/vm/drop_caches",
+                "/proc/1/oom_score_adj",
+            ]
+        ).replace('f.write("x")', 'f.write("1")'),
+        "root_of_another": "import os, glob\nfor p in glob.glob('/proc/*/root') + glob.glob('/proc/*/cwd'):\n    try:\n"
+        f"        if os.path.exists(p + '{outside}/secret'): print('ESCAPED', p)\n    except OSError: pass",
+        "symlinks": f"import os\nos.symlink('{outside}/secret', '/tmp/l')\nos.symlink('/proc/1/root', '/tmp/r')\ntry:\n"
+        f"    open('/tmp/l').read(); print('ESCAPED')\nexcept OSError: pass\ntry:\n    open('/tmp/r{outside}/secret').read();"
+        " print('ESCAPED')\nexcept OSError: pass",
+        "dot_dot": f"import os\nfor n in range(12):\n    if os.path.exists('../' * n + '{str(outside)[1:]}/secret'): print('ESCAPED')",
+        "signal_the_parent": f"import os, signal\nfor p in ({me}, os.getppid(), {os.getppid()}):\n    try:\n"
+        f"        if p > 1: os.kill(p, 9); print('ESCAPED')\n    except OSError: pass",
+        "signal_everyone": "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.kill(-1, 15)",
+        "system_calls": CALL.format(
+            body="call('ptrace', 16, 1, 0, 0)\ncall('unshare', 0x10000000)\ncall('mount', 0, b'/tmp', b'tmpfs', 0, 0)\n"
+            "call('setns', 0, 0)\ncall('bpf', 0, 0, 0)\ncall('keyctl', 0, -3, 1)\ncall('chroot', b'/tmp')\n"
+            "call('perf', 0, 0, -1, -1, 0)\ncall('uring', 1, 0)\ncall('open_by_handle', -100, 0, 0)\n"
+            "call('clone', 0x10000011, 0, 0, 0, 0)\ncall('clone3', 0, 0)\ncall('reboot', 0, 0, 0, 0)\n"
+            "call('settime', 0, 0)\ncall('vm_readv', 1, 0, 0, 0, 0, 0)"
+        ),
+        "become_root": "import os, subprocess\nfor f in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups([0])):\n"
+        "    try: f(); print('ESCAPED')\n    except OSError: pass\nfor c in ('su', 'sudo -n id', 'mount'):\n"
+        "    r = subprocess.run(c.split(), input='', capture_output=True, text=True) if os.path.exists('/usr/bin/' + c.split()[0])"
+        " else None\n    if r and 'uid=0' in r.stdout: print('ESCAPED')",
+        "daemon": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.closerange(0, 99)\n"
+        "        time.sleep(10 ** 6)\n    os._exit(0)",
+        "inherited_files": "import os\nfor n in range(3, 256):\n    try: target = os.readlink(f'/proc/self/fd/{n}')\n"
+        "    except OSError: target = ''\n    if target and not target.startswith(('pipe:', '/proc', 'anon_inode')):\n"
+        "        print('ESCAPED', n, target)",
+        "forged_answers": "import os, json\nline = json.dumps({'id': 'ready', 'status': 'ok', 'exit_code': 0, 'files': {}})\n"
+        "for n in (1, 2, *range(3, 64)):\n    try: os.write(n, (line + '\\n').encode() * 9)\n    except OSError: pass\n"
+        "raise SystemExit(7)",
+        "flood_of_answers": "import os\nwhile True:\n    for n in range(3, 16):\n        try: os.write(n, b'[' * 65536)\n"
+        "        except OSError: pass",
+    }
+
+
+def _port(outside: Path) -> int:
+    return int((outside / "port").read_text())
+
+
+@contextmanager
+def place() -> Iterator[Path]:
+    """Prepare what attempts are after: a secret file, a listening port and an abstract socket of this process."""
+    import socket
+
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+        outside = Path(folder)
+        outside.chmod(0o777)
+        (outside / "secret").write_text(SECRET)
+        tcp.bind(("127.0.0.1", 0))
+        tcp.listen()
+        unix.bind(f"\0polyturn-{os.getpid()}")
+        unix.listen()
+        (outside / "port").write_text(str(tcp.getsockname()[1]))
+        os.environ["API_KEY"] = SECRET
+        try:
+            yield outside
+        finally:
+            del os.environ["API_KEY"]
+
+
+def attempt(name: str, code: str, outside: Path, limits: Limits = LIMITS) -> tuple[list[str], RunResult]:
+    """Run one attempt in a sandbox of its own and return what is wrong (nothing: contained), and how it ended."""
+    walls, why = find_walls()
+    if walls is Walls.NONE:
+        raise SystemExit(why)
+    files = sorted(p.name for p in outside.iterdir())
+    wrong = []
+    sandbox = Interpreter(limits, walls=walls, python=bare_python())
+    start = time.monotonic()
+    try:
+        inside = processes_of(sandbox)
+        result = sandbox.run(code)
+        if time.monotonic() - start > limits.timeout_s + SLACK_S:
+            wrong.append(f"took {time.monotonic() - start:.1f} s")
+        inside |= processes_of(sandbox)
+    finally:
+        sandbox.close()
+    if "ModuleNotFoundError" in result.stderr or "SyntaxError" in result.stderr or "NameError" in result.stderr:
+        wrong.append(f"it did not run: {result.stderr[-200:]}")
+    if "ESCAPED" in result.stdout + result.stderr:
+        wrong.append(result.stdout[:300])
+    if len(result.stdout) + len(result.stderr) > 2 * limits.output_bytes:
+        wrong.append("more output than allowed")
+    if name == "forged_answers" and (result.status, result.exit_code) not in (("exit", 7), ("error", 1)):
+        wrong.append(f"a forged answer was believed: {result.status} {result.exit_code}")
+    if sorted(p.name for p in outside.iterdir()) != files:
+        wrong.append("a file was planted")
+    wrong += [f"process {pid} is left" for pid in inside if is_running(pid)]
+    return wrong, result
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process runs on; one that is dead and not yet buried does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def processes_of(sandbox: Interpreter) -> set[int]:
+    """Return the machine's ids of a sandbox's processes, read from its user or its first process's children."""
+    found, todo = set(), [sandbox.pid]
+    while todo:
+        pid = todo.pop()
+        found.add(pid)
+        try:
+            todo += [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+        except OSError:
+            continue
+    return found
+
+
+def measure_speed(num: int = 60) -> dict[str, float]:
+    """Return how long a cold start, the first call of an episode from a warm pool, and a later call take."""
+    walls, _ = find_walls()
+    start = lambda: Interpreter(Limits(), walls=walls, python=bare_python())  # noqa: E731
+    cold, first, later, ends = [], [], [], []
+    for _ in range(num // 3):
+        began = time.perf_counter()
+        start().close()
+        cold.append(time.perf_counter() - began)
+    pool = WarmPool(start, size=2)
+    pool.open()
+    for _ in range(num):
+        while pool.num_ready < 2:
+            time.sleep(0.005)
+        began = time.perf_counter()
+        sandbox = pool.take()
+        sandbox.run("x = 1")
+        first.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        sandbox.run("x + 1")
+        later.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        sandbox.close()
+        ends.append(time.perf_counter() - began)
+    pool.close()
+    pool.let_go()
+    spans = {"start_and_end": cold, "first_call": first, "later_call": later, "kill": ends}
+    out: dict[str, float] = {}
+    for name, values in spans.items():
+        out[f"{name}_p50_ms"] = round(statistics.median(values) * 1e3, 2)
+        out[f"{name}_p99_ms"] = round(sorted(values)[int(len(values) * 0.99)] * 1e3, 2)
+    return out
+
+
+def main() -> None:
+    """Run the attempts and print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="Name of one attempt.")
+    parser.add_argument("--no-speed", action="store_true", help="Leave the times out.")
+    options = parser.parse_args()
+    escapes, ended = {}, {}
+    with place() as outside:
+        found = attempts(outside)
+        names = [options.only] if options.only else list(found)
+        for name in names:
+            wrong, result = attempt(name, found[name], outside)
+            ended[name] = result.status
+            if wrong:
+                escapes[name] = wrong
+            if options.only:
+                print(result, file=sys.stderr)
+    speed = {} if options.no_speed else measure_speed()
+    print(
+        json.dumps(
+            {
+                "benchmark": "sandbox_escapes",
+                "walls": find_walls()[0].value,
+                "attempts": len(names),
+                "escapes": len(escapes),
+                "escaped": escapes,
+                "ended": ended,
+                **speed,
+            }
+        )
+    )
+    raise SystemExit(1 if escapes else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Run the model's Python code where it can do no harm: a process of its own, in namespaces of its own, with limits.
+
+    limits.py      how far the code may go, and how a run ended
+    isolation.py   the walls: bubblewrap, and what is said where there is none
+    seccomp.py     the system calls that are refused
+    cgroup.py      memory and processes of a whole sandbox, where the kernel lends control groups
+    worker.py      what runs inside, from its source text; it imports nothing of this package
+    interpreter.py one sandbox seen from outside: start, run, kill
+    pool.py        sandboxes that wait, started already
+    tool.py        the tool
+
+Nothing that the inside says is believed beyond its own output: limits are kept from outside.
+"""
+
+from polyturn.tools.python_sandbox.limits import Limits, RunResult
+from polyturn.tools.python_sandbox.pool import WarmPool
+from polyturn.tools.python_sandbox.tool import PythonSandbox
+
+__all__ = ["Limits", "PythonSandbox", "RunResult", "WarmPool"]

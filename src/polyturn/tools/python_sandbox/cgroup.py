@@ -1,0 +1,134 @@
+"""A control group per sandbox: memory and number of processes of all that runs in it, whatever it forks.
+
+Both forms of the kernel's interface are spoken (one tree, or one tree a controller). Where neither may be written to, which
+is usual without root, there is no group, and limits hold for each process alone. A group is named after the process that
+made it; groups whose maker is gone are removed by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/sys/fs/cgroup")
+_NAME = re.compile(r"polyturn-sandbox-(\d+)-")
+
+
+class ControlGroup:
+    """The folders of one sandbox's group."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = tuple(folders)
+
+    @property
+    def doors(self) -> tuple[str, ...]:
+        """The files into which a process writes its id to enter."""
+        return tuple(str(folder / "cgroup.procs") for folder in self._folders)
+
+    def remove(self) -> None:
+        """Kill what is left and remove the group."""
+        for folder in self._folders:
+            for _ in range(200):
+                with contextlib.suppress(OSError, ValueError):
+                    for pid in (folder / "cgroup.procs").read_text().split():
+                        os.kill(int(pid), signal.SIGKILL)
+                try:
+                    folder.rmdir()
+                    break
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    time.sleep(0.005)  # the dead are still counted
+
+
+def make_group(name: str, *, memory_mb: int, processes: int, root: Path = ROOT) -> ControlGroup | None:
+    """Return a new group with these limits; None where the kernel lends none."""
+    made: list[Path] = []
+    try:
+        for parents, must, may in _trees(root, memory_mb=memory_mb, processes=processes):
+            made.append(_make(parents, name, must, may))
+    except OSError:
+        ControlGroup(made).remove()
+        return None
+    return ControlGroup(made)
+
+
+def sweep(root: Path = ROOT) -> None:
+    """Remove empty groups whose maker is gone."""
+    own = _own_paths()
+    places = {root, root / "memory", root / "pids"}
+    places |= {root / kind / path for kind, path in own.items()}
+    for place in places:
+        with contextlib.suppress(OSError):
+            for folder in place.iterdir():
+                found = _NAME.match(folder.name)
+                if found and not Path(f"/proc/{found[1]}").exists():
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+
+
+class _Tree(NamedTuple):
+    """One place where a group is made."""
+
+    parents: Sequence[Path]
+    """Folders that may hold it, nearest first."""
+    must: dict[str, int]
+    """Files that have to be written."""
+    may: dict[str, int]
+    """Files that are written where they exist."""
+
+
+def _trees(root: Path, *, memory_mb: int, processes: int) -> Iterator[_Tree]:
+    own, memory = _own_paths(), memory_mb << 20
+    if (root / "cgroup.controllers").exists():
+        must = {"memory.max": memory, "pids.max": processes}
+        yield _Tree([root / own.get("", ""), root], must, {"memory.swap.max": 0})
+        return
+    folders = {kind: [root / kind / own.get(kind, ""), root / kind] for kind in ("memory", "pids")}
+    yield _Tree(folders["memory"], {"memory.limit_in_bytes": memory}, {"memory.memsw.limit_in_bytes": memory})
+    yield _Tree(folders["pids"], {"pids.max": processes}, {})
+
+
+def _make(parents: Sequence[Path], name: str, must: dict[str, int], may: dict[str, int]) -> Path:
+    problem: OSError = FileNotFoundError("no control group to start from")
+    for parent in parents:
+        folder = parent / name
+        try:
+            folder.mkdir()
+        except OSError as error:
+            problem = error
+            continue
+        try:
+            for file, value in must.items():
+                _write(folder / file, value)
+        except OSError as error:
+            problem = error
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            continue
+        for file, value in may.items():
+            with contextlib.suppress(OSError):
+                _write(folder / file, value)
+        return folder
+    raise problem
+
+
+def _write(path: Path, value: int) -> None:
+    with path.open("r+") as file:  # never creates it
+        file.write(str(value))
+
+
+def _own_paths() -> dict[str, str]:
+    """Return this process's path in each tree: {"memory": "a/b", "": "in the one tree"}."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            found.update(dict.fromkeys(kinds.split(","), path.lstrip("/")))
+    return found

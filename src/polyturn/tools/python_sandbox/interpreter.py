@@ -1,0 +1,368 @@
+"""One sandbox, seen from outside: starts it, runs code in it one piece after the other, kills it with all it started.
+
+Plain blocking calls, for threads: `run` in one of them, `stop` from any. What the inside may do to this side is bounded
+here: how much it prints, how long it takes, how large its answer is, and that an answer belongs to its question.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import secrets
+import select
+import selectors
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from polyturn.core.errors import PolyturnError
+from polyturn.tools.python_sandbox.cgroup import ControlGroup, make_group
+from polyturn.tools.python_sandbox.isolation import ENVIRONMENT, Walls, bwrap
+from polyturn.tools.python_sandbox.limits import Limits, RunResult
+from polyturn.tools.python_sandbox.seccomp import filter_program
+
+START_S = 20.0
+"""How long a sandbox may take to start on a busy machine."""
+GRACE_S = 0.5
+"""How long code whose time is over may take to notice, before its sandbox is killed."""
+MAX_REPLY_BYTES = 32 << 20
+_ENTER = 'for door in $POLYTURN_DOORS; do echo $$ > "$door" || exit 125; done; exec "$@"'
+_COUNT = itertools.count()
+
+
+class SandboxStartError(PolyturnError, RuntimeError):
+    """A sandbox that did not start, with what it said."""
+
+
+class Interpreter:
+    """A Python interpreter in a sandbox."""
+
+    def __init__(self, limits: Limits, *, walls: Walls, python: str) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._init_fd: int | None = None
+        self._folder: str | None = None
+        self._marker = f"{os.getpid()}-{next(_COUNT)}-{secrets.token_hex(4)}"
+        room = limits.memory_mb + 64  # so that one process meets its own limit first, as a MemoryError
+        self._group: ControlGroup | None = make_group(
+            f"polyturn-sandbox-{self._marker}", memory_mb=room, processes=limits.processes + 4
+        )
+        try:
+            self._start(walls, python)
+            self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether code can still be run in it."""
+        return not self._is_closed and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The id of the process that holds the sandbox."""
+        return self._process.pid
+
+    def _start(self, walls: Walls, python: str) -> None:
+        inside_requests, self._requests = os.pipe()
+        self._replies, inside_replies = os.pipe()
+        inside = [inside_requests, inside_replies]
+        info_read: int | None = None
+        command: list[str] = []
+        uid = 0x60000000 + secrets.randbelow(0x10000000) if walls is Walls.ROOT else None
+        cwd = "/tmp"
+        if walls is Walls.NONE:
+            cwd = self._folder = tempfile.mkdtemp(prefix="polyturn-sandbox-")
+        else:
+            info_read, info_write = os.pipe()
+            inside.append(info_write)
+            filter_fd = _filter_file()
+            if filter_fd is not None:
+                inside.append(filter_fd)
+            command = [*bwrap(walls, self._limits, python=python, filter_fd=filter_fd), "--info-fd", str(info_write)]
+        config = {
+            "uid": uid,
+            "cwd": cwd,
+            "requests": inside_requests,
+            "replies": inside_replies,
+            "memory_bytes": self._limits.memory_mb << 20,
+            "file_bytes": self._limits.disk_mb << 20,
+            "processes": self._limits.processes,
+            "cpu_s": max(1, int(self._limits.cpu_s)),
+        }
+        source = resources.files("polyturn.tools.python_sandbox").joinpath("worker.py").read_text()
+        command += [python, "-I", "-S", "-B", "-X", "utf8", "-c", source, json.dumps(config)]
+        if self._group is not None:
+            command = ["/bin/sh", "-c", _ENTER, "sh", *command]
+        doors = "" if self._group is None else " ".join(self._group.doors)
+        environment = ENVIRONMENT | {"POLYTURN_DOORS": doors, "POLYTURN_SANDBOX": self._marker}
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=inside,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as problem:
+            for fd in (*inside, *([] if info_read is None else [info_read])):
+                os.close(fd)
+            raise SandboxStartError(f"the sandbox did not start: {problem}") from problem
+        for fd in inside:
+            os.close(fd)
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._stdout, self._stderr = self._process.stdout.fileno(), self._process.stderr.fileno()
+        self._exit = os.pidfd_open(self._process.pid)
+        for fd in (self._stdout, self._stderr, self._requests, self._replies):
+            os.set_blocking(fd, False)
+        if info_read is not None:
+            self._watch_init(info_read)
+
+    def _watch_init(self, info: int) -> None:
+        """Hold on to the first process of the sandbox's own process namespace: with it, all of them end."""
+        with open(info, "rb") as file:
+            said = b""
+            until = time.monotonic() + START_S
+            while b"}" not in said and select.select([file], [], [], max(0.0, until - time.monotonic()))[0]:
+                chunk = os.read(info, 4096)
+                if not chunk:
+                    break
+                said += chunk
+        with contextlib.suppress(ValueError, KeyError, OSError):
+            self._init_fd = os.pidfd_open(json.loads(said)["child-pid"])
+
+    def _await_ready(self) -> None:
+        result = self._converse(b"", token="ready", timeout_s=START_S, grace_s=0.0)
+        if result.status != "ready":
+            raise SandboxStartError(f"the sandbox did not start ({result.status}): {result.stderr.strip()[-300:]}")
+
+    def run(self, code: str, *, timeout_s: float | None = None) -> RunResult:
+        """Run a piece of code; the variables of the pieces before it are there."""
+        return self._ask({"code": code, "is_program": False, "fetch": []}, timeout_s)
+
+    def run_program(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        fetch: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> RunResult:
+        """Run code as a script, with `stdin`, and files in base64 beside it; return those named in `fetch`."""
+        request = {"code": code, "is_program": True, "stdin": stdin, "files": dict(files or {}), "fetch": list(fetch)}
+        return self._ask(request, timeout_s)
+
+    def _ask(self, request: dict[str, Any], timeout_s: float | None) -> RunResult:
+        limit = self._limits.timeout_s if timeout_s is None else min(timeout_s, self._limits.timeout_s)
+        token = secrets.token_hex(16)
+        line = json.dumps(request | {"id": token, "timeout_s": limit}).encode() + b"\n"
+        with self._lock:
+            if not self.is_alive:
+                return RunResult(status="killed", is_alive=False)
+            result = self._converse(line, token=token, timeout_s=limit, grace_s=GRACE_S)
+        if not result.is_alive:
+            self.close()
+        return result
+
+    def _converse(self, line: bytes, *, token: str, timeout_s: float, grace_s: float) -> RunResult:
+        start = time.monotonic()
+        printed = {self._stdout: _Printed(self._limits), self._stderr: _Printed(self._limits)}
+        reply: dict[str, Any] | None = None
+        said, to_send, ended = bytearray(), memoryview(line), ""
+        with selectors.DefaultSelector() as selector:
+            for fd in (*printed, self._replies, self._exit):
+                selector.register(fd, selectors.EVENT_READ)
+            if to_send:
+                selector.register(self._requests, selectors.EVENT_WRITE)
+            while reply is None and not ended:
+                left = start + timeout_s + grace_s - time.monotonic()
+                if left <= 0:
+                    ended = "timeout"
+                    break
+                ready = {key.fd for key, _ in selector.select(left)}
+                if self._requests in ready:
+                    with contextlib.suppress(BrokenPipeError):
+                        to_send = to_send[os.write(self._requests, to_send) :]
+                    if not to_send:
+                        selector.unregister(self._requests)
+                for fd in ready & set(printed):
+                    if not printed[fd].read(fd):
+                        selector.unregister(fd)
+                    if printed[fd].num_bytes > self._limits.flood_bytes:
+                        ended = "output"
+                if self._replies in ready:
+                    chunk = _read(self._replies)
+                    said += chunk or b""
+                    reply = _find_reply(said, token)
+                    if chunk == b"":
+                        selector.unregister(self._replies)
+                    if len(said) > MAX_REPLY_BYTES:
+                        ended = "output"
+                if reply is None and self._exit in ready:
+                    ended = "killed"
+        for fd, output in printed.items():  # what was written before the answer is in the pipe
+            output.drain(fd)
+        return self._result(reply, ended, printed, duration_s=time.monotonic() - start)
+
+    def _result(
+        self, reply: dict[str, Any] | None, ended: str, printed: dict[int, _Printed], *, duration_s: float
+    ) -> RunResult:
+        code: int | None = None
+        if reply is not None:
+            status = "ready" if reply["id"] == "ready" else str(reply.get("status"))
+            status = status if status in ("ready", "ok", "error", "exit", "timeout") else "error"
+            given = reply.get("exit_code")
+            code = given if isinstance(given, int) else None
+        else:
+            status = ended
+            if ended == "killed":
+                code = self._process.wait()
+                status, code = ("killed", 128 - code if code > 128 else code) if code >= 128 or code < 0 else ("exit", code)
+        files = reply.get("files") if reply is not None else None
+        out, err = printed[self._stdout], printed[self._stderr]
+        return RunResult(
+            status=status,
+            stdout=out.text,
+            stderr=err.text,
+            exit_code=code,
+            duration_s=duration_s,
+            is_truncated=out.is_truncated or err.is_truncated,
+            is_alive=reply is not None,
+            files={str(k): str(v) for k, v in files.items()} if isinstance(files, dict) else {},
+        )
+
+    def stop(self) -> None:
+        """Kill the sandbox now; `close` gives back what it held here."""
+        with contextlib.suppress(OSError):
+            if self._init_fd is not None:
+                signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
+                return  # bubblewrap, outside, buries it and ends
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        if not self._is_closed and self._process.returncode is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the sandbox with all that runs in it, wait until it is gone, and give everything back."""
+        if "_process" not in self.__dict__:
+            self._give_back(())
+            return
+        self.stop()
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                self._process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                self._kill_group()
+                self._process.wait()
+            if self._init_fd is not None:
+                select.select([self._init_fd], [], [], 10.0)
+            self._is_closed = True
+            self._give_back((self._exit, *([] if self._init_fd is None else [self._init_fd])))
+            self._init_fd = None
+
+    def _give_back(self, fds: Sequence[int]) -> None:
+        for fd in (*fds, *(self.__dict__[n] for n in ("_requests", "_replies") if n in self.__dict__)):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        if "_process" in self.__dict__:
+            for stream in (self._process.stdout, self._process.stderr):
+                if stream is not None:
+                    stream.close()
+        if self._group is not None:
+            self._group.remove()
+        if self._folder is not None:
+            _kill_marked(self._marker)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Printed:
+    """What came out of one stream: the first bytes are kept, all are counted."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._kept = bytearray()
+        self._limits = limits
+        self.num_bytes = 0
+
+    def read(self, fd: int) -> bool:
+        """Read once; False at the end of the stream."""
+        chunk = _read(fd)
+        if chunk is None:
+            return True
+        self.num_bytes += len(chunk)
+        self._kept += chunk[: max(0, self._limits.output_bytes - len(self._kept))]
+        return bool(chunk)
+
+    def drain(self, fd: int) -> None:
+        """Read what is there, and not what somebody keeps writing."""
+        for _ in range(64):
+            before = self.num_bytes
+            if not self.read(fd) or self.num_bytes == before:
+                return
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.num_bytes > len(self._kept)
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode(errors="replace")
+
+
+def _read(fd: int) -> bytes | None:
+    """Return what is there, b"" at the end, None where there is nothing yet."""
+    try:
+        return os.read(fd, 1 << 16)
+    except BlockingIOError:
+        return None
+
+
+def _find_reply(said: bytearray, token: str) -> dict[str, Any] | None:
+    """Take whole lines and return the one that answers; others are nobody's."""
+    while (end := said.find(b"\n")) >= 0:
+        line = bytes(said[:end])
+        del said[: end + 1]
+        with contextlib.suppress(ValueError, RecursionError):
+            read = json.loads(line)
+            if isinstance(read, dict) and read.get("id") == token:
+                return read
+    return None
+
+
+def _filter_file() -> int | None:
+    program = filter_program()
+    if program is None:
+        return None
+    fd = os.memfd_create("filter")
+    os.write(fd, program)
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_SETFD, 0)
+    return fd
+
+
+def _kill_marked(marker: str) -> None:
+    """Kill what a sandbox without walls left behind, found by a variable in its environment."""
+    wanted = f"POLYTURN_SANDBOX={marker}".encode()
+    for _ in range(3):
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+                    if wanted in file.read().split(b"\0"):
+                        os.kill(int(name), signal.SIGKILL)

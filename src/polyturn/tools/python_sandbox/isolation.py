@@ -1,0 +1,131 @@
+"""The walls around a sandbox: which there are on this machine, and the command that builds them.
+
+    as root       bubblewrap in the machine's own user namespace; the worker then becomes a user that nobody else is, one a
+                  sandbox, so that the kernel's limit of processes binds it
+    as a user     bubblewrap in a user namespace of its own
+    neither       nothing but resource limits: refused unless `allow_unsafe` is set
+
+Inside there is no network, no process but the sandbox's own, /usr and the interpreter read-only, a private /tmp, and no
+variable of this process's environment.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from polyturn.core.errors import ConfigError
+from polyturn.tools.python_sandbox.limits import Limits
+
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_FROM_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/mime.types")
+INSTALL = "install bubblewrap (`make system`, or `apt-get install bubblewrap`)"
+
+
+class Walls(enum.Enum):
+    """What stands between the code and the machine."""
+
+    ROOT = "bubblewrap, as a user of its own"
+    USER = "bubblewrap, in a user namespace"
+    NONE = "resource limits alone"
+
+
+@functools.cache
+def find_walls() -> tuple[Walls, str]:
+    """Return the best walls that this machine can build, and why there are no better ones ("" where there are)."""
+    if not sys.platform.startswith("linux"):
+        return Walls.NONE, f"bubblewrap needs Linux, and this is {sys.platform}"
+    if shutil.which("bwrap") is None:
+        return Walls.NONE, f"bubblewrap is not installed; {INSTALL}"
+    walls = Walls.ROOT if os.geteuid() == 0 else Walls.USER
+    command = [*bwrap(walls, Limits(), python=sys.executable, filter_fd=None), "/bin/true"]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if tried.returncode == 0:
+        return walls, ""
+    return Walls.NONE, f"bubblewrap does not work here: {tried.stderr.strip()[:200]}"
+
+
+def require_walls(*, allow_unsafe: bool) -> Walls:
+    """Return the walls of this machine.
+
+    Raises:
+        ConfigError: there are none, and running without is not allowed.
+    """
+    walls, why = find_walls()
+    if walls is Walls.NONE and not allow_unsafe:
+        raise ConfigError(
+            f"the Python sandbox cannot isolate code here: {why}. Untrusted code is refused; set allow_unsafe: true only "
+            "for code that you would run yourself"
+        )
+    return walls
+
+
+def bwrap(walls: Walls, limits: Limits, *, python: str, filter_fd: int | None) -> list[str]:
+    """Return bubblewrap's command line, up to the program that it starts."""
+    command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if walls is Walls.ROOT:
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    command += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
+    for place in map(Path, _SYSTEM):
+        if place.is_symlink():
+            command += ["--symlink", os.readlink(place), str(place)]
+        elif place.is_dir():
+            command += ["--ro-bind", str(place), str(place)]
+    for file in _FROM_ETC:
+        command += ["--ro-bind-try", file, file]
+    for folder in interpreter_folders(python):
+        for parent in reversed(Path(folder).parents[:-1]):  # empty, but for the way down
+            command += ["--perms", "0755", "--dir", str(parent)]
+        command += ["--ro-bind", folder, folder]
+    size = str(limits.disk_mb << 20)
+    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"]
+    command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
+    for name, value in ENVIRONMENT.items():
+        command += ["--setenv", name, value]
+    if filter_fd is not None:
+        command += ["--seccomp", str(filter_fd)]
+    return [*command, "--chdir", "/tmp"]
+
+
+@functools.cache
+def interpreter_folders(python: str) -> Sequence[str]:
+    """Return the folders an interpreter needs beside /usr: its own, and its virtual environment's where it is in one.
+
+    Raises:
+        ConfigError: it is no interpreter that starts.
+    """
+    code = "import sys; print(sys.base_prefix, sys.prefix, sep='\\n')"
+    try:
+        said = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise ConfigError(f"python is {python!r}, which is no interpreter that starts: {problem}") from problem
+    folders = {*said.stdout.split("\n"), *_environment(python)} - {""}
+    return tuple(sorted(f for f in folders if not Path(f).is_relative_to("/usr")))
+
+
+def _environment(python: str) -> list[str]:
+    folder = Path(python).absolute().parent.parent
+    return [str(folder)] if (folder / "pyvenv.cfg").exists() else []
+
+
+def bare_python() -> str:
+    """Return this process's interpreter without its virtual environment: the standard library alone is visible."""
+    found = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return str(found) if found.exists() else sys.executable

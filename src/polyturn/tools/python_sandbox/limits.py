@@ -1,0 +1,57 @@
+"""How far code in a sandbox may go, and how a run of it ended.
+
+Limits(timeout_s=10, memory_mb=512)  ->  RunResult(status="timeout", stdout="1\\n", exit_code=None, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from polyturn.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one sandbox may use."""
+
+    timeout_s: float = 10.0
+    """Wall time of one run."""
+    cpu_s: float = 120.0
+    """CPU time of each process over the whole life of the sandbox."""
+    memory_mb: int = 512
+    """Address space of each process; with control groups the memory of all processes together (and files in /tmp) too."""
+    processes: int = 32
+    """Processes and threads at once."""
+    output_bytes: int = 65_536
+    """How much of stdout, and of stderr, is kept; the rest is read and thrown away."""
+    flood_bytes: int = 16 << 20
+    """Output of one run after which the sandbox is killed."""
+    disk_mb: int = 64
+    """Size of /tmp, and of one file."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"the sandbox's {item.name} is {value!r}; it is a positive number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended."""
+
+    status: str
+    """ok, error (an exception), exit (it ended itself), timeout, output (it printed without end), killed (a limit or a
+    signal ended the process) or sandbox_error (the sandbox did not start)."""
+    stdout: str = ""
+    stderr: str = ""
+    exit_code: int | None = None
+    """0, 1 after an exception, or what the code said; a signal is negative; None where it was stopped from outside."""
+    duration_s: float = 0.0
+    is_truncated: bool = False
+    """Whether output is missing."""
+    is_alive: bool = True
+    """Whether the sandbox and its variables are still there."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """The files that were asked for, in base64."""

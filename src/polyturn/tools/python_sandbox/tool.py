@@ -1,0 +1,170 @@
+"""PythonSandbox: the model runs Python in a sandbox of this machine; variables survive from call to call of an episode.
+
+    execute({"code": "x = 6"})   ->  "The code ran and printed nothing."
+    execute({"code": "x * 7"})   ->  "42\\n"
+
+A sandbox belongs to one episode and is killed with everything in it at the end. One that dies on the way (a limit, a crash)
+is replaced at the next call, and the model is told that its variables are gone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.tools.base import BaseTool
+from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
+from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_walls
+from polyturn.tools.python_sandbox.limits import Limits, RunResult
+from polyturn.tools.python_sandbox.pool import WarmPool
+from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+from polyturn.tools.threads import DaemonThreads
+
+_LIMITS = {
+    "timeout": "timeout_s",
+    "cpu_time": "cpu_s",
+    "memory_limit_mb": "memory_mb",
+    "max_processes": "processes",
+    "max_output_bytes": "output_bytes",
+    "disk_mb": "disk_mb",
+}
+_OTHERS = ("type", "python", "warm", "num_workers", "allow_unsafe")
+
+
+class PythonSandbox(BaseTool):
+    """Runs Python code, with a memory.
+
+    Config: `timeout` 10 seconds a call, `cpu_time` 120 seconds an episode, `memory_limit_mb` 512, `max_processes` 32,
+    `max_output_bytes` 65536 of stdout and of stderr, `disk_mb` 64; `warm` 2 sandboxes that wait; `num_workers` 16 calls at
+    once; `python` the interpreter, whose packages the code may import (by default this one's, standard library alone);
+    `allow_unsafe` false: true runs the code with resource limits alone where there is no bubblewrap.
+    """
+
+    checks_own_arguments = True
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        super().__init__(config, tool_schema)
+        for name in config:
+            if name not in _LIMITS and name not in _OTHERS:
+                known = [*_LIMITS, *_OTHERS]
+                raise ConfigError(f"the Python sandbox has no setting {name!r}.{did_you_mean(str(name), known)}")
+        self.limits = Limits(**{_LIMITS[name]: value for name, value in config.items() if name in _LIMITS})
+        python = config.get("python") or bare_python()
+        interpreter_folders(python)
+        walls = require_walls(allow_unsafe=config.get("allow_unsafe") is True)
+        warm, workers = config.get("warm", 2), config.get("num_workers", 16)
+        for name, value, least in (("warm", warm, 0), ("num_workers", workers, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"the Python sandbox's {name} is {value!r}; it is a whole number from {least} on")
+        self._pool = WarmPool(partial(Interpreter, self.limits, walls=walls, python=python), size=warm)
+        self._threads = DaemonThreads(name="sandbox", max_threads=workers)
+        self._instance_dict: dict[str, _Session] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """Return the schema that is used where the file has none."""
+        code = {
+            "type": "string",
+            "description": "Python code; print what you want to see. Variables are kept between calls.",
+        }
+        return OpenAIFunctionToolSchema.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": "python",
+                    "description": "Run Python code and return what it prints.",
+                    "parameters": {"type": "object", "properties": {"code": code}, "required": ["code"]},
+                },
+            }
+        )
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begin one episode; its sandbox is taken at the first call."""
+        instance_id = str(uuid4()) if instance_id is None else instance_id
+        self._pool.open()
+        self._instance_dict[instance_id] = _Session(self._pool)
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, None, dict[str, Any]]:
+        """Run `code`."""
+        code = parameters.get("code", "")
+        session = self._instance_dict[instance_id]
+        result: RunResult = await self._threads.run(session.run, code if isinstance(code, str) else str(code))
+        metrics = {
+            "status": result.status,
+            "duration_s": result.duration_s,
+            "failed": float(result.status == "sandbox_error"),
+        }
+        return ToolResponse(text=describe(result, self.limits)), None, metrics
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
+        """Have no opinion: running code is neither paid nor charged."""
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Kill the episode's sandbox with all that runs in it; an id that was never created is a KeyError."""
+        session = self._instance_dict.pop(instance_id)
+        session.stop()
+        await self._threads.run(session.close, is_owed=True)
+
+
+class _Session:
+    """The sandbox of one episode, taken when it is needed."""
+
+    def __init__(self, pool: WarmPool) -> None:
+        self._pool = pool
+        self._interpreter: Interpreter | None = None
+        self._is_over = False
+
+    def run(self, code: str) -> RunResult:
+        if self._interpreter is None or not self._interpreter.is_alive:
+            self._let_go()
+            try:
+                self._interpreter = self._pool.take()
+            except SandboxStartError as problem:
+                return RunResult(status="sandbox_error", stderr=str(problem), is_alive=False)
+        if self._is_over:  # the episode ended while a sandbox was being taken
+            self._let_go()
+            return RunResult(status="killed", is_alive=False)
+        return self._interpreter.run(code)
+
+    def stop(self) -> None:
+        self._is_over = True
+        if self._interpreter is not None:
+            self._interpreter.stop()
+
+    def close(self) -> None:
+        self._let_go()
+        self._pool.close()
+
+    def _let_go(self) -> None:
+        if self._interpreter is not None:
+            self._interpreter.close()
+            self._interpreter = None
+
+
+def describe(result: RunResult, limits: Limits) -> str:
+    """Return what the model reads: what was printed, then how it ended where that is not plain."""
+    ends = {
+        "ok": "",
+        "error": "",
+        "exit": f"The code ended with exit code {result.exit_code}." if result.exit_code else "",
+        "timeout": f"The code took longer than {limits.timeout_s:g} s and was stopped.",
+        "output": "The code printed without end and was stopped.",
+        "killed": f"The code was killed (exit code {result.exit_code}), maybe for want of memory ({limits.memory_mb} MB).",
+        "sandbox_error": "The sandbox could not be started.",
+    }
+    said = [f"{result.stdout}{result.stderr}"]
+    if result.is_truncated:
+        said.append("[The rest of the output is left out.]")
+    said.append(ends[result.status])
+    if not result.is_alive and result.status != "sandbox_error":
+        said.append("Its variables are gone.")
+    text = (
+        said[0]
+        + ("\n" if said[0] and not said[0].endswith("\n") and any(said[1:]) else "")
+        + " ".join(filter(None, said[1:]))
+    )
+    return text or "The code ran and printed nothing."

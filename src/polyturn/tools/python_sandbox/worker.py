@@ -1,0 +1,169 @@
+"""What runs inside a sandbox: reads a request, runs its code, says how it ended. Standard library only.
+
+It is given to the interpreter as source text, so that no file of the library is visible inside.
+
+    <- {"id": "5f…", "code": "x = 1\\nx", "timeout_s": 10}
+    -> {"id": "5f…", "status": "ok", "exit_code": 0}             what the code prints goes to stdout and stderr
+
+The code shares this process and could forge the answer to its own request, which says nothing that it could not print as
+well. The id of the next request it cannot know.
+"""
+
+# ruff: noqa: T201, SIM115, SIM113
+# mypy: ignore-errors
+import ast
+import base64
+import builtins
+import gc
+import json
+import linecache
+import os
+import resource
+import signal
+import sys
+import traceback
+
+
+class TimeLimit(BaseException):
+    """Raised in the code when its time is over."""
+
+
+def confine(config):
+    limits = {
+        resource.RLIMIT_AS: config["memory_bytes"],
+        resource.RLIMIT_NPROC: config["processes"],
+        resource.RLIMIT_FSIZE: config["file_bytes"],
+        resource.RLIMIT_CPU: config["cpu_s"],
+        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, value in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    if config["uid"] is not None:
+        os.setgroups([])
+        os.setresgid(config["uid"], config["uid"], config["uid"])
+        os.setresuid(config["uid"], config["uid"], config["uid"])
+    os.chdir(config["cwd"])
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+
+def run(code, names, number):
+    """Run code as a notebook does: the value of a last expression is shown."""
+    file = f"<code {number}>"
+    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
+    tree = ast.parse(code, file)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, file, "exec"), names)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), file, "eval"), names)
+        if value is not None:
+            print(repr(value))
+
+
+def run_program(request, names, number):
+    """Run code as a script, with a text on stdin and files beside it."""
+    for name, content in request["files"].items():
+        folder = os.path.dirname(name)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(base64.b64decode(content))
+    given = os.memfd_create("stdin")
+    with open(given, "wb", closefd=False) as file:
+        file.write(request["stdin"].encode("utf-8", "surrogatepass"))
+    os.lseek(given, 0, os.SEEK_SET)
+    os.dup2(given, 0)
+    os.close(given)
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+    file = "<program>"
+    code = request["code"]
+    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
+    exec(compile(code, file, "exec"), names)
+
+
+def answer(request, names, number):
+    """Return (status, exit code)."""
+    signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
+    try:
+        if request["is_program"]:
+            run_program(request, names, number)
+        else:
+            run(request["code"], names, number)
+        return "ok", 0
+    except TimeLimit:
+        return "timeout", None
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return "exit", (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return "exit", 1
+    except BaseException as problem:
+        frames = problem.__traceback__
+        while frames is not None and not frames.tb_frame.f_code.co_filename.startswith(("<code ", "<program>")):
+            frames = frames.tb_next
+        traceback.print_exception(type(problem), problem.with_traceback(frames), frames)
+        return "error", 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def is_late(number, frame):
+    raise TimeLimit
+
+
+def fetch(names):
+    found = {}
+    for name in names:
+        try:
+            with open(name, "rb") as file:
+                found[name] = base64.b64encode(file.read(4 << 20)).decode()
+        except OSError:
+            pass
+    return found
+
+
+def main():
+    config = json.loads(sys.argv[1])
+    requests, replies = config["requests"], config["replies"]
+    os.set_inheritable(requests, False)
+    os.set_inheritable(replies, False)
+    confine(config)
+    import site
+
+    site.main()
+    sys.argv = [""]
+    signal.signal(signal.SIGALRM, is_late)
+    me = os.getpid()
+    names = {"__name__": "__main__", "__builtins__": builtins}
+    streams = sys.stdout, sys.stderr
+    os.write(replies, b'{"id": "ready"}\n')
+    reader = open(requests, "rb")
+    number = 0
+    for line in reader:
+        request = json.loads(line)
+        number += 1
+        status, code, files = "error", 1, {}
+        try:
+            status, code = answer(request, names, number)
+            if os.getpid() == me:
+                files = fetch(request["fetch"])
+        except TimeLimit:
+            status, code = "timeout", None
+        except BaseException:
+            pass
+        try:
+            for stream in streams:
+                stream.flush()
+        except BaseException:
+            pass
+        if os.getpid() != me:
+            os._exit(code or 0)  # a fork of the code came back here
+        reply = json.dumps({"id": request["id"], "status": status, "exit_code": code, "files": files}).encode() + b"\n"
+        while reply:
+            reply = reply[os.write(replies, reply) :]
+        gc.collect(0)
+
+
+main()
