@@ -64,7 +64,9 @@ def test_log_lines_stay_whole_above_it():
         console.print(f"a log line of step {step}")
     live.stop()
     lines = [line for line in out.getvalue().replace("\x1b[2K", "\n").splitlines() if "a log line" in line]
-    assert [line.strip() for line in lines] == [f"a log line of step {step}" for step in range(1, 6)]
+    assert [line.strip().removeprefix("\x1b[?25l") for line in lines] == [
+        f"a log line of step {step}" for step in range(1, 6)
+    ]
 
 
 async def groups() -> list[TrajectoryGroup]:
