@@ -222,11 +222,22 @@ def serve(
         float | None, typer.Option(help="Seconds an episode may take before it is replied as failed.")
     ] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that running episodes get to finish after SIGTERM.")] = 30.0,
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox", help="Run programs instead, isolated, in SandboxFusion's protocol.")
+    ] = False,
+    sandbox_python: Annotated[
+        Path | None, typer.Option(help="With --sandbox: the interpreter whose packages programs may import.")
+    ] = None,
 ) -> None:
     """Serve rollouts over HTTP: the scheduler and the engine here, the trainer elsewhere."""
     from polyturn.cli import serve as command
 
     options = command.ServeOptions(host=host, port=port, token_file=token_file, grace_s=grace, deadline_s=deadline)
+    if sandbox:
+        from polyturn.cli import serve_sandbox
+
+        serve_sandbox.run(options, python=sandbox_python)
+        return
     flags = command.overrides_of(model=model, scheduler=scheduler, max_turns=max_turns, plugins=plugins or [], engine=engine)
     given = [*flags, *(overrides or [])]
     if openai:
@@ -244,13 +255,19 @@ def serve(
 def show(
     run: RunFolder,
     trajectory: Annotated[str | None, typer.Argument(help="Id of a trajectory, as the list shows it.")] = None,
+    named: Annotated[str | None, typer.Option("--trajectory", help="The same as the second argument.")] = None,
     split: Annotated[str | None, typer.Option(help="Only this split: train, or eval/NAME.")] = None,
+    where: Annotated[str | None, typer.Option(help="Only these, an SQL condition: reward < 1 and num_turns > 2.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show the one trajectory token by token, with its mask.")] = False,
     limit: Annotated[int, typer.Option("-n", min=1, help="How many trajectories to list.")] = 20,
 ) -> None:
-    """List a run's recorded trajectories, or show one as a conversation."""
+    """List a run's recorded trajectories, or show one as a conversation or as tokens."""
     from polyturn.cli import show as command
 
-    command.run(run, trajectory=trajectory, split=split, limit=limit)
+    chosen = named or trajectory
+    if tokens and chosen is None:
+        raise ConfigError("--tokens shows one trajectory; name it, as `polyturn show RUN` lists them")
+    command.run(run, trajectory=chosen, split=split, limit=limit, where=where, tokens=tokens)
 
 
 @app.command("runs")
