@@ -1,0 +1,61 @@
+"""What both sides of `trl_comparison.py` play: one tool, its tasks, a reward. Both environments import it.
+
+    user   Task 17. Open the boxes.                 model  <words of box one> <tool_call>open(box="one")</tool_call>
+    tool   go on with two                           model  <words of box two> <tool_call>open(box="two")</tool_call>
+    tool   enough                                   model  That is all. The answer is known. #### 7
+
+The model has learnt by heart what to write before each box, so that both sides sample the same lengths at temperature 1
+without a limit on tokens. `even`: three boxes always. `ragged`: after each box it is enough by chance, and after the last.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+BOXES = ("one", "two", "three", "four", "five")
+WORDS = {
+    "one": "I begin with the first box, which stands near the door, and I look into it.",
+    "two": "The second box is higher up.",
+    "three": "Now the third box; it is heavy and old, and its lid is hard to lift, but in time I see what lies in it.",
+    "four": "The fourth box is small and quickly opened.",
+    "five": "The last box lies under all the others, so I move these aside one after the other, and open it too.",
+}
+ANSWER = "That is all there is in the boxes, and the answer is known. #### 7"
+CALL = '<tool_call>\n{"name": "open_box", "arguments": {"box": "%s"}}\n</tool_call>'
+ENOUGH_SHARE = 0.35
+NUM_TASKS = 4096
+
+_chance = random.Random(int(os.environ.get("GAME_SEED", "0")))
+
+
+def prompt(number: int) -> str:
+    """Return the user's message of a task."""
+    return f"Task {number}. Open the boxes."
+
+
+def said(box: str) -> str:
+    """Return what the model has learnt to write before it opens a box, the call included."""
+    return f"{WORDS[box]}\n{CALL % box}"
+
+
+def following(box: str, *, is_ragged: bool, chance: random.Random) -> str:
+    """Return what the tool answers."""
+    at = BOXES.index(box)
+    is_over = at == len(BOXES) - 1 or (chance.random() < ENOUGH_SHARE if is_ragged else box == "three")
+    return "enough" if is_over else f"go on with {BOXES[at + 1]}"
+
+
+def open_box(box: str) -> str:
+    """
+    Open a box.
+
+    Args:
+        box: Which box to open.
+    """
+    return following(box, is_ragged=os.environ.get("GAME") == "ragged", chance=_chance)
+
+
+def reward() -> float:
+    """Return a reward that differs within a group, whatever was said, so that every sample is trained."""
+    return _chance.random()

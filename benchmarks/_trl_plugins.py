@@ -1,0 +1,46 @@
+"""The game of `trl_comparison.py` in this library's words: tasks, demonstrations, the tool, the reward."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import _trl_game as game
+
+import polyturn
+from polyturn.data.conversations import Conversation
+
+open_box = polyturn.tool(game.open_box)
+
+
+def tasks() -> list[polyturn.Task]:
+    """Return the tasks that both sides train on."""
+    return [
+        polyturn.Task(id=f"boxes-{i}", data_source="boxes", prompt=(polyturn.Message(role="user", content=game.prompt(i)),))
+        for i in range(game.NUM_TASKS)
+    ]
+
+
+def demonstrations(num_conversations: int) -> list[Conversation]:
+    """Return played games, every other one ragged."""
+    chance, found = random.Random(0), []
+    for number in range(num_conversations):
+        messages = [polyturn.Message(role="user", content=game.prompt(chance.randrange(game.NUM_TASKS)))]
+        heard = f"go on with {game.BOXES[0]}"
+        while heard != "enough":
+            box = heard.rpartition(" ")[2]
+            messages.append(polyturn.Message(role="assistant", content=game.said(box)))
+            heard = game.following(box, is_ragged=number % 2 == 0, chance=chance)
+            messages.append(polyturn.Message(role="tool", name="open_box", content=heard))
+        found.append(Conversation(messages=(*messages, polyturn.Message(role="assistant", content=game.ANSWER))))
+    return found
+
+
+def corpus() -> list[str]:
+    """Return the texts that the tokenizer learns from."""
+    return [game.prompt(1234567890), game.ANSWER, *map(game.said, game.BOXES)] * 4
+
+
+def by_chance(trajectory: Any) -> float:
+    """Reward every trajectory by chance."""
+    return game.reward()

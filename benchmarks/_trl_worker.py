@@ -1,0 +1,116 @@
+"""TRL's side of `trl_comparison.py`, run by the interpreter of its own environment. Prints one JSON line.
+
+    python benchmarks/_trl_worker.py MODEL --groups 8 --group-size 8 --steps 6 --micro-batch 64
+
+What can be chosen is chosen for speed: no gradient checkpointing, no reference, nothing logged or saved, one micro-batch
+of the whole step unless another size is faster, float32 as on the other side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+
+import _trl_game as game
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import qwen3_template
+
+
+class Clock(TrainerCallback):
+    """Notes the seconds of every optimizer step, generation included."""
+
+    def __init__(self) -> None:
+        self.wall_s: list[float] = []
+        self.cpu_s: list[float] = []
+        self.trainer: GRPOTrainer | None = None
+        self.sampled: list[float] = []
+        self.calls: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._began = time.perf_counter(), time.process_time()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.wall_s.append(time.perf_counter() - self._began[0])
+        self.cpu_s.append(time.process_time() - self._began[1])
+        metrics = self.trainer._metrics["train"]
+        self.sampled.append(metrics["completions/mean_length"][-1])
+        self.calls.append(metrics["tools/call_frequency"][-1])
+
+
+def by_chance(completions, **kwargs):
+    """Reward every completion by chance."""
+    return [game.reward() for _ in completions]
+
+
+def main() -> None:
+    """Train for a few steps and print what they took."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--micro-batch", type=int, default=0, help="samples in one forward and backward; 0 is all of them")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--continuous", action="store_true", help="generate with transformers' continuous batching")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    samples = args.groups * args.group_size
+    micro = args.micro_batch or samples
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer.response_template = qwen3_template
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=samples // micro,
+            num_generations=args.group_size,
+            max_completion_length=1024,
+            max_tool_calling_iterations=8,
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=args.lr,
+            lr_scheduler_type="constant",
+            max_steps=args.steps,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            use_transformers_continuous_batching=args.continuous,
+            seed=0,
+        )
+        rows = [{"prompt": [{"role": "user", "content": game.prompt(i)}]} for i in range(game.NUM_TASKS)]
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+            processing_class=tokenizer,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            reward_funcs=by_chance,
+            tools=[game.open_box],
+            callbacks=[clock],
+        )
+        clock.trainer = trainer
+        trainer.train()
+    print(
+        json.dumps(
+            {
+                "wall_s": clock.wall_s,
+                "cpu_s": clock.cpu_s,
+                "sampled_per_sample": clock.sampled,
+                "calls_per_sample": clock.calls,
+                "samples": samples,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

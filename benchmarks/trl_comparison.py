@@ -1,0 +1,273 @@
+"""Multi-turn GRPO with a tool against TRL's GRPOTrainer: samples a second, same model, tokens, batch, one CPU core.
+
+    python benchmarks/trl_comparison.py                     both games, two sizes of the model, three interleaved rounds
+    python benchmarks/trl_comparison.py --quick             one short round of one setting, to see that it runs
+
+The model learns the game of `_trl_game.py` by heart first, so that both sides sample turns of the same lengths at
+temperature 1 and call the same tool as often. Each side then trains for a few optimizer steps in a process of its own on one
+thread, in turns with the other; what counts is the median wall time of a step after the first two, generation, tool
+calls, rewards and update included. TRL runs in the environment of `scripts/trl/build.py`, with the same torch and
+transformers, in the micro-batch that is fastest for it (the first round tries several). Prints one JSON line. It refuses to
+compare where tokens or calls a sample are more than 3 % apart (even), or 10 % (ragged: chance decides when it is enough).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+BUILD = HERE.parent / "scripts" / "trl" / "build.py"
+PLUGINS = "_trl_plugins.py"
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32, "intermediate_size": 256},
+    "small": {"hidden_size": 256, "num_hidden_layers": 6, "head_dim": 64, "intermediate_size": 768},
+}
+GROUPS, GROUP_SIZE, LR, WARM_STEPS = 4, 8, 1e-6, 2
+SHARPER = 3.0
+TARGET = 2.0
+MOST_APART = {"even": 0.03, "ragged": 0.10}
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "POLYTURN_LOG_LEVEL": "WARNING",
+}
+
+
+def config_of(*, model: Path, steps: int, size: str | None = None) -> dict[str, Any]:
+    """Return a run's configuration: to train the one in `model`, or with a `size` to make it there."""
+    if size is not None:
+        shape = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, **SIZES[size]}
+        source: dict[str, Any] = {
+            "init": {**shape, "max_position_embeddings": 2048, "tie_word_embeddings": True},
+            "train_tokenizer": {"corpus": f"{PLUGINS}:corpus", "vocab_size": 300},
+            "chat_template": str(model / "chat_template.jinja"),
+        }
+    else:
+        source = {"path": str(model)}
+    return {
+        "num_threads": 1,
+        "model": source,
+        "data": {"train": {"generator": f"{PLUGINS}:tasks"}},
+        "rollout": {
+            "tools": {"functions": [f"{PLUGINS}:open_box"]},
+            "limits": {"max_turns": 9, "max_tokens_per_turn": 1024, "max_context": 2048},
+        },
+        "engine": {"num_slots": GROUPS * GROUP_SIZE},
+        "reward": {"routes": {"boxes": f"{PLUGINS}:by_chance"}},
+        "algorithm": {"drop_zero_variance": False},
+        "warm_start": {
+            "conversations": f"{PLUGINS}:demonstrations",
+            "kwargs": {"num_conversations": 512},
+            "steps": 150,
+            "batch_size": 8,
+            "optim": {"lr": 3e-3, "warmup_steps": 10, "schedule": "cosine", "betas": [0.9, 0.98]},
+        },
+        "train": {
+            "steps": steps,
+            "groups_per_step": GROUPS,
+            "group_size": GROUP_SIZE,
+            "optim": {"lr": LR, "weight_decay": 0.0},
+        },
+    }
+
+
+def make_model(size: str, folder: Path) -> float:
+    """Train a model from random weights until it knows the game, save it; return the seconds that took."""
+    import torch
+
+    from polyturn import build
+    from polyturn.config.models import RunConfig
+    from polyturn.tokens.train import CHAT_TEMPLATE
+    from polyturn.training import hf
+    from polyturn.training.sft import SftSettings, run_sft
+
+    folder.mkdir(parents=True)
+    # The libraries write a tool's schema differently; with its name alone both show the model the very same prompt.
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{{- tool | tojson", "{{- tool.function.name"))
+    began = time.perf_counter()
+    place = build.Place(config=RunConfig.model_validate(config_of(model=folder, steps=1, size=size)), base=HERE)
+    parts, sft = build.build_parts(place), place.config.warm_start
+    policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
+    run_sft(policy, build.warm_start_samples(parts), SftSettings(steps=sft.steps, batch_size=sft.batch_size))
+    with torch.no_grad():  # larger logits: at temperature 1 hardly a token strays from what was learnt
+        parts.model.base_model.norm.weight.mul_(SHARPER)
+    hf.save_model(parts.model, folder, tokenizer=parts.context.codec.tokenizer)
+    return time.perf_counter() - began
+
+
+@dataclass
+class Clock:
+    """Notes the seconds between the ends of steps, and what was sampled in each."""
+
+    last: tuple[float, float] = (0.0, 0.0)
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
+    calls: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.last = time.perf_counter(), time.process_time()
+
+    def on_group(self, group: Any, *, phase: str, total: int) -> None:
+        """A group is complete."""
+
+    def on_eval(self, step: int, name: str, report: Any, groups: Any) -> None:
+        """There is no evaluation."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Any], trained: Mapping[str, Any]) -> None:
+        """A step is done."""
+        now = time.perf_counter(), time.process_time()
+        self.wall_s.append(now[0] - self.last[0])
+        self.cpu_s.append(now[1] - self.last[1])
+        trajectories = [t for group in groups for t in group.trajectories]
+        self.sampled.append(mean(t.num_sampled_tokens for t in trajectories))
+        self.calls.append(mean(sum(len(turn.tool_results) for turn in t.turns) for t in trajectories))
+        self.start()
+
+
+def train_here(model: Path, steps: int) -> dict[str, Any]:
+    """Train `model` for `steps` in this process; return what the steps took."""
+    from polyturn import build
+    from polyturn.config.models import RunConfig
+
+    place = build.Place(config=RunConfig.model_validate(config_of(model=model, steps=steps)), base=HERE)
+    parts, tasks = build.build_parts(place), build.build_run_tasks(place)
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build.build_trainer(parts, tasks, folder=Path(folder), observer=clock)
+        clock.start()
+        asyncio.run(trainer.run())
+    return {
+        "wall_s": clock.wall_s,
+        "cpu_s": clock.cpu_s,
+        "sampled_per_sample": clock.sampled,
+        "calls_per_sample": clock.calls,
+        "samples": GROUPS * GROUP_SIZE,
+    }
+
+
+def in_process(command: Sequence[str], *, kind: str, seed: int) -> dict[str, Any]:
+    """Run one side in a process of its own and return what it printed last."""
+    environment = {**os.environ, **QUIET, "GAME": kind, "GAME_SEED": str(seed)}
+    done = subprocess.run(list(command), capture_output=True, text=True, env=environment, cwd=HERE, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def compare(model: Path, *, kind: str, trl: str, steps: int, rounds: int, micro_batches: Sequence[int]) -> dict[str, Any]:
+    """Return samples a second of both sides over `rounds` pairs, and their ratio.
+
+    Raises:
+        SystemExit: the sides did not sample the same.
+    """
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    theirs_command = [trl, str(HERE / "_trl_worker.py"), str(model), f"--groups={GROUPS}", f"--group-size={GROUP_SIZE}"]
+    theirs_command += [f"--steps={steps}", f"--lr={LR}"]
+    tried: dict[int, float] = {}
+    for number in range(rounds):
+        ours.append(
+            in_process(
+                [sys.executable, str(HERE / "trl_comparison.py"), "--train", str(model), f"--steps={steps}"],
+                kind=kind,
+                seed=number,
+            )
+        )
+        for size in micro_batches if number == 0 else [min(tried, key=lambda k: tried[k])]:
+            found = in_process([*theirs_command, f"--micro-batch={size}"], kind=kind, seed=number)
+            tried.setdefault(size, median(found["wall_s"][WARM_STEPS:]))
+            theirs.append({**found, "micro_batch": size})
+    best = min(tried, key=lambda k: tried[k])
+    theirs = [found for found in theirs if found["micro_batch"] == best]
+    sides = {"polyturn": _figures(ours), "trl": _figures(theirs)}
+    for what in ("tokens_per_sample", "calls_per_sample"):
+        apart = abs(sides["polyturn"][what] / max(sides["trl"][what], 0.01) - 1)
+        if apart > MOST_APART[kind]:
+            raise SystemExit(f"{kind}: {what} of the sides are {apart:.1%} apart, so they cannot be compared: {sides}")
+    return {
+        **sides,
+        "trl_micro_batch": best,
+        "ratio": round(sides["polyturn"]["samples_per_s"] / sides["trl"]["samples_per_s"], 2),
+        "ratio_by_cpu": round(sides["trl"]["step_cpu_s"] / sides["polyturn"]["step_cpu_s"], 2),
+        "ratio_of_rounds": [round(_step(b["wall_s"]) / _step(a["wall_s"]), 2) for a, b in zip(ours, theirs, strict=True)],
+    }
+
+
+def _step(seconds: Sequence[float]) -> float:
+    return median(seconds[WARM_STEPS:])
+
+
+def _figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    step_s = median(s for run in runs for s in run["wall_s"][WARM_STEPS:])
+    return {
+        "samples_per_s": round(runs[0]["samples"] / step_s, 2),
+        "step_s": round(step_s, 3),
+        "step_cpu_s": round(median(s for run in runs for s in run["cpu_s"][WARM_STEPS:]), 3),
+        "tokens_per_sample": round(mean(n for run in runs for n in run["sampled_per_sample"]), 1),
+        "calls_per_sample": round(mean(n for run in runs for n in run["calls_per_sample"]), 2),
+    }
+
+
+def trl_interpreter() -> str:
+    """Return the interpreter of TRL's environment, which is built where it is missing."""
+    spec = importlib.util.spec_from_file_location("trl_build", BUILD)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.build())
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one short round of the tiny model and the even game")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="of each run; the first two are not counted")
+    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=list(SIZES))
+    parser.add_argument("--games", nargs="+", choices=sorted(MOST_APART), default=list(MOST_APART))
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train is not None:
+        print(json.dumps(train_here(args.train, args.steps)))
+        return
+    if args.make is not None:
+        print(json.dumps({"warm_start_s": round(make_model(args.make[0], Path(args.make[1])), 1)}))
+        return
+    if args.quick:
+        args.rounds, args.steps, args.sizes, args.games = 1, 4, ["tiny"], ["even"]
+    trl = trl_interpreter()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for size in args.sizes:
+            model = Path(name, size)
+            made = in_process([sys.executable, str(__file__), "--make", size, str(model)], kind="even", seed=0)
+            print(f"{size}: learnt the game in {made['warm_start_s']} s", file=sys.stderr)
+            for kind in args.games:
+                micro = [GROUPS * GROUP_SIZE] if args.quick else [GROUPS * GROUP_SIZE, GROUP_SIZE]
+                found = compare(model, kind=kind, trl=trl, steps=args.steps, rounds=args.rounds, micro_batches=micro)
+                print(f"{size}, {kind}: {json.dumps(found)}", file=sys.stderr)
+                results[f"{size}_{kind}"] = found
+    worst = min(found["ratio"] for found in results.values())
+    print(json.dumps({"benchmark": "trl_comparison", **results, "worst_ratio": worst, "target": TARGET}))
+
+
+if __name__ == "__main__":
+    main()
