@@ -5,6 +5,7 @@
 #   make engines   environments for the real vLLM and SGLang servers, under the user's cache (about 2.5 minutes, once);
 #                  `make test` uses those that are there, and .ci/run builds them where it can
 #   make browser   Chromium and playwright, for the tests of the viewer (Debian's packages, as root)
+#   make system    bubblewrap, for the Python sandbox and its tests (Debian's package, as root)
 #   make demo      train the quickstart from scratch
 #   make bench     every benchmark; results in benchmarks/results/DATE.json
 #   make verify    the slow tests, the demo for three seeds with its controls, then the benchmarks
@@ -15,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test engines browser demo bench verify clean
+.PHONY: install check test engines browser system demo bench verify clean
 
 install: $(STAMP)
 
@@ -39,6 +40,10 @@ browser: $(STAMP)
 	command -v chromium chromium-browser google-chrome || \
 		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[browser]'
+
+system:
+	command -v bwrap || \
+		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap)
 
 demo: $(STAMP)
 	$(BIN)/polyturn train examples/quickstart/config.yaml

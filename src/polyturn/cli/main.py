@@ -478,11 +478,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def prepare_process() -> None:
     """Set what a process of the command line needs before anything heavy is imported."""
     from polyturn.cli.console import log_to_console
+    from polyturn.compat.log_level import log_level
 
     # How long an idle thread of the math library spins before it sleeps; read when torch is loaded. The default is so long
     # that two runs on one machine bring each other to a halt (benchmarks/README.md, "Two threads").
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    log_to_console(os.environ.get("POLYTURN_LOG_LEVEL", "INFO").upper())
+    log_to_console(log_level(os.environ))
 
 
 def guarded(run: Callable[[], object]) -> None:

@@ -24,8 +24,8 @@ _FAMILIES = (1, 2, 10)
 _SAME_EVERYWHERE = (425, 426, 427, 438, 428, 429, 430, 431, 432, 433, 442, 447)
 _CLONE3 = 435
 # ptrace, mount, umount2, pivot_root, chroot, unshare, setns, keyctl, add_key, request_key, bpf, perf_event_open,
-# userfaultfd, process_vm_readv, process_vm_writev, kexec_load, init_module, finit_module, delete_module, open_by_handle_at, quotactl,
-# swapon, reboot, acct, syslog, kcmp, settimeofday
+# userfaultfd, process_vm_readv, process_vm_writev, kexec_load, init_module, finit_module, delete_module, open_by_handle_at,
+# quotactl, swapon, reboot, acct, syslog, kcmp, settimeofday
 _MACHINES = {
     "x86_64": (
         0xC000003E,

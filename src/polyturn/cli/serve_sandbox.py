@@ -1,0 +1,50 @@
+"""`polyturn serve --sandbox`: SandboxFusion's `run_code`, on this machine, for tools and rewards that run programs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from pathlib import Path
+
+from polyturn.cli.serve import ServeOptions
+from polyturn.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def run(options: ServeOptions, *, python: Path | None = None, allow_unsafe: bool = False) -> None:
+    """Serve until a signal asks to stop.
+
+    Raises:
+        ConfigError: the address would be open to others, or code cannot be isolated here.
+    """
+    try:
+        import uvicorn
+
+        from polyturn.serving.sandbox import SandboxService, create_app
+    except ModuleNotFoundError as missing:
+        raise ConfigError(
+            f"{missing.name} is not installed; `pip install 'polyturn[serve]'` brings what a server needs"
+        ) from None
+    from polyturn.serving.address import bind, check_exposure
+    from polyturn.tools.python_sandbox.interpreter import Interpreter
+    from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_walls
+    from polyturn.tools.python_sandbox.limits import Limits
+
+    token = options.find_token()
+    check_exposure(options.host, token)
+    walls = require_walls(allow_unsafe=allow_unsafe)
+    limits = Limits(timeout_s=30.0 if options.deadline_s is None else options.deadline_s, memory_mb=1024)
+    interpreter = bare_python() if python is None else str(python)
+    interpreter_folders(interpreter)
+    slots = max(2, os.cpu_count() or 2)
+    start = partial(Interpreter, limits, walls=walls, python=interpreter)
+    service = SandboxService(start, limits=limits, max_concurrent=slots, max_waiting=64 * slots, warm=slots)
+    bound = bind(options.host, options.port)
+    host, port = bound.getsockname()[:2]
+    logger.info("sandbox on http://%s:%d/run_code (%s)", host, port, walls.value)
+    config = uvicorn.Config(
+        create_app(service, token=token), log_level="warning", timeout_graceful_shutdown=int(options.grace_s)
+    )
+    uvicorn.Server(config).run(sockets=[bound])

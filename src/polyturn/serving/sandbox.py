@@ -1,0 +1,175 @@
+"""A sandbox server in SandboxFusion's protocol: the other end of SandboxFusionTool and of rewards that run programs.
+
+    POST /run_code  {"code": "print(input())", "language": "python", "stdin": "4", "run_timeout": 5}
+    ->  {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "4\\n", …}, …}
+
+Each program gets a sandbox of its own, which is killed afterwards. A program that fails is an answer, not an HTTP error.
+Bodies are bounded, as many programs run at once as there are slots, and the rest wait in line up to a length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response
+
+from polyturn.core.errors import one_line
+from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
+from polyturn.tools.python_sandbox.limits import Limits, RunResult
+from polyturn.tools.python_sandbox.pool import WarmPool
+from polyturn.tools.threads import DaemonThreads
+
+MAX_BODY_BYTES = 8 << 20
+LANGUAGES = ("python",)
+
+
+class SandboxService:
+    """Runs programs, each in a fresh sandbox."""
+
+    def __init__(
+        self, start: Callable[[], Interpreter], *, limits: Limits, max_concurrent: int, max_waiting: int, warm: int
+    ) -> None:
+        self.limits = limits
+        self._pool = WarmPool(start, size=warm)
+        self._threads = DaemonThreads(name="sandbox-server", max_threads=max_concurrent)
+        self._max_pending = max_concurrent + max_waiting
+        self._num_pending = 0
+
+    def open(self) -> None:
+        """Start the sandboxes that wait."""
+        self._pool.open()
+
+    def close(self) -> None:
+        """Close them."""
+        self._pool.close()
+        self._pool.let_go()
+
+    async def run(self, asked: dict[str, Any]) -> RunResult | None:
+        """Run one program; None when too many wait already."""
+        if self._num_pending >= self._max_pending:
+            return None
+        self._num_pending += 1
+        try:
+            found: RunResult = await self._threads.run(self._run, asked)
+            return found
+        finally:
+            self._num_pending -= 1
+
+    def _run(self, asked: dict[str, Any]) -> RunResult:
+        try:
+            sandbox = self._pool.take()
+        except SandboxStartError as problem:
+            return RunResult(status="sandbox_error", stderr=one_line(problem), is_alive=False)
+        try:
+            return sandbox.run_program(
+                asked["code"],
+                stdin=asked.get("stdin") or "",
+                files=asked.get("files") or {},
+                fetch=asked.get("fetch_files") or [],
+                timeout_s=asked.get("run_timeout"),
+            )
+        finally:
+            sandbox.close()
+
+
+def create_app(service: SandboxService, *, token: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """Return the application.
+
+    Args:
+        service: Runs the programs.
+        token: Demanded as `Authorization: Bearer TOKEN`; None lets everyone ask.
+        max_body_bytes: The largest body.
+    """
+
+    @asynccontextmanager
+    async def while_up(app: FastAPI) -> AsyncIterator[None]:
+        service.open()
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(title="polyturn sandbox", docs_url=None, redoc_url=None, openapi_url=None, lifespan=while_up)
+
+    @app.middleware("http")
+    async def admit(request: Request, call_next: Any) -> Response:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if token is not None and not hmac.compare_digest(given, token.encode()):
+            return JSONResponse({"detail": "this server demands its token: Authorization: Bearer TOKEN"}, 401)
+        if "origin" in request.headers:  # a web page in somebody's browser, on this machine
+            return JSONResponse({"detail": "this server is not for browsers"}, 403)
+        return await call_next(request)
+
+    @app.get("/v1/ping")
+    async def ping() -> str:
+        return "pong"
+
+    @app.post("/run_code")
+    async def run_code(request: Request) -> dict[str, Any]:
+        asked = _read(await _body(request, max_body_bytes))
+        result = await service.run(asked)
+        if result is None:
+            raise HTTPException(503, "too many programs wait already; ask again later")
+        return reply_of(result)
+
+    return app
+
+
+def reply_of(result: RunResult) -> dict[str, Any]:
+    """Return a run in SandboxFusion's words."""
+    if result.status == "sandbox_error":
+        return {"status": "SandboxError", "message": result.stderr, "compile_result": None, "run_result": None, "files": {}}
+    statuses = {"timeout": "TimeLimitExceeded", "output": "Error"}
+    run = {
+        "status": statuses.get(result.status, "Finished"),
+        "execution_time": round(result.duration_s, 4),
+        "return_code": result.exit_code,
+        "stdout": result.stdout,
+        "stderr": result.stderr
+        + ("\nThe program printed without end and was stopped." if result.status == "output" else ""),
+    }
+    is_fine = result.status in ("ok", "exit") and result.exit_code == 0
+    return {
+        "status": "Success" if is_fine else "Failed",
+        "message": "",
+        "compile_result": None,
+        "run_result": run,
+        "executor_pod_name": None,
+        "files": dict(result.files),
+    }
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    found = bytearray()
+    async for chunk in request.stream():
+        found += chunk
+        if len(found) > limit:
+            raise HTTPException(413, f"the body is larger than {limit} bytes")
+    return bytes(found)
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as problem:
+        raise HTTPException(422, f"the body is not JSON: {one_line(problem)}") from problem
+    if not isinstance(asked, dict) or not isinstance(asked.get("code"), str):
+        raise HTTPException(422, "the body is an object with `code`, a text")
+    language = asked.get("language", "python")
+    if language not in LANGUAGES:
+        raise HTTPException(422, f"language is {language!r:.50}; this server runs {', '.join(LANGUAGES)}")
+    if not isinstance(asked.get("stdin") or "", str):
+        raise HTTPException(422, "stdin is a text, or null")
+    limit = asked.get("run_timeout")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+        raise HTTPException(422, f"run_timeout is {limit!r:.50}; it is a positive number of seconds, or null")
+    files, fetched = asked.get("files") or {}, asked.get("fetch_files") or []
+    if not isinstance(files, dict) or not all(isinstance(content, str) for content in files.values()):
+        raise HTTPException(422, "files is an object of contents in base64")
+    if not isinstance(fetched, list) or not all(isinstance(name, str) for name in fetched):
+        raise HTTPException(422, "fetch_files is a list of names")
+    return asked
