@@ -82,6 +82,45 @@ def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tm
     assert again.code == 2 and "is there already" in again.err
 
 
+@pytest.mark.timeout(240)
+def test_a_launcher_that_is_killed_leaves_no_rank_behind_and_a_checkpoint(tmp_path):
+    config = write_run(tmp_path)
+    run = subprocess.Popen(
+        command("train", config, "--nproc", 2, "train.steps=100000", "warm_start.steps=0"),
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=(tmp_path / "said").open("w"),
+    )
+    ranks = []
+    try:
+        metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+        wait_until(lambda: metrics.is_file() and "loss/grad_norm" in metrics.read_text(), seconds=120)
+        ranks = children_of(run.pid)
+        assert len(ranks) == 2
+        run.kill()
+        run.wait()
+        wait_until(lambda: not any(is_alive(pid) for pid in ranks), seconds=30)
+    finally:
+        run.kill()
+        for pid in filter(is_alive, ranks):
+            os.kill(pid, signal.SIGKILL)
+    saved = max(int(p.name.removeprefix("step-")) for p in (tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*"))
+    assert saved >= 1, (tmp_path / "said").read_text()
+
+
+def wait_until(is_so, *, seconds):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    """Whether a process runs; one that ended and that nobody asked about does not."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -67,8 +67,8 @@ def this_rank() -> Place | None:
         ) from problem
 
 
-def launch(num_ranks: int, arguments: Sequence[str]) -> None:
-    """Run `polyturn` with `arguments` in `num_ranks` processes, and return when all are done.
+def launch(num_ranks: int) -> None:
+    """Run this process's own command line in `num_ranks` processes, and return when all are done.
 
     Raises:
         RankError: one died; the message ends with the last lines of its log.
@@ -92,7 +92,7 @@ def launch(num_ranks: int, arguments: Sequence[str]) -> None:
             env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"}
             with (logs / f"rank-{rank}.log").open("wb") as log:
                 output = {} if rank == 0 else {"stdout": log, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-                command = [sys.executable, "-m", "polyturn", *arguments]
+                command = [sys.executable, *sys.orig_argv[1:]]
                 ranks.append(subprocess.Popen(command, env=env, start_new_session=True, **output))  # type: ignore[call-overload]
         first = _first_to_fail(ranks)
         if first is None:

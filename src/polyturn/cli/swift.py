@@ -140,5 +140,9 @@ def dispatch(arguments: Sequence[str]) -> None:
             "learning over many turns alone"
         )
     if (processes := os.environ.get("NPROC_PER_NODE", "1")) not in ("", "1"):
-        logger.info("NPROC_PER_NODE is %s: a run is one process, and batch sizes are counted for one", processes)
+        logger.info(
+            "NPROC_PER_NODE is %s: batch sizes are counted for one process, and polyturn.train.distributed.ranks says how "
+            "many there are",
+            processes,
+        )
     COMMANDS[name](arguments[1:])

@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -87,7 +86,7 @@ def train(
     ranks.end_with_launcher()
     is_on_cluster = config.cluster.address is not None and not dry_run
     if this.size == 1 and config.train.distributed.ranks > 1 and not dry_run and not is_on_cluster:
-        ranks.launch(config.train.distributed.ranks, sys.argv[1:])
+        ranks.launch(config.train.distributed.ranks)
         return
     attempt = _Attempt(place=place, resume=resume)
     for left in range(config.cluster.restarts if is_on_cluster else 0, -1, -1):

@@ -43,6 +43,7 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ACTOR}.policy_loss.loss_mode=clip_cov", "algorithm.loss", "clip_cov"),
     (f"{ACTOR}.policy_loss.loss_mode=gspo", "algorithm.aggregate", "seq-mean-token-mean"),
     # many turns
+    ("actor_rollout_ref.model.enable_gradient_checkpointing=True", "model.gradient_checkpointing", True),
     (f"{TURNS}.max_assistant_turns=5", "rollout.limits.max_turns", 5),
     (f"{TURNS}.max_turns=6", "rollout.limits.max_turns", 6),
     (f"{TURNS}.max_user_turns=5", "rollout.limits.max_user_turns", 5),
@@ -201,7 +202,6 @@ IGNORED = [
     "data.filter_overlong_prompts_workers=8",
     "actor_rollout_ref.hybrid_engine=True",
     "actor_rollout_ref.model.use_remove_padding=True",
-    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
     f"{ACTOR}.strategy=fsdp2",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
     f"{ACTOR}.fsdp_config.param_offload=True",
