@@ -21,6 +21,7 @@ from polyturn.algorithms.losses import policy_losses, ppo_clip
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny import tiny_model
+from polyturn.training.distributed import assign
 from polyturn.training.local import LocalPolicy
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
@@ -223,3 +224,39 @@ def test_no_loss_depends_on_the_split(name, seed, tokens, targets, mode):
         grads.append(gradient(made))
     assert_close(*grads, 1e-9)
     assert any(float(g.abs().max()) > 1e-6 for g in grads[0].values())
+
+
+LAYOUTS = {
+    "rows": {},
+    "packed": {"packed": True},
+    "shared": {"shared_prefix": True, "min_shared": 2, "min_saving": 0.0},
+}
+
+
+@settings(max_examples=16, deadline=None)
+@given(
+    name=st.sampled_from(OWN_LOSSES),
+    mode=st.sampled_from(MODES),
+    kind=st.sampled_from(sorted(LAYOUTS)),
+    num_ranks=st.integers(1, 3),
+    tokens=st.integers(8, 200),
+    seed=st.integers(0, 10**6),
+)
+def test_no_combination_of_loss_average_layout_split_and_ranks_changes_the_gradient(
+    name, mode, kind, num_ranks, tokens, seed
+):
+    """Each rank's share is laid out as the plan over all of them says; its gradients add up to that of one batch of rows."""
+    samples = [s.replace(token_ids=np.concatenate([np.arange(8), s.token_ids])[: len(s)]) for s in batch_of(seed)]
+    coefs = loss_coefs(samples, mode=mode)
+    loss = LossSettings(policy_loss=policy_losses.resolve(name), aggregation=mode, kl_coef=0.1, entropy_coef=0.01)
+    model = copy.deepcopy(MODEL).double()
+    one = LocalPolicy(model, optim=OptimSettings(), loss=loss, reference=True)
+    marked = one._with_marks(samples)
+    one.forward_backward(marked, coefs=coefs)
+    expected = gradient(one)
+    own = LayoutSettings(max_tokens_per_batch=tokens, **LAYOUTS[kind])
+    rank = LocalPolicy(model, optim=OptimSettings(), loss=loss, layout=own, reference=True)
+    for share in assign(marked, settings=own, num_shares=num_ranks):
+        if share:
+            rank.forward_backward([marked[i] for i in share], coefs=[coefs[i] for i in share])
+    assert_close(expected, gradient(rank), 1e-9)
