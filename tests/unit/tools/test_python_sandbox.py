@@ -1,0 +1,299 @@
+"""PythonSandbox: the model's code runs isolated, remembers its variables in an episode, and is gone after it.
+
+Needs bubblewrap (`make system`); skipped with that sentence where it is missing. The attempts to get out are those of
+benchmarks/sandbox_escapes.py, the quick ones here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from polyturn.core.errors import ConfigError
+from polyturn.serving.sandbox import SandboxService, create_app
+from polyturn.tools.python_sandbox import Limits, PythonSandbox, WarmPool
+from polyturn.tools.python_sandbox.cgroup import make_group
+from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
+from polyturn.tools.python_sandbox.isolation import Walls, bare_python, find_walls, require_walls
+from polyturn.tools.python_sandbox.seccomp import filter_program
+from polyturn.tools.registry import initialize_tools_from_config
+from polyturn.tools.sandbox import read_reply
+from polyturn.tools.service import ServiceReply
+
+ROOT = Path(__file__).resolve().parents[3]
+WALLS, WHY = find_walls()
+isolated = pytest.mark.skipif(WALLS is Walls.NONE, reason=f"code cannot be isolated here: {WHY}")
+
+
+def _load_attempts() -> Any:
+    spec = importlib.util.spec_from_file_location("sandbox_escapes", ROOT / "benchmarks/sandbox_escapes.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ESCAPES = _load_attempts()
+SLOW = {"many_files_on_disk", "infinite_stderr", "shared_memory_flood", "sleep_for_ever", "zip_bomb", "huge_integer"}
+SLOW |= {"loop_for_ever", "deep_recursion", "flood_of_answers", "fork_bomb", "memory_bomb_of_many", "swallow_the_timeout"}
+SLOW |= {"thread_bomb", "fill_the_disk", "ignore_the_alarm", "crash_the_interpreter", "one_huge_object"}
+
+
+def start(**limits: Any) -> Interpreter:
+    return Interpreter(Limits(**limits), walls=WALLS, python=bare_python())
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Interpreter]:
+    made = start(timeout_s=5.0)
+    yield made
+    made.close()
+
+
+@isolated
+def test_quick_attempts_to_get_out_are_contained() -> None:
+    limits = Limits(timeout_s=0.4, memory_mb=128, processes=16, disk_mb=4, output_bytes=20_000, flood_bytes=1 << 20)
+    with ESCAPES.place() as outside:
+        found = ESCAPES.attempts(outside)
+        assert len(found) >= 40
+        wrong = {name: ESCAPES.attempt(name, code, outside, limits)[0] for name, code in found.items() if name not in SLOW}
+    assert {name: why for name, why in wrong.items() if why} == {}
+
+
+@isolated
+@pytest.mark.slow
+def test_every_attempt_to_get_out_is_contained() -> None:
+    with ESCAPES.place() as outside:
+        wrong = {n: ESCAPES.attempt(n, code, outside)[0] for n, code in ESCAPES.attempts(outside).items()}
+    assert {name: why for name, why in wrong.items() if why} == {}
+
+
+@isolated
+def test_ends_of_a_run_are_told_apart(sandbox: Interpreter) -> None:
+    ended = [sandbox.run(code) for code in ("1", "1/0", "raise SystemExit(3)", "x = 'x' * (1 << 33)")]
+    assert [(r.status, r.exit_code) for r in ended] == [("ok", 0), ("error", 1), ("exit", 3), ("error", 1)]
+    assert "ZeroDivisionError" in ended[1].stderr and "worker" not in ended[1].stderr and "MemoryError" in ended[3].stderr
+    late = sandbox.run("while True: pass", timeout_s=0.2)
+    assert (late.status, late.exit_code, late.is_alive) == ("timeout", None, True)
+    gone = sandbox.run("import os; os._exit(4)")
+    assert (gone.status, gone.exit_code, gone.is_alive) == ("exit", 4, False)
+    assert sandbox.run("1").status == "killed"
+
+
+@isolated
+def test_variables_survive_a_timeout_that_the_code_notices(sandbox: Interpreter) -> None:
+    sandbox.run("x = 41")
+    assert sandbox.run("import time\ntime.sleep(9)", timeout_s=0.1).status == "timeout"
+    assert sandbox.run("x + 1").stdout == "42\n"
+
+
+@isolated
+def test_stdout_and_stderr_are_apart_and_bounded() -> None:
+    sandbox = start(output_bytes=100)
+    result = sandbox.run("import sys\nprint('o' * 500)\nprint('e', file=sys.stderr)")
+    assert (result.stdout, result.stderr, result.is_truncated) == ("o" * 100, "e\n", True)
+    sandbox.close()
+
+
+@isolated
+def test_a_forged_answer_to_the_next_question_is_nobodys(sandbox: Interpreter) -> None:
+    forged = """
+import os, json
+for n in range(3, 64):
+    try: os.write(n, json.dumps({"id": "ready", "status": "ok", "exit_code": 0}).encode() + b"\\n")
+    except OSError: pass
+"""
+    sandbox.run(forged)
+    assert sandbox.run("1/0").status == "error"
+
+
+@isolated
+def test_a_run_from_another_thread_ends_when_the_sandbox_is_stopped() -> None:
+    sandbox = start()
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(sandbox.run("import time\ntime.sleep(99)")))
+    thread.start()
+    sandbox.stop()
+    thread.join(5)
+    sandbox.close()
+    assert results[0].status == "killed"
+
+
+@isolated
+def test_a_program_reads_its_stdin_and_files_and_hands_files_back(sandbox: Interpreter) -> None:
+    code = "n = int(input())\nopen('out', 'w').write(open('d/in').read() * n)\nprint(__name__)"
+    result = sandbox.run_program(code, stdin="2\n", files={"d/in": "YWI="}, fetch=["out", "none"])
+    assert (result.status, result.stdout, result.files) == ("ok", "__main__\n", {"out": "YWJhYg=="})
+
+
+@isolated
+def test_the_pool_keeps_sandboxes_ready_and_closes_them() -> None:
+    made = []
+
+    def remember() -> Interpreter:
+        made.append(start())
+        return made[-1]
+
+    pool = WarmPool(remember, size=1, keep_s=0.05)
+    pool.open()
+    sandbox = pool.take()
+    assert sandbox.run("1").status == "ok"
+    sandbox.close()
+    pool.close()
+    pool.let_go()
+    assert not any(one.is_alive for one in made)
+
+
+def test_a_pool_that_cannot_start_says_so() -> None:
+    def fail() -> Interpreter:
+        raise SandboxStartError("no room")
+
+    pool = WarmPool(fail, size=1, keep_s=0.05)
+    pool.open()
+    with pytest.raises(SandboxStartError, match="no room"):
+        pool.take()
+    pool.close()
+
+
+async def run_all(tool: PythonSandbox, *codes: str) -> list[tuple[str, str]]:
+    instance_id, _ = await tool.create()
+    said = []
+    for code in codes:
+        response, reward, metrics = await tool.execute(instance_id, {"code": code})
+        assert reward is None
+        said.append((metrics["status"], str(response.text)))
+    await tool.release(instance_id)
+    assert tool._instance_dict == {}
+    tool._pool.let_go()
+    return said
+
+
+@isolated
+async def test_variables_belong_to_one_episode() -> None:
+    tool = PythonSandbox({"warm": 0})
+    assert await run_all(tool, "x = 6", "x * 7") == [("ok", "The code ran and printed nothing."), ("ok", "42\n")]
+    ((status, text),) = await run_all(tool, "x")
+    assert status == "error" and "NameError" in text
+
+
+@isolated
+async def test_a_sandbox_that_died_is_replaced_and_the_model_is_told() -> None:
+    said = await run_all(PythonSandbox({"warm": 0}), "x = 1", "import os; os._exit(4)", "print('new')")
+    assert said[1:] == [("exit", "The code ended with exit code 4. Its variables are gone."), ("ok", "new\n")]
+
+
+def test_code_is_refused_where_it_cannot_be_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_walls", lambda: (Walls.NONE, "no bubblewrap"))
+    with pytest.raises(ConfigError, match=r"no bubblewrap\. Untrusted code is refused; set allow_unsafe"):
+        PythonSandbox({})
+    assert require_walls(allow_unsafe=True) is Walls.NONE
+
+
+def test_without_walls_limits_hold_and_daemons_end(tmp_path: Path) -> None:
+    sandbox = Interpreter(Limits(timeout_s=5.0, memory_mb=128), walls=Walls.NONE, python=bare_python())
+    note = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    sandbox.run(f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    {note}\n    time.sleep(99)\ntime.sleep(0.3)")
+    assert "MemoryError" in sandbox.run("bytearray(1 << 30)").stderr
+    sandbox.close()
+    assert not ESCAPES.is_running(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"timeot": 3}, "no setting 'timeot'. Did you mean 'timeout'"),
+        ({"timeout": 0}, "timeout_s is 0; it is a positive number"),
+        ({"num_workers": 0}, "num_workers is 0; it is a whole number from 1 on"),
+        ({"python": "/nowhere/python"}, "python is '/nowhere/python', which is no interpreter that starts"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        PythonSandbox(config | {"allow_unsafe": True})
+
+
+def test_no_control_group_where_none_is_lent(tmp_path: Path) -> None:
+    assert make_group("polyturn-sandbox-1-x", memory_mb=9, processes=9, root=tmp_path) is None
+
+
+def test_the_filter_is_whole_instructions_and_unknown_machines_have_none() -> None:
+    assert all(len(filter_program(machine) or b"x") % 8 == 0 for machine in ("x86_64", "aarch64"))
+    assert filter_program("vax") is None
+
+
+@isolated
+def test_the_example_loads() -> None:
+    (tool,) = initialize_tools_from_config(yaml.safe_load((ROOT / "examples/tools/python_sandbox/tools.yaml").read_text()))
+    assert (tool.name, type(tool)) == ("python", PythonSandbox)
+
+
+def service(**changes: Any) -> SandboxService:
+    settings: dict[str, Any] = {"limits": Limits(timeout_s=5.0), "max_concurrent": 2, "max_waiting": 2, "warm": 0}
+    return SandboxService(lambda: start(timeout_s=5.0), **(settings | changes))
+
+
+async def post(body: Any, *, app: Any = None, **headers: str) -> httpx.Response:
+    transport = httpx.ASGITransport(create_app(service()) if app is None else app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://sandbox") as client:
+        given = {"content": body} if isinstance(body, bytes) else {"json": body}
+        return await client.post("/run_code", headers=headers, **given)  # type: ignore[arg-type]
+
+
+@isolated
+async def test_the_server_runs_a_program_as_the_tool_expects() -> None:
+    reply = await post(
+        {"code": "print(int(input()) * 2)", "language": "python", "stdin": "21", "run_timeout": 4, "files": {}}
+    )
+    said = reply.json()
+    assert said["status"] == "Success" and said["run_result"]["return_code"] == 0
+    assert read_reply(ServiceReply(status="ok", data=said, num_tries=1), timeout_s=4) == ("finished", "42\n")
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("code", "status"), [("1/0", "code_error"), ("while True: pass", "code_timeout"), ("raise SystemExit(3)", "code_error")]
+)
+async def test_the_server_tells_failures_apart(code: str, status: str) -> None:
+    said = (await post({"code": code, "run_timeout": 0.3})).json()
+    assert said["status"] == "Failed"
+    assert read_reply(ServiceReply(status="ok", data=said, num_tries=1), timeout_s=0.3)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        (b"{", 422, "the body is not JSON"),
+        (b"[" * 100_000, 422, "the body is not JSON"),
+        ([], 422, "with `code`"),
+        ({"code": 1}, 422, "with `code`"),
+        ({"code": "", "language": "rust"}, 422, "language is 'rust'; this server runs python"),
+        ({"code": "", "run_timeout": -1}, 422, "run_timeout is -1"),
+        ({"code": "", "stdin": 5}, 422, "stdin is a text"),
+        ({"code": "", "files": {"a": 1}}, 422, "contents in base64"),
+        ({"code": "", "fetch_files": "a"}, 422, "list of names"),
+        (b" " * (9 << 20), 413, "larger than"),
+    ],
+)
+async def test_a_wrong_request_is_answered_with_a_sentence(body: Any, status: int, sentence: str) -> None:
+    reply = await post(body)
+    assert (reply.status_code, sentence in reply.json()["detail"]) == (status, True), reply.text
+
+
+async def test_the_server_demands_its_token_and_refuses_web_pages() -> None:
+    app = create_app(service(), token="open sesame")
+    assert (await post({"code": "1"}, app=app)).status_code == 401
+    assert (await post({"code": "1"}, app=app, authorization="Bearer open")).status_code == 401
+    assert (await post({}, app=app, authorization="Bearer open sesame")).status_code == 422
+    assert (await post({"code": "1"}, origin="http://evil.example")).status_code == 403
+
+
+async def test_the_server_says_when_too_many_wait() -> None:
+    full = create_app(service(max_concurrent=1, max_waiting=-1))
+    assert (await post({"code": "1"}, app=full)).status_code == 503
