@@ -94,8 +94,15 @@ def _served(
     from polyturn.engines.sglang import SglangEngine
     from polyturn.engines.vllm import VllmEngine
     from polyturn.engines.weight_files import WeightFolder
+    from polyturn.engines.weight_ways import choose_way
 
     config = place.config.engine
+    way = choose_way(config.weights, config.urls)
+    root = None if config.weights_folder is None else place.base / config.weights_folder
+    if root is not None and not root.is_dir():
+        raise ConfigError(f"engine.weights_folder is {root}, which is no folder; make it where the servers see it too")
+    if way == "nccl" and not _has_cuda():
+        raise ConfigError("engine.weights is nccl, which needs a GPU here; use gloo, http or shared_memory")
     order = make_policy(config.order, base=place.base, **config.order_kwargs)
     clients: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
     folder, is_temporary = _model_folder(place, model, tokenizer=tokenizer, checkpoint=checkpoint)
@@ -109,6 +116,7 @@ def _served(
             max_in_flight=config.max_in_flight + _FOR_PROBES,
             timeout_s=config.timeout_s,
             health_s=config.health_s,
+            way=way,
             launch=launch,
             max_restarts=(config.launch or LaunchConfig()).max_restarts,
         )
@@ -120,8 +128,14 @@ def _served(
         slots=config.max_in_flight,
         max_tries=config.max_tries,
         patience_s=config.patience_s,
-        files=WeightFolder(folder, owns_model=is_temporary),
+        files=WeightFolder(folder, root=None if root is None else root.resolve(), owns_model=is_temporary),
     )
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _model_folder(

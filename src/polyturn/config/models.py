@@ -258,6 +258,11 @@ class EngineConfig(_Model):
     OrderPolicy."""
     order_kwargs: dict[str, Any] = {}
     """Arguments of the order's class, for instance {age: 2.0} of longest_first."""
+    weights: Literal["auto", "shared_memory", "disk", "http", "gloo", "nccl"] = "auto"
+    """The way of new weights to a server: this machine's memory, a folder that both see, tensors over HTTP, or a process
+    group (gloo between processors, nccl between GPUs). auto is shared_memory, and http where a server is elsewhere."""
+    weights_folder: str | None = None
+    """For `weights: disk`: a folder that the servers see too, under the same path."""
     num_slots: int = Field(128, ge=1)
     """Embedded: sequences decoded at once, and conversations whose KV cache is kept."""
     prefill_chunk: int = Field(256, ge=8)
@@ -283,6 +288,13 @@ class EngineConfig(_Model):
         if self.kind == "embedded" and (self.urls or self.launch is not None):
             raise ValueError(
                 "engine.urls and engine.launch are for servers; set engine.kind to vllm or sglang, or drop them"
+            )
+        if self.kind == "embedded" and (self.weights != "auto" or self.weights_folder is not None):
+            raise ValueError("engine.weights and engine.weights_folder are for servers; the embedded engine needs no way")
+        if (self.weights == "disk") != (self.weights_folder is not None):
+            raise ValueError(
+                f"engine.weights is {self.weights} and engine.weights_folder is {self.weights_folder}; disk needs a folder "
+                "that the servers see under the same path, and no other way has one"
             )
         if self.urls and self.launch is not None:
             raise ValueError("set engine.urls (a server that runs) or engine.launch (one to start), not both")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 
 _STRIDE = 0x9E3779B97F4A7C15
 
@@ -36,15 +36,33 @@ def joined(parts: Sequence[Completion]) -> Completion:
     runs: list[tuple[int, int]] = []
     start = 0
     for part in parts:
-        for first, version in part.policy_versions if len(part.token_ids) else ():
-            if not runs or runs[-1][1] != version:
-                runs.append((start + first, version))
+        runs += [(start + first, version) for first, version in part.policy_versions if len(part.token_ids)]
         start += len(part.token_ids)
     logprobs = [part.logprobs for part in parts if part.logprobs is not None]
     return Completion(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate(logprobs) if len(logprobs) == len(parts) else None,
         finish_reason=parts[-1].finish_reason,
-        policy_versions=tuple(runs) or parts[-1].policy_versions,
+        policy_versions=version_runs(runs, current=0) if runs else parts[-1].policy_versions,
         info={"prefilled_tokens": sum(part.info.get("prefilled_tokens", 0) for part in parts), "parts": len(parts)},
+    )
+
+
+def version_runs(runs: Sequence[tuple[int, int]], *, current: int) -> tuple[tuple[int, int], ...]:
+    """Return (first token, version) runs from token 0 that change at each entry; `current` where there are none."""
+    out: list[tuple[int, int]] = []
+    for start, version in runs or [(0, current)]:
+        if not out or out[-1][1] != version:
+            out.append((start if out else 0, version))
+    return tuple(out)
+
+
+def nothing(version: int) -> Completion:
+    """Return what a request has that was ended before it was sent."""
+    return Completion(
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        finish_reason=FinishReason.ABORT,
+        policy_versions=((0, version),),
+        info={"prefilled_tokens": 0},
     )

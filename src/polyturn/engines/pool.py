@@ -23,7 +23,7 @@ from polyturn.core.errors import ConfigError, EngineError, EngineGoneError, Engi
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.capabilities import common_capabilities
-from polyturn.engines.completion_parts import nothing
+from polyturn.engines.continuation import nothing
 from polyturn.engines.order import OrderPolicy, make_policy
 from polyturn.engines.recovery import Revivable, Served, Verify, recover
 from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Replica, Waiting

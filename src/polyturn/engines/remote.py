@@ -19,7 +19,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +27,14 @@ from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, 
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.checks import check_request
-from polyturn.engines.completion_parts import continued, joined, nothing
+from polyturn.engines.continuation import continued, joined, nothing
 from polyturn.engines.flight import Flight
 from polyturn.engines.keeper import Keeper
 from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.link import Link
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
+from polyturn.engines.weight_group import WeightGroup
+from polyturn.engines.weight_ways import FOLDER_WAYS, GROUP_WAYS, Way
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class ServerFacts(NamedTuple):
     seeded: bool
     priorities: bool
     max_context: int | None
+    num_workers: int = 1
+    """Processes that hold weights, each with its share of the model."""
 
 
 class RemoteEngine(ABC):
@@ -77,6 +81,7 @@ class RemoteEngine(ABC):
         busy_s: float = 60.0,
         headers: Mapping[str, str] | None = None,
         model: Path | None = None,
+        way: Way = "shared_memory",
         launch: LaunchSpec | None = None,
         max_restarts: int = 3,
     ) -> None:
@@ -94,6 +99,7 @@ class RemoteEngine(ABC):
             headers: Sent with every request, for instance an authorization.
             model: The folder with the model's config, for an engine that writes new weights by itself; None where a
                 pool does, or where they never change.
+            way: How new weights go to the server; see `weight_ways.py`.
             launch: Starts a server on first use; `close` stops it.
             max_restarts: How often that server is started again when it has died or hangs.
         """
@@ -113,6 +119,8 @@ class RemoteEngine(ABC):
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._files = None if model is None else WeightFolder(model)
+        self._way = way
+        self._group: WeightGroup | None = None
         self._keeper = None if launch is None else Keeper(launch, max_restarts=max_restarts)
         self._facts: ServerFacts | None = None
         self._meeting = asyncio.Lock()
@@ -175,6 +183,14 @@ class RemoteEngine(ABC):
     @abstractmethod
     async def _load(self, folder: Path, version: int) -> None:
         """Let the server load the checkpoint in `folder`, drop what it computed before, and call itself `version`."""
+
+    async def _send(self, weights: WrittenWeights, version: int) -> None:
+        """Do as `_load`, with the tensors themselves, over HTTP or a process group."""
+        raise EngineError(f"weights go to {self.name} through a folder; leave engine.weights at shared_memory or disk")
+
+    async def _leave_group(self, name: str) -> None:
+        """Let the server leave a process group."""
+        return
 
     @abstractmethod
     async def _forget(self) -> None:
@@ -247,7 +263,7 @@ class RemoteEngine(ABC):
             await self._forget()
             return
         if isinstance(weights, WrittenWeights):
-            await self._take(weights.folder, version)
+            await self._take(weights, version)
             return
         if weights is None or self._files is None:
             raise EngineError(
@@ -257,24 +273,50 @@ class RemoteEngine(ABC):
         await self._met()
         written = await asyncio.to_thread(self._files.write, weights)
         try:
-            await self._take(written.folder, version)
+            await self._take(written, version)
         finally:
             self._files.drop()
 
-    async def _take(self, folder: Path, version: int) -> None:
-        """Let the server change to the checkpoint in `folder`, with its requests held."""
+    async def _take(self, weights: WrittenWeights, version: int) -> None:
+        """Let the server change to `weights`, with its requests held."""
         await self._met()
         self._is_open.clear()
         try:
             await self._pause()
             self._updates += 1
             try:
-                await self._load(folder, version)
+                if self._way in FOLDER_WAYS:
+                    await self._load(weights.folder, version)
+                else:
+                    await self._send(weights, version)
+            except EngineError:
+                self._drop_group()
+                raise
             finally:
                 await self._resume()  # also after a failure: a server that stays paused answers nobody
             self.version = version
         finally:
             self._is_open.set()
+
+    def _drop_group(self) -> None:
+        """Forget the process group with the server; the next weights make a new one."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.close()
+
+    async def _joined_group(self, join: Callable[[WeightGroup], Awaitable[Any]], *, is_known: bool) -> WeightGroup | None:
+        """Return the process group with the server's workers, made anew unless the server knows it; None over HTTP."""
+        if self._way not in GROUP_WAYS:
+            return None
+        if not is_known:
+            self._drop_group()
+        if self._group is None:
+            workers = 1 if self._facts is None else self._facts.num_workers
+            name = f"{self._prefix}{uuid.uuid4().hex[:8]}"
+            group = WeightGroup(self.url, name=name, backend=self._way, num_workers=workers)
+            await group.join(join(group))
+            self._group = group
+        return self._group
 
     async def revive(self) -> None:
         """Return once the server answers; start it again if it is this client's and has died or hangs.
@@ -305,6 +347,10 @@ class RemoteEngine(ABC):
         for task in list(self._tasks):
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        if self._group is not None:
+            with contextlib.suppress(EngineError):
+                await self._leave_group(self._group.name)
+            self._drop_group()
         await self._link.close()
         if self._files is not None:
             self._files.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from polyturn.engines.launcher import LaunchSpec
 
@@ -53,23 +54,40 @@ def sglang_command(
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
     """Return how SGLang serves the model in `model`; `device` is "cuda" or "cpu"."""
-    flags = [
-        *("--model-path", str(model), "--host", "127.0.0.1", "--port", "{port}"),
-        *("--context-length", str(max_context), "--skip-tokenizer-init"),
-        *("--enable-priority-scheduling", "--disable-priority-preemption"),
-    ]
-    environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
-    if device == "cpu":
-        flags += [
-            *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-            *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"),
-            *("--mem-fraction-static", "0.1", "--max-total-tokens", "65536", "--max-running-requests", "64"),
-        ]
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
+    arguments, environment = sglang_arguments(model=model, max_context=max_context, device=device)
+    flags = ["--host", "127.0.0.1", "--port", "{port}"]
+    for name, value in arguments.items():
+        flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return LaunchSpec(
         command=(python, "-m", "sglang.launch_server", *flags, *args),
         env={**environment, **(env or {})},
     )
+
+
+def sglang_arguments(*, model: Path, max_context: int, device: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the arguments and the environment with which SGLang serves `model`, in a process of its own or here."""
+    arguments: dict[str, Any] = {
+        "model_path": str(model),
+        "context_length": max_context,
+        "skip_tokenizer_init": True,
+        "enable_priority_scheduling": True,
+        "disable_priority_preemption": True,
+    }
+    environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+    if device == "cpu":
+        arguments |= {
+            "device": "cpu",
+            "dtype": "float32",
+            "attention_backend": "torch_native",
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "sleep_on_idle": True,
+            "mem_fraction_static": 0.1,
+            "max_total_tokens": 65536,
+            "max_running_requests": 64,
+        }
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
+    return arguments, environment
 
 
 SERVE_COMMANDS: Mapping[str, Callable[..., LaunchSpec]] = {"vllm": vllm_command, "sglang": sglang_command}

@@ -9,16 +9,27 @@ with it.
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import pickle
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polyturn.core.errors import EngineError
+from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.completion_parts import version_runs
+from polyturn.engines.continuation import version_runs
 from polyturn.engines.remote import Call, RemoteEngine, ServerFacts
+from polyturn.engines.weight_files import WrittenWeights
+from polyturn.engines.weight_group import WeightGroup
+from polyturn.engines.weight_ways import buckets
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LOAD_TIMEOUT_S = 600.0
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -33,6 +44,8 @@ class SglangEngine(RemoteEngine):
         """See `RemoteEngine`; `seeded`: it runs with --enable-deterministic-inference, as far as is known."""
         super().__init__(url, **options)
         self._seeded = seeded
+        self._has_sessions = True
+        """Whether tensors are taken between /begin_weight_update and /end_weight_update, as newer servers want it."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -47,10 +60,13 @@ class SglangEngine(RemoteEngine):
 
     async def _describe(self) -> ServerFacts:
         found = await self._link.get("/server_info")
+        numbers = re.findall(r"\d+", str(found.get("version") or "0.5.21"))
+        self._has_sessions = tuple(map(int, numbers[:3])) >= (0, 5, 21)
         return ServerFacts(
             seeded=bool(found.get("enable_deterministic_inference")),
             priorities=bool(found.get("enable_priority_scheduling")) and not found.get("schedule_low_priority_values_first"),
             max_context=found.get("context_length"),
+            num_workers=int(found.get("tp_size") or 1) * int(found.get("pp_size") or 1),
         )
 
     async def _look(self) -> None:
@@ -104,12 +120,62 @@ class SglangEngine(RemoteEngine):
 
     async def _load(self, folder: Path, version: int) -> None:
         body = {"model_path": str(folder), "weight_version": self.tag(version), "flush_cache": True}
-        reply = await self._post("/update_weights_from_disk", body, timeout_s=_LOAD_TIMEOUT_S)
+        try:
+            await self._told("/update_weights_from_disk", body)
+        except EngineLostError:
+            raise
+        except EngineError as problem:
+            raise EngineError(
+                f"the server did not take the weights of version {version} from {folder}; if it does not see that folder, "
+                f"set engine.weights to http, or to disk with an engine.weights_folder for both ({one_line(problem)})"
+            ) from problem
+
+    async def _send(self, weights: WrittenWeights, version: int) -> None:
+        known = self._group is not None
+        if known:  # a server that was started again since has left the group, and would die of the next broadcast
+            known = (await self._link.get("/model_info")).get("weight_version") == self.tag(self.version)
+        group = await self._joined_group(self._join, is_known=known)
+        if self._has_sessions:
+            await self._told("/begin_weight_update", {"selector": "target"})
+        for bucket in buckets(weights):
+            body: dict[str, Any] = {"flush_cache": False}
+            if group is None:
+                data = await asyncio.to_thread(_encoded, bucket)
+                workers = 1 if self._facts is None else self._facts.num_workers
+                await self._told("/update_weights_from_tensor", body | {"serialized_named_tensors": [data] * workers})
+                continue
+            body |= {
+                "names": list(bucket),
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
+                "shapes": [list(tensor.shape) for tensor in bucket.values()],
+                "group_name": group.name,
+            }
+            await group.broadcast(list(bucket.values()), self._told("/update_weights_from_distributed", body))
+        if self._has_sessions:
+            await self._told("/end_weight_update", {})
+        await self._post("/flush_cache")  # with no wait: what was running stands in the queue again
+        await self._post("/update_weight_version", {"new_version": self.tag(version), "abort_all_requests": False})
+
+    async def _join(self, group: WeightGroup) -> None:
+        where = {"master_address": group.host, "master_port": group.port, "rank_offset": 1, "world_size": group.size}
+        await self._told("/init_weights_update_group", {**where, "group_name": group.name, "backend": group.backend})
+
+    async def _leave_group(self, name: str) -> None:
+        await self._told("/destroy_weights_update_group", {"group_name": name})
+
+    async def _told(self, path: str, body: Mapping[str, Any]) -> None:
+        """Post what the server answers with whether it did it."""
+        reply = await self._post(path, body, timeout_s=_LOAD_TIMEOUT_S)
         if not reply["success"]:
-            raise EngineError(f"{self.url} did not take the weights of version {version}: {reply['message']}")
+            raise EngineError(f"{self.url}{path} failed: {reply['message']}")
 
     async def _forget(self) -> None:
         await self._post("/flush_cache?timeout=30")  # it waits for the requests that run
 
     async def _resume(self) -> None:
         await self._post("/continue_generation", {})
+
+
+def _encoded(bucket: Mapping[str, Tensor]) -> str:
+    """Return tensors as the server reads them: pickled with their bytes, which another process can open, in base64."""
+    return base64.b64encode(pickle.dumps([(name, tensor.clone()) for name, tensor in bucket.items()])).decode("ascii")

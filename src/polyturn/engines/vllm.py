@@ -9,16 +9,24 @@ which is not what training means by a logprob, so a run that samples with those 
 
 from __future__ import annotations
 
+import asyncio
+import base64
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from polyturn.core.errors import EngineError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.completion_parts import version_runs
+from polyturn.engines.continuation import version_runs
 from polyturn.engines.remote import Call, RemoteEngine, ServerFacts
+from polyturn.engines.weight_files import WrittenWeights
+from polyturn.engines.weight_ways import buckets
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LOAD_TIMEOUT_S = 600.0
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -54,7 +62,12 @@ class VllmEngine(RemoteEngine):
                 f"the vLLM server at {self.url} runs with --logprobs-mode {facts['logprobs_mode']}; training needs "
                 "processed_logprobs, those after the temperature"
             )
-        return ServerFacts(seeded=True, priorities=facts["policy"] == "priority", max_context=facts["max_model_len"])
+        return ServerFacts(
+            seeded=True,
+            priorities=facts["policy"] == "priority",
+            max_context=facts["max_model_len"],
+            num_workers=len(found["results"]),
+        )
 
     async def _look(self) -> None:
         await self._link.get("/is_sleeping", timeout_s=self._health_s)  # answered by the engine between two steps
@@ -101,7 +114,42 @@ class VllmEngine(RemoteEngine):
 
     async def _load(self, folder: Path, version: int) -> None:
         rpc = {"method": "polyturn_load_weights", "kwargs": {"folder": str(folder)}, "timeout": _LOAD_TIMEOUT_S}
-        await self._post("/collective_rpc", rpc, timeout_s=_LOAD_TIMEOUT_S)
+        said = await self._post("/collective_rpc", rpc, timeout_s=_LOAD_TIMEOUT_S)
+        if "no folder" in said["results"]:
+            raise EngineError(
+                f"the server at {self.url} does not see {folder}; let it share this machine's memory, or set engine.weights "
+                "to http, or to disk with an engine.weights_folder that both see"
+            )
+        await self._renamed(version)
+
+    async def _send(self, weights: WrittenWeights, version: int) -> None:
+        group = self._group
+        known = group is not None and "True" in (await self._rpc("polyturn_has_group", name=group.name))["results"]
+        group = await self._joined_group(
+            lambda new: self._rpc(
+                "polyturn_join", host=new.host, port=new.port, size=new.size, name=new.name, backend=new.backend
+            ),
+            is_known=known,
+        )
+        for bucket in buckets(weights):
+            if group is None:
+                data = await asyncio.to_thread(_encoded, bucket)
+                await self._rpc("polyturn_hold", data=data)
+            else:
+                shapes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in bucket.items()]
+                theirs = self._rpc("polyturn_receive", name=group.name, tensors=shapes)
+                await group.broadcast(list(bucket.values()), theirs)
+        await self._rpc("polyturn_load_held")
+        await self._renamed(version)
+
+    async def _leave_group(self, name: str) -> None:
+        await self._rpc("polyturn_leave", name=name)
+
+    async def _rpc(self, method: str, **arguments: Any) -> Any:
+        rpc = {"method": method, "kwargs": arguments, "timeout": _LOAD_TIMEOUT_S}
+        return await self._post("/collective_rpc", rpc, timeout_s=_LOAD_TIMEOUT_S)
+
+    async def _renamed(self, version: int) -> None:
         await self._forget()
         await self._post("/update_weight_version", {"new_version": self.tag(version)})
 
@@ -111,3 +159,10 @@ class VllmEngine(RemoteEngine):
 
     async def _resume(self) -> None:
         await self._post("/resume")
+
+
+def _encoded(bucket: Mapping[str, Tensor]) -> str:
+    """Return tensors as text: safetensors, in base64."""
+    from safetensors.torch import save
+
+    return base64.b64encode(save(dict(bucket))).decode("ascii")

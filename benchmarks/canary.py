@@ -1,0 +1,113 @@
+"""The canary: of weight syncs in which one group of parameters is kept back, how many are found? Prints one JSON line.
+
+    python benchmarks/canary.py [--trials 100] [--engines vllm,sglang] [--ways shared_memory]
+
+Each trial trains nothing: it takes a server of `make engines` that holds the true weights of a small tied Qwen3, lets the
+start-up proof run with one group of parameters left at its old values on the way, and notes whether the proof failed and
+whether it named that group. The groups take turns until there are `--trials`, each trial with a seed of its own; as many
+syncs with nothing kept back must pass. Target: all of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from _real_servers import CLIENTS, VOCAB, server, write_model
+from transformers import AutoModelForCausalLM
+
+from polyturn.core.errors import EngineError
+from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.weight_ways import Way
+from polyturn.training.local import LocalPolicy
+from polyturn.training.optim import OptimSettings
+from polyturn.training.weight_sync import WeightSync, _groups
+
+
+class Leaky:
+    """Keeps some tensors back on the way to an engine; everything else is the engine's."""
+
+    def __init__(self, engine: RemoteEngine, true: Mapping[str, torch.Tensor]) -> None:
+        self._update = engine.update_weights
+        self._true = true
+        self.kept: frozenset[int] = frozenset()
+        """Where the tensors that are kept back lie."""
+
+    async def __call__(self, version: int, *, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Stand in for `update_weights`."""
+        assert weights is not None
+        sent = {name: self._true[name] if tensor.data_ptr() in self.kept else tensor for name, tensor in weights.items()}
+        await self._update(version, weights=sent)
+
+
+async def measure(kind: str, way: Way, trials: int) -> dict[str, Any]:
+    """Return what was found on one server."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        policy = LocalPolicy(model, optim=OptimSettings(lr=1e-3))
+        true = {name: tensor.clone() for name, tensor in policy.weights().items()}
+        groups = _groups(policy.weights())
+        found = named = passed = 0
+        missed: list[str] = []
+        async with server(kind) as url:
+            engine = CLIENTS[kind](url, vocab_size=VOCAB, model=Path(folder), way=way)
+            leaky = Leaky(engine, true)
+            engine.update_weights = leaky  # type: ignore[method-assign]
+            began = time.perf_counter()
+            for trial in range(trials):
+                name = list(groups)[trial % len(groups)]
+                leaky.kept = frozenset(tensor.data_ptr() for tensor in groups[name])
+                try:
+                    await sync(engine, policy, trial).start(0)
+                    missed.append(name)
+                except EngineError as problem:
+                    found += 1
+                    named += name in str(problem)
+            seconds = time.perf_counter() - began
+            leaky.kept = frozenset()
+            for trial in range(trials):
+                await sync(engine, policy, trials + trial).start(0)
+                passed += 1
+            await engine.close()
+    return {
+        "groups": len(groups),
+        "trials": trials,
+        "detected": found,
+        "named": named,
+        "missed": missed,
+        "true_syncs_passed": passed,
+        "seconds_per_trial": round(seconds / trials, 2),
+    }
+
+
+def sync(engine: RemoteEngine, policy: LocalPolicy, seed: int) -> WeightSync:
+    """Return a proof with prompts of its own."""
+    return WeightSync(engine, policy, vocab_size=VOCAB, num_prompts=2, num_tokens=16, seed=seed)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--engines", default="vllm,sglang")
+    parser.add_argument("--ways", default="shared_memory")
+    options = parser.parse_args()
+    results = {
+        f"{kind} {way}": asyncio.run(measure(kind, way, options.trials))
+        for kind in options.engines.split(",")
+        for way in options.ways.split(",")
+    }
+    ok = all(r["detected"] == r["true_syncs_passed"] == r["trials"] for r in results.values())
+    print(json.dumps({"benchmark": "canary", "results": results, "ok": ok}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""WeightGroup: a process group of this process, rank 0, and one server's workers, over which weights are broadcast.
+
+    trainer 0  --- broadcast --->  worker 1, worker 2, …          gloo between processors, nccl between GPUs
+
+It stands beside every group that training has itself: nothing global is set, and a server that dies ends this group only.
+Servers make their end through the same helper of torch, which is why names and stores have to be as here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import EngineLostError, one_line
+from polyturn.engines.weight_ways import address_towards
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TIMEOUT = timedelta(seconds=120)
+
+
+class WeightGroup:
+    """This process's end of a group."""
+
+    def __init__(self, url: str, *, name: str, backend: str, num_workers: int) -> None:
+        """Open the meeting point at which the server's workers are to join; `name` must be new to the server."""
+        from torch.distributed import TCPStore
+
+        self.name = name
+        self.backend = backend
+        self.size = 1 + num_workers
+        self.host = address_towards(url)
+        self._store = TCPStore(self.host, 0, self.size, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        self.port = self._store.port
+        self._group: Any = None
+
+    async def join(self, theirs: Awaitable[Any]) -> None:
+        """Make the group; `theirs` is the call in which the server joins.
+
+        Raises:
+            EngineLostError: it did not come about.
+            EngineError: the server's.
+        """
+        await self._together(self._join, theirs)
+
+    async def broadcast(self, tensors: Sequence[Tensor], theirs: Awaitable[Any]) -> None:
+        """Send `tensors`; `theirs` is the call in which the server receives them.
+
+        Raises:
+            EngineLostError: they did not all arrive.
+            EngineError: the server's.
+        """
+        await self._together(lambda: self._broadcast(tensors), theirs)
+
+    async def _together(self, ours: Any, theirs: Awaitable[Any]) -> None:
+        """Do both ends at once; where theirs fails, ours is left to its time limit."""
+        own = asyncio.create_task(asyncio.to_thread(ours))
+        other = asyncio.ensure_future(theirs)
+        await asyncio.wait({own, other}, return_when=asyncio.FIRST_EXCEPTION)
+        if other.done() and (problem := other.exception()) is not None:
+            own.cancel()
+            raise problem
+        try:
+            await own
+        except (RuntimeError, ValueError) as failed:
+            other.cancel()
+            raise EngineLostError(f"the {self.backend} group with the server broke ({one_line(failed)})") from failed
+        await other
+
+    def _join(self) -> None:
+        from torch.distributed import PrefixStore
+        from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
+
+        store = PrefixStore(self.name, self._store)
+        self._group, _ = _new_process_group_helper(
+            self.size, 0, [], Backend(self.backend), store, group_name=GroupName(self.name), timeout=_TIMEOUT
+        )
+        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        import torch
+        from torch.distributed import BroadcastOptions
+
+        device = torch.device("cuda" if self.backend == "nccl" else "cpu")
+        options = BroadcastOptions()
+        options.rootRank = 0
+        sent = [tensor.to(device).contiguous() for tensor in tensors]
+        for work in [self._group.broadcast([tensor], options) for tensor in sent]:
+            work.wait()
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            from torch.distributed import destroy_process_group
+
+            group, self._group = self._group, None
+            destroy_process_group(group)

@@ -1,0 +1,41 @@
+"""Which way new weights take to a server, and in what pieces."""
+
+import socket
+
+import pytest
+import torch
+
+from polyturn.core.errors import ConfigError
+from polyturn.engines.weight_ways import address_towards, buckets, choose_way, is_here
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://localhost:1", f"http://{socket.gethostname()}:8000"])
+def test_this_machine_is_recognised(url):
+    assert is_here(url)
+
+
+@pytest.mark.parametrize("url", ["http://192.0.2.7:8000", "http://no-such-host.invalid:8000"])
+def test_others_are_too(url):
+    assert not is_here(url)
+
+
+def test_auto_is_shared_memory_here_and_http_where_one_server_is_elsewhere():
+    assert choose_way("auto", []) == "shared_memory"
+    assert choose_way("auto", ["http://127.0.0.1:8000"]) == "shared_memory"
+    assert choose_way("auto", ["http://127.0.0.1:8000", "http://192.0.2.7:8000"]) == "http"
+    assert choose_way("nccl", ["http://192.0.2.7:8000"]) == "nccl"
+
+
+def test_shared_memory_of_another_machine_is_refused_with_a_sentence():
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.7:8000 is another machine.*engine\.weights_folder"):
+        choose_way("shared_memory", ["http://192.0.2.7:8000"])
+
+
+def test_a_server_on_this_machine_reaches_us_at_loopback():
+    assert address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+
+
+def test_buckets_hold_at_most_so_much_and_a_larger_tensor_goes_alone():
+    weights = {name: torch.zeros(size) for name, size in [("a", 10), ("b", 10), ("big", 100), ("c", 10)]}
+    assert [list(bucket) for bucket in buckets(weights, limit=80)] == [["a", "b"], ["big"], ["c"]]
+    assert list(buckets({}, limit=80)) == []
