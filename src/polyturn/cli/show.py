@@ -1,42 +1,59 @@
-"""`polyturn show`: recorded trajectories in the terminal: a list, or one as a conversation with scores and tool results."""
+"""`polyturn show`: recorded trajectories in the terminal: a list, one as a conversation, or one as tokens.
+
+    polyturn show RUN --where "reward < 1"     the newest, narrowed
+    polyturn show RUN g5/2                     as a conversation
+    polyturn show RUN g5/2 --tokens            token by token: sampled and trained, sampled and not, observation, prompt
+
+A run that is damaged, half written, empty or of an older version is shown as far as it goes, with a sentence about the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from polyturn.cli.console import Output
 from polyturn.core.errors import DataError
 from polyturn.core.messages import Message
-from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.store.stored_run import open_store
+from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory
+from polyturn.store.schema import StoredTrajectory
+from polyturn.store.stored_run import StoredRun, open_store
+from polyturn.viewer.tokens import TokenTexts, why
 
 COLOURS = {"system": "dim", "user": "cyan", "tool": "yellow", "assistant": "green"}
+TRAINED, UNTRAINED = "black on green", "green"
+TOKEN_COLOURS = {SpanSource.PROMPT: "cyan", SpanSource.OBSERVATION: "yellow"}
 
 
-def run(folder: Path, *, trajectory: str | None, split: str | None, limit: int) -> None:
-    """List the newest `limit` trajectories of a run, or show the one with an id."""
+def run(
+    folder: Path, *, trajectory: str | None, split: str | None, limit: int, where: str | None = None, tokens: bool = False
+) -> None:
+    """List the newest `limit` trajectories of a run, or show the one with an id.
+
+    Raises:
+        DataError: there is nothing to show; the message says what there is.
+    """
     out = Output()
     stored = open_store(folder)
-    if trajectory is not None:
-        show_one(out.console, stored.trajectory(trajectory, split=split))
-        return
-    rows = [r for r in stored.table().to_pylist() if split is None or r["split"] == split]
-    if not rows:
-        raise DataError(f"{folder} has no trajectories{f' of the split {split!r}' if split else ''}")
-    table = Table("id", "step", "split", "reward", "turns", "tokens", "stop", "task", box=None, pad_edge=False)
-    for row in rows[-limit:]:
-        reward = "-" if row["reward"] is None else f"{row['reward']:.2f}"
-        table.add_row(
-            row["id"], str(row["step"]), row["split"], reward, str(row["num_turns"]), str(row["num_sampled_tokens"]),
-            row["stop_reason"], row["task_id"],
-        )  # fmt: skip
-    out.table(table)
-    out.text(f"{len(rows)} trajectories; one of them: polyturn show {folder} {rows[-1]['id']}")
+    if where is not None:
+        stored = stored.filter(where)
+    try:
+        if trajectory is not None:
+            _one(out, stored, folder, trajectory, split=split, tokens=tokens)
+            return
+        rows = [r for r in stored.table().to_pylist() if split is None or r["split"] == split]
+        if not rows:
+            raise DataError(_nothing(folder, stored, split=split, where=where))
+        _list(out, folder, rows, limit=limit)
+    finally:
+        for part, reason in stored.problems.items():
+            out.text(f"not shown: {folder / 'trajectories' / part} cannot be read ({reason})", style="red")
 
 
 def trajectory_table(trajectories: Sequence[Trajectory]) -> Table:
@@ -44,7 +61,8 @@ def trajectory_table(trajectories: Sequence[Trajectory]) -> Table:
     table = Table("id", "reward", "turns", "tokens", "stop", "task", box=None, pad_edge=False)
     for t in trajectories:
         reward = "-" if t.reward is None else f"{t.reward.total:.2f}"
-        table.add_row(t.id, reward, str(len(t.turns)), str(t.num_sampled_tokens), t.error or t.stop_reason.value, t.task.id)
+        cells = (t.id, reward, str(len(t.turns)), str(t.num_sampled_tokens), t.error or t.stop_reason.value, t.task.id)
+        table.add_row(*(Text(_clean(cell)) for cell in cells))
     return table
 
 
@@ -53,26 +71,112 @@ def show_one(console: Console, trajectory: Trajectory) -> None:
     for message in trajectory.task.prompt:
         _say(console, message.role, _with_media(message))
     for turn in trajectory.turns:
-        sampled = sum(len(trajectory.span(r)) for r in turn.spans if trajectory.span(r).source is SpanSource.SAMPLED)
+        sampled = [s for s in (trajectory.span(ref) for ref in turn.spans) if s.source is SpanSource.SAMPLED]
         score = "" if turn.score is None else f"  score {turn.score:g}"
         text = turn.message.text or ""
         for call in turn.message.tool_calls:
             text += f"\n→ {call.name}({dict(call.arguments)})" if call.error is None else f"\n→ {call.raw}  ({call.error})"
+        num, untrained = sum(map(len, sampled)), sum(int((_weights(s) == 0).sum()) for s in sampled)
+        masked = f", {untrained} of weight 0" if untrained else ""
         _say(
             console,
             "assistant",
             text.strip(),
-            note=f"turn {turn.index}  {sampled} tokens  {turn.finish_reason.value}{score}",
+            note=f"turn {turn.index}  {num} tokens{masked}  {turn.finish_reason.value}{score}",
         )
         for message in turn.observation:
             _say(console, message.role, _with_media(message))
     reward = trajectory.reward
-    console.print(
-        f"[bold]stopped[/] {trajectory.stop_reason.value}" + (f": {escape(trajectory.error)}" if trajectory.error else "")
-    )
+    error = f": {escape(_clean(trajectory.error))}" if trajectory.error else ""
+    console.print(f"[bold]stopped[/] {trajectory.stop_reason.value}{error}")
     if reward is not None:
-        parts = "  ".join(f"{name} {value:g}" for name, value in reward.components.items())
+        parts = "  ".join(f"{escape(name)} {value:g}" for name, value in reward.components.items())
         console.print(f"[bold]reward[/] {reward.total:g}   {parts}")
+    if trajectory.metrics.get("text_only"):
+        console.print("[dim]text only: the ids are not the model's tokens, so nothing of it can be trained on[/]")
+
+
+def show_tokens(console: Console, record: StoredTrajectory, texts: TokenTexts) -> None:
+    """Print every token of a trajectory in the colour of what became of it, span by span with the reason."""
+    console.print(
+        Text.assemble(
+            ("sampled, trained", TRAINED), "  ", ("sampled, not trained (weight 0)", UNTRAINED), "  ",
+            ("observation", TOKEN_COLOURS[SpanSource.OBSERVATION]), "  ", ("prompt", TOKEN_COLOURS[SpanSource.PROMPT]),
+        )
+    )  # fmt: skip
+    if not texts.is_known:
+        console.print("[dim]the run's folder has no tokenizer, so tokens are shown as their ids[/]")
+    for number, segment in enumerate(record.trajectory.segments):
+        begins = "" if segment.parent is None else f", branched off segment {segment.parent[0]} at {segment.parent[1]}"
+        console.print(f"[bold]segment {number}[/] {len(segment.token_ids)} tokens{begins}")
+        weights, at = _trained_weights(record, number), 0
+        for span in segment.spans:
+            inside = weights[at : at + len(span)]
+            at += len(span)
+            _span(console, record, segment, span, inside, texts)
+
+
+def _span(
+    console: Console,
+    record: StoredTrajectory,
+    segment: Segment,
+    span: Span,
+    weights: np.ndarray,
+    texts: TokenTexts,
+) -> None:
+    reason = why(record.trajectory, segment, span, record.trained, split=record.split)
+    of = "" if span.turn < 0 else f" turn {span.turn}"
+    console.print(Text(f"{span.source.value}{of}, {len(span)} tokens: {reason}", style="dim"), soft_wrap=True)
+    line = Text()
+    for text, weight in zip(texts.texts(span.ids.tolist()), weights, strict=True):
+        colour = TOKEN_COLOURS.get(span.source) or (TRAINED if weight else UNTRAINED)
+        line.append(_clean(text), style=colour)
+    console.print(line, soft_wrap=True)
+
+
+def _one(out: Output, stored: StoredRun, folder: Path, trajectory: str, *, split: str | None, tokens: bool) -> None:
+    record = stored.record(trajectory, split=split)
+    place = f"{record.split}, step {record.step}, group {record.group}"
+    out.text(f"{_clean(record.trajectory.id)}  {_clean(place)}", style="bold")
+    if tokens:
+        show_tokens(out.console, record, TokenTexts(folder))
+        return
+    show_one(out.console, record.trajectory)
+
+
+def _list(out: Output, folder: Path, rows: Sequence[dict[str, object]], *, limit: int) -> None:
+    table = Table("id", "step", "split", "reward", "turns", "tokens", "stop", "task", box=None, pad_edge=False)
+    columns = ("id", "step", "split", "reward", "num_turns", "num_sampled_tokens", "stop_reason", "task_id")
+    for row in rows[-limit:]:
+        table.add_row(*(Text(_cell(row[name])) for name in columns))
+    out.table(table)
+    out.text(f"{len(rows)} trajectories; one of them: polyturn show {folder} {rows[-1]['id']}")
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else _clean(str(value))
+
+
+def _nothing(folder: Path, stored: StoredRun, *, split: str | None, where: str | None) -> str:
+    if stored.problems:
+        return f"{folder}: not one of its {len(stored.problems)} parts of trajectories can be read"
+    asked = (f" of the split {split!r}" if split else "") + (f" where {where}" if where else "")
+    hint = "" if asked else "; if it has just begun, they come with its first step"
+    return f"{folder} has no trajectories{asked}{hint}"
+
+
+def _weights(span: Span) -> np.ndarray:
+    return np.ones(len(span), np.float32) if span.weights is None else span.weights
+
+
+def _trained_weights(record: StoredTrajectory, segment: int) -> np.ndarray:
+    """Return [T] the weights that the loss used; those of the spans where the trajectory was not trained."""
+    held = record.trajectory.segments[segment].loss_weights
+    if record.trained.dropped is not None or record.trajectory.is_failed or not record.split.startswith("train"):
+        return np.zeros_like(held)
+    if record.trained.weights is None:
+        return held
+    return np.nan_to_num(record.on_tokens(segment, record.trained.weights))
 
 
 def _with_media(message: Message) -> str:
@@ -80,7 +184,11 @@ def _with_media(message: Message) -> str:
     return "".join(f"[{medium.kind}] " for medium in message.media) + message.text
 
 
+def _clean(text: str) -> str:
+    """Return text without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
 def _say(console: Console, role: str, text: str, *, note: str = "") -> None:
-    clean = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
-    console.print(f"[{COLOURS.get(role, 'white')} bold]{escape(role)}[/] [dim]{note}[/]")
-    console.print(escape(clean), style=COLOURS.get(role), markup=True, soft_wrap=True)
+    console.print(f"[{COLOURS.get(role, 'white')} bold]{escape(_clean(role))}[/] [dim]{note}[/]")
+    console.print(Text(_clean(text), style=COLOURS.get(role, "")), soft_wrap=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout import limits as limit_rules
+from polyturn.rollout import narration
 from polyturn.rollout.context import RolloutContext, derive_seed
 from polyturn.rollout.environment import Environment
 from polyturn.rollout.history import shorten
@@ -46,8 +46,6 @@ from polyturn.rollout.stop_strings import Stopped, generate_until
 from polyturn.rollout.transcript import Mark, Prompt, Transcript
 from polyturn.tokens import sanity
 from polyturn.tokens.codec import Codec
-
-logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -183,6 +181,8 @@ class Episode:
         prompt = self._transcript.next_prompt()
         self._transcript.show(prompt, turn=-1)
         self._shared.prompt_tokens = prompt.length
+        if narration.is_on():
+            narration.start(self, num_tokens=prompt.length)
 
     async def prepare(self) -> StopReason | None:
         """Encode what waits to be shown; return the limit that forbids another generation, None if none does."""
@@ -195,6 +195,8 @@ class Episode:
             return None
         if reason is None:
             self._show(prompt)
+        elif narration.is_on():
+            narration.limited(self, reason)
         return reason
 
     async def generate(self) -> LiveTurn:
@@ -264,6 +266,8 @@ class Episode:
         self._response_tokens += len(completion.token_ids)
         self.turns.append(turn)
         self._shared.turns.append(turn)
+        if narration.is_on():
+            narration.sampled(self, turn)
         return turn
 
     def sample_as(self, sampling: SamplingParams, *, stops: Sequence[str] = ()) -> None:
@@ -286,7 +290,10 @@ class Episode:
     async def call_tools(self, turn: LiveTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         self._move(RequestState.TOOL_CALLING)
-        return await self._shared.environment.call_tools(turn, lambda: self._transcript.openai)
+        reply = await self._shared.environment.call_tools(turn, lambda: self._transcript.openai)
+        if narration.is_on():
+            narration.tools_answered(self, turn)
+        return reply
 
     async def ask_partner(self, turn: LiveTurn) -> Reply:
         """Let the interaction answer the turn and score it.
@@ -296,7 +303,10 @@ class Episode:
         """
         if self.has_partner:  # without one, the environment says what is wrong
             self._move(RequestState.INTERACTING)
-        return await self._shared.environment.ask_partner(turn, self._transcript.openai)
+        reply = await self._shared.environment.ask_partner(turn, self._transcript.openai)
+        if narration.is_on():
+            narration.partner_answered(self, turn, reply)
+        return reply
 
     def record(self, turn: LiveTurn, reply: Reply) -> None:
         """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again."""
@@ -579,7 +589,6 @@ class Episode:
 
     def _move(self, state: RequestState) -> None:
         self.lifecycle.move(state)
-        logger.debug("%s/turn=%d %s", self.id, len(self.turns), state.value)
 
     def _progress(self, *, num_new: int, length: int) -> limit_rules.Progress:
         return limit_rules.Progress(

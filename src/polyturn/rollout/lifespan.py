@@ -24,6 +24,7 @@ from polyturn.core.errors import (
 )
 from polyturn.core.lifecycle import RequestState, StopReason
 from polyturn.core.trajectory import Trajectory
+from polyturn.rollout import narration
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
@@ -87,6 +88,8 @@ async def _run_and_score(context: RolloutContext, episode: Episode) -> Trajector
             raise
         except PolyturnError as problem:
             trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=one_line(problem))
+    if narration.is_on():
+        narration.ended(trajectory)
     return trajectory
 
 
