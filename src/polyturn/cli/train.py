@@ -164,8 +164,10 @@ def _train(
             warm = warm_start(parts, observer, folder=folder, again=line)
         trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)
         if latest is not None:
+            loading = time.monotonic()
             trainer.resume(latest)
             observer.resume(trainer.state.step)
+            logger.info("resumed in %.2f s beside loading the model", time.monotonic() - loading)
         # What was imported and built lives as long as the run; the collector need not walk it again (0.3 s each time).
         gc.collect()
         gc.freeze()

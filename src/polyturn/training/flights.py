@@ -7,7 +7,8 @@
 A run that goes on starts its episodes from their tasks again, and answers from here whatever is asked again: the same
 prompt, sampled the same way, by weights that the checkpoint still stands for. Tools, interactions and schedulers live
 through their part again and so come back to their state; where one of them answers differently than before, the prompt
-differs, and the episode goes on from there with new samples. So what is trained on was sampled from exactly what stands before it (I1).
+differs, and the episode goes on from there with new samples. So what is trained on was sampled from exactly what stands
+before it (I1).
 
 Every line is handed to the operating system before the turn is shown to anyone, so that kill -9 keeps it.
 """

@@ -433,3 +433,55 @@ def test_the_engines_logprobs_can_be_the_old_ones_and_save_a_forward_pass(tmp_pa
     trained = [s for batch in rig.policy.batches for s in batch]
     assert trained
     assert all(np.array_equal(s.old_logprobs, s.rollout_logprobs) for s in trained)
+
+
+def test_a_step_that_ends_between_two_optimizer_steps_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    rig = Rig(tmp_path, fail_at=3, minibatches=2, checkpoint_every=1)
+    with pytest.raises(TrainingError, match="the loss is not finite"):
+        rig.run()
+    latest = rig.checkpoints.latest()
+    assert latest is not None and rig.checkpoints.load(latest)["policy"]["steps"] == 2, "whole steps alone"
+    assert "the run ended in the middle of step 2, whose weights are not kept" in caplog.text
+
+
+def test_a_validation_that_a_kill_prevented_is_done_when_the_run_goes_on(tmp_path: Path):
+    first = Rig(tmp_path, eval_sets=("greedy",), eval_every=2, steps=2).run()
+    latest = first.checkpoints.latest()
+    assert latest is not None
+    second = Rig(tmp_path, eval_sets=("greedy",), eval_every=2, steps=3)
+    second.trainer.resume(latest)
+    second.run()
+    assert [e[1] for e in second.of("eval")] == [2, 3]
+    third = Rig(tmp_path, eval_sets=("greedy",), eval_every=2, steps=4)
+    third.trainer.resume(latest)
+    third.trainer.state.evaluated = 2
+    third.run()
+    assert [e[1] for e in third.of("eval")] == [4], "what was done is not done again"
+
+
+@pytest.mark.parametrize(("name", "value"), [("group_size", 2), ("groups_per_step", 1), ("extra_groups", 1)])
+def test_a_resume_refuses_settings_that_would_skip_or_repeat_tasks(tmp_path: Path, name: str, value: int):
+    latest = Rig(tmp_path, steps=1).run().checkpoints.latest()
+    assert latest is not None
+    with pytest.raises(CheckpointError, match=r"tasks would be skipped or visited twice; resume with the same"):
+        Rig(tmp_path, steps=2, **{name: value}).trainer.resume(latest)
+
+
+@pytest.mark.parametrize("needs_checkpoints", [True, False])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_or_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, needs_checkpoints: bool
+):
+    rig = Rig(tmp_path, checkpoint_every=1, needs_checkpoints=needs_checkpoints)
+
+    def export(path: Path) -> None:
+        if rig.trainer.state.step == 1:
+            raise OSError(28, "No space left on device")
+        path.mkdir()
+
+    rig.trainer._export = export
+    if needs_checkpoints:
+        with pytest.raises(CheckpointError, match=r"the checkpoint of step 1 cannot be written .*step-000000"):
+            rig.run()
+    else:
+        assert rig.run().trainer.state.step == 3
+        assert "the run goes on, and tries again at the next checkpoint" in caplog.text

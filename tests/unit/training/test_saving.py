@@ -1,0 +1,111 @@
+"""Checkpoints are written beside training, some stay for good, and a full disk leaves the last good one."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyturn.core.errors import CheckpointError
+from polyturn.training.checkpoint import Checkpoints, Saver
+
+
+def export(folder: Path) -> None:
+    folder.mkdir()
+
+
+def test_every_so_many_steps_one_stays_for_good(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_every=3)
+    for step in range(8):
+        checkpoints.save(step, {}, export=export)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000006", "step-000007"]
+
+
+def test_saving_does_not_hold_training_up_and_waits_for_the_one_before(tmp_path: Path):
+    saver, go = Saver(Checkpoints(tmp_path)), threading.Event()
+
+    def slow(folder: Path) -> None:
+        assert go.wait(10)
+        folder.mkdir()
+
+    saver.save(1, {"step": 1}, export=slow)
+    assert Checkpoints(tmp_path).latest() is None, "it is being written"
+    go.set()
+    saver.save(2, {"step": 2}, export=slow)
+    saver.wait()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_what_went_wrong_in_the_thread_is_told_to_who_saves_next(tmp_path: Path):
+    saver = Saver(Checkpoints(tmp_path))
+
+    def broken(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    saver.save(1, {}, export=broken)
+    with pytest.raises(CheckpointError, match=r"step 1 cannot be written .*No space left"):
+        saver.save(2, {}, export=export)
+    saver.save(2, {}, export=export)
+    saver.wait()
+    assert Checkpoints(tmp_path).latest() == tmp_path / "step-000002"
+
+
+def test_a_kill_while_one_is_written_leaves_the_one_before_it(tmp_path: Path):
+    script = """
+import sys, time
+from pathlib import Path
+from polyturn.training.checkpoint import Checkpoints, Saver
+saver = Saver(Checkpoints(Path(sys.argv[1])))
+saver.save(1, {"step": 1}, export=lambda folder: folder.mkdir())
+saver.wait()
+def stuck(folder):
+    folder.mkdir()
+    (folder / "half").write_text("x")
+    print("writing", flush=True)
+    time.sleep(60)
+saver.save(2, {"step": 2}, export=stuck)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "writing\n"
+        process.send_signal(signal.SIGKILL)
+    checkpoints = Checkpoints(tmp_path)
+    latest = checkpoints.latest()
+    assert latest is not None and checkpoints.load(latest) == {"step": 1}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """Return a folder on a disk of 1 MB where one can be mounted; else one whose files cannot grow beyond that."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0:
+        yield folder
+        subprocess.run(["umount", str(folder)], check=True)
+        return
+    former, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, former[1]))
+    yield folder
+    resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_told_with_the_last_good_checkpoint(small_disk: Path):
+    checkpoints = Checkpoints(small_disk)
+    first = checkpoints.save(1, {"w": torch.zeros(1000)}, export=export)
+    saver = Saver(checkpoints)
+    saver.save(2, {"w": torch.zeros(2**20)}, export=export)
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*the last good one is .*step-000001"):
+        saver.wait()
+    assert checkpoints.latest() == first and len(checkpoints.load(first)["w"]) == 1000
+    assert [p.name for p in small_disk.iterdir()] == ["step-000001"], "and no half of another one"
+    checkpoints.save(3, {"w": torch.zeros(1000)}, export=export)
+    assert checkpoints.latest() == small_disk / "step-000003", "once there is room again"
