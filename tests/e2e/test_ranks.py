@@ -19,6 +19,7 @@ from polyturn.testing.runs import call_command
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
+CRITIC = ["algorithm.advantage=gae"]
 STEERED_KL = ["algorithm.kl_coef=0.01", "algorithm.kl_target=1.0", "algorithm.kl_horizon=12"]
 
 
@@ -30,7 +31,7 @@ def command(*arguments):
 def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
     config = write_run(tmp_path)
     done = subprocess.run(
-        command("train", config, "--nproc", 2, "name=two", "train.steps=2", "train.layout=packed", *STEERED_KL),
+        command("train", config, "--nproc", 2, "name=two", "train.steps=2", "train.layout=packed", *CRITIC, *STEERED_KL),
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -39,6 +40,7 @@ def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
     assert done.returncode == 0, done.stderr
     steps = metrics_of(tmp_path / "runs" / "two")
     assert len(steps) == 2 and all(step["loss/grad_norm"] > 0 for step in steps)
+    assert steps[0]["critic/value_loss"] > 0, "the critic is the leader's"
     assert abs(steps[0]["policy/kl_to_reference"]) < 1e-4, (
         "the reference is the model as the warm start left it, on all ranks"
     )
