@@ -520,7 +520,7 @@ class DistributedConfig(_Model):
     def _known_strategy(self) -> DistributedConfig:
         if self.strategy == "megatron":
             raise ValueError(
-                "train.distributed.strategy is megatron; Megatron is not built here (docs/guides/scale.md says why); use fsdp"
+                "train.distributed.strategy is megatron; Megatron is not built (docs/guides/scale.md says why); use fsdp"
             )
         if self.strategy != "fsdp":
             raise ValueError(f"train.distributed.strategy is {self.strategy!r}; the one that there is is fsdp")
