@@ -419,7 +419,7 @@ def config_migrate(
 
 @data_app.command()
 def gsm8k(
-    out: Annotated[Path, typer.Option("--out", help="Folder for train.parquet and test.parquet.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for train.parquet and test.parquet.")],
     source: Annotated[
         Path | None,
         typer.Option("--from", help="Folder with train.jsonl and test.jsonl; without it, the hub's openai/gsm8k."),
@@ -439,7 +439,7 @@ def gsm8k(
 
 @data_app.command()
 def geo3k(
-    out: Annotated[Path, typer.Option("--out", help="Folder for train.parquet and test.parquet.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for train.parquet and test.parquet.")],
     source: Annotated[
         Path | None,
         typer.Option("--from", help="Folder with the dataset's parquet files; without it, the hub's hiyouga/geometry3k."),
@@ -454,7 +454,7 @@ def geo3k(
 
 @data_app.command()
 def search(
-    out: Annotated[Path, typer.Option("--out", help="Folder for train.parquet and test.parquet.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for train.parquet and test.parquet.")],
     source: Annotated[
         Path | None,
         typer.Option(
