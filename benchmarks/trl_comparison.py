@@ -105,7 +105,7 @@ def make_model(size: str, folder: Path) -> float:
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
     run_sft(policy, build.warm_start_samples(parts), SftSettings(steps=sft.steps, batch_size=sft.batch_size))
     with torch.no_grad():  # larger logits: at temperature 1 hardly a token strays from what was learnt
-        parts.model.base_model.norm.weight.mul_(SHARPER)
+        parts.model.get_parameter("model.norm.weight").mul_(SHARPER)
     hf.save_model(parts.model, folder, tokenizer=parts.context.codec.tokenizer)
     return time.perf_counter() - began
 
