@@ -22,12 +22,14 @@ class TrainTokenizerConfig(_Model):
     corpus: str
     """`file.py:function` that returns the texts to train on."""
     vocab_size: int = Field(512, ge=300)
+    """Tokens of the vocabulary."""
 
 
 class LoraConfig(_Model):
     """Train low-rank adapters beside the weights instead of the weights; needs peft (the extra `lora`)."""
 
     rank: int = Field(16, ge=1)
+    """Rank of the update of every adapted layer."""
     alpha: float = Field(32.0, gt=0)
     """The update is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -35,6 +37,7 @@ class LoraConfig(_Model):
     target_modules: str | list[str] = "all-linear"
     """Names of modules, a regular expression, or all-linear: every linear layer but the output embedding."""
     exclude_modules: str | list[str] | None = None
+    """Of the target modules, those that get no adapter."""
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead."""
     adapter: str | None = None
@@ -47,6 +50,7 @@ class ModelConfig(_Model):
     path: str | None = None
     """Folder or hub id of a Hugging Face model."""
     revision: str | None = None
+    """Branch, tag or commit of `path` on the hub."""
     init: dict[str, Any] | None = None
     """Architecture of a model with random weights: `model_type` and that type's config keys."""
     tokenizer: str | None = None
@@ -126,6 +130,7 @@ class DataConfig(_Model):
 
     train: TaskSourceConfig | None = None
     shuffle: bool = True
+    """Draw the tasks in a random order; false keeps theirs."""
     sampler: str | None = None
     """`file.py:Class` of a Curriculum, which chooses the tasks of each epoch; the default visits every task once."""
     mix: MixConfig | None = None
@@ -140,6 +145,7 @@ class SamplingConfig(_Model):
     temperature: float = Field(1.0, ge=0)
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the likeliest tokens that together have this probability."""
     top_k: int = -1
     """-1 means no limit."""
 
@@ -148,8 +154,11 @@ class LimitsConfig(_Model):
     """How far an episode may go; null means no limit. Checked in the order of `rollout/limits.py`."""
 
     max_turns: int | None = Field(8, ge=1)
+    """Completions of an episode; null is no limit."""
     max_user_turns: int | None = Field(None, ge=0)
+    """Answers of the interaction; null is no limit."""
     max_tokens_per_turn: int | None = Field(512, ge=1)
+    """Sampled tokens of one completion; null is no limit."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens after the first prompt, observations included."""
     max_context: int | None = Field(None, ge=2)
@@ -157,7 +166,9 @@ class LimitsConfig(_Model):
     max_prompt_tokens: int | None = Field(None, ge=1)
     """A task with a longer prompt is refused when the run starts."""
     timeout_s: float | None = Field(None, gt=0)
+    """Seconds of an episode; null is no limit."""
     context_policy: Literal["stop", "compact", "drop_oldest"] = "stop"
+    """When the context is full: end, replace old observations by a note, or leave out the oldest messages."""
 
 
 class ToolsConfig(_Model):
@@ -168,10 +179,13 @@ class ToolsConfig(_Model):
     functions: list[str] = []
     """`file.py:function` of functions decorated with @polyturn.tool; `file.py` alone means every tool in it."""
     timeout_s: float = Field(60.0, gt=0)
+    """Seconds of a call; beyond, the model reads that it took too long."""
     max_parallel_calls: int = Field(16, ge=1)
     """Calls of one turn beyond this many are answered as skipped."""
     max_result_chars: int = Field(8192, ge=16)
+    """Characters of a result that the model reads."""
     truncate_side: Literal["left", "right", "middle"] = "middle"
+    """Where a longer result is cut: left keeps its end, right its beginning, middle both."""
 
 
 class RolloutConfig(_Model):
@@ -183,6 +197,7 @@ class RolloutConfig(_Model):
     interactions: str | list[dict[str, Any]] | None = None
     """YAML file with an `interaction` list, or that list."""
     interaction_timeout_s: float = Field(60.0, gt=0)
+    """Seconds of one answer of an interaction; beyond, the trajectory fails."""
     parser: str = "auto"
     """Reads tool calls and reasoning from the model's text; auto: the one that reads what the chat template writes."""
     reasoning_parser: str | None = None
@@ -204,6 +219,7 @@ class RolloutConfig(_Model):
     max_failed_share: float = Field(0.1, ge=0, le=1)
     """The run ends with the reasons when more than this share of the latest 1,024 trajectories failed."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable", "off"] = "strict"
+    """Which differences from rendering it all again count: all, all but white space at edges, or none."""
     sanity_every: int = Field(16, ge=0)
     """Every how many episodes the incremental token ids are compared with a full render; 0 never, 1 always."""
     escape_prompts: Literal["delimiters", "all", "none"] = "delimiters"
@@ -230,6 +246,7 @@ class LaunchConfig(_Model):
     max_restarts: int = Field(3, ge=0)
     """How often a server is started again that died or hangs; then the run goes on without it."""
     ready_timeout_s: float = Field(600.0, gt=0)
+    """Seconds until a server that was started must answer."""
     log: str | None = None
     """File for the server's output; null keeps it only until the server stops. Of several servers, number 1 and on write to
     FILE.1 and so on."""
@@ -239,10 +256,13 @@ class EngineConfig(_Model):
     """What samples the completions: the embedded engine in this process, or a server."""
 
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """The engine in this process, or servers of vLLM or SGLang."""
     urls: list[str] = []
     """Where servers run already; they must hold the same model and run with the flags that docs/guides/engines.md lists."""
     launch: LaunchConfig | None = None
     """Start a server; null does so with the defaults where `urls` is empty. Not for the embedded engine."""
+    in_process: bool = False
+    """SGLang: run it inside polyturn's own process, without HTTP; both must be installed in one environment."""
     max_in_flight: int = Field(256, ge=1)
     """Requests on a server at once; more wait here."""
     timeout_s: float = Field(600.0, gt=0)
@@ -291,6 +311,14 @@ class EngineConfig(_Model):
             )
         if self.kind == "embedded" and (self.weights != "auto" or self.weights_folder is not None):
             raise ValueError("engine.weights and engine.weights_folder are for servers; the embedded engine needs no way")
+        if self.in_process and (self.kind != "sglang" or self.urls or self.launch is not None):
+            raise ValueError(
+                "engine.in_process is for engine.kind: sglang alone; drop engine.urls and engine.launch with it"
+            )
+        if self.in_process and self.weights not in {"auto", "shared_memory"}:
+            raise ValueError(
+                f"engine.weights is {self.weights}; SGLang in this process reads them from its memory: use auto"
+            )
         if (self.weights == "disk") != (self.weights_folder is not None):
             raise ValueError(
                 f"engine.weights is {self.weights} and engine.weights_folder is {self.weights_folder}; disk needs a folder "
@@ -326,6 +354,7 @@ class OverlongConfig(_Model):
     buffer: int = Field(0, ge=0)
     """Over how many tokens before `max_tokens` it grows from 0 to `penalty`; 0 is no penalty."""
     penalty: float = Field(1.0, ge=0)
+    """The whole penalty, at the limit."""
     max_tokens: int | None = Field(None, ge=1)
     """The length that costs the whole penalty, observations included; defaults to rollout.limits.max_tokens."""
 
@@ -334,8 +363,11 @@ class RewardRateConfig(_Model):
     """How often reward functions may be called, for those that ask a paid or a slow service; null means no limit."""
 
     max_concurrent: int | None = Field(None, ge=1)
+    """Calls at once; null is no limit."""
     calls_per_minute: float | None = Field(None, gt=0)
+    """Calls a minute; null is no limit."""
     tokens_per_minute: float | None = Field(None, gt=0)
+    """Tokens a minute, at `tokens_per_call` each; null is no limit."""
     tokens_per_call: int = Field(2000, ge=1)
     """What one call is taken to cost of `tokens_per_minute`."""
 
@@ -346,7 +378,9 @@ class SandboxConfig(_Model):
     url: str | None = None
     """Address of a SandboxFusion `run_code` endpoint."""
     max_concurrent: int = Field(64, ge=1)
+    """Programs that run at once."""
     memory_limit_mb: int = Field(1024, ge=16)
+    """Megabytes that one program may use."""
     timeout_s: float = Field(10.0, gt=0)
     """How long one test may run."""
 
@@ -373,6 +407,7 @@ class RewardConfig(_Model):
     interaction: Literal["last", "sum", "max", "mean"] = "last"
     """How the scores of an interaction's turns become one, where the interaction is what scores a task."""
     timeout_s: float = Field(60.0, gt=0)
+    """Seconds of one call of a reward function; beyond, the trajectory fails."""
 
 
 class CorrectionConfig(_Model):
@@ -414,16 +449,23 @@ class OptimConfig(_Model):
     """AdamW."""
 
     lr: float = Field(1e-6, gt=0)
+    """Learning rate."""
     betas: tuple[float, float] = (0.9, 0.99)
+    """Of Adam: how long the means of gradients and of their squares last."""
     eps: float = 1e-8
+    """Of Adam: added to the root of the mean square."""
     weight_decay: float = 0.0
+    """Decoupled from the gradient, as in AdamW."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps in which the learning rate rises from 0."""
     warmup_ratio: float = Field(0.0, ge=0, le=1)
     """The warm-up as a share of the steps; used where `warmup_steps` is 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """The learning rate at the end of the schedule, as a share of `lr`."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients of a larger norm are scaled down to it."""
     max_skipped: int = Field(3, ge=0)
     """Steps in a row that are skipped and counted because loss or gradient is not finite; one more ends the run."""
 
@@ -473,9 +515,13 @@ class AlgorithmConfig(_Model):
     loss_kwargs: dict[str, Any] = {}
     """Arguments of the loss; it is told clip_low, clip_high and dual_clip where it has such parameters."""
     clip_low: float = Field(0.2, ge=0)
+    """The ratio of a token is clipped below 1 - clip_low."""
     clip_high: float = Field(0.28, ge=0)
+    """The ratio of a token is clipped above 1 + clip_high."""
     clip_dual: float | None = Field(None, gt=1)
+    """Bound of the loss at negative advantages, as a multiple of them; null is none."""
     aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """How the losses of tokens become one number."""
     segment_weight: Literal["per_token", "per_trajectory"] = "per_token"
     """How much a trajectory's segments weigh together: as its tokens do (per_token), or as much as any other trajectory
     (per_trajectory). Either way each of its tokens weighs the same, wherever the history was cut into segments."""
@@ -493,6 +539,7 @@ class AlgorithmConfig(_Model):
     kl_estimator: str = "k3"
     """k1, k2, k3 or abs; k1+, k3+ and abs+ have the value of that and the gradient of k2, which is that of the KL."""
     entropy_coef: float = 0.0
+    """Weight of the bonus for entropy."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """The denominator of the ratio where a step takes several updates or is stale: computed by the trainer before the step,
     or the engine's own, which saves a forward pass and is right where engine and trainer agree (the embedded one does)."""
@@ -531,10 +578,13 @@ class TrainConfig(_Model):
     """The training loop."""
 
     steps: int = Field(100, ge=0)
+    """Optimizer steps of the run."""
     epochs: int | None = Field(None, ge=1)
     """Passes over the tasks, which replace `steps` once the tasks are counted; a last step that is not full is not taken."""
     groups_per_step: int = Field(32, ge=1)
+    """Tasks whose groups are trained in one step."""
     group_size: int = Field(8, ge=1)
+    """Trajectories of one task that are compared with one another."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step, each on its share of the step's trajectories."""
     max_tokens_per_batch: int = Field(4096, ge=16)
@@ -602,6 +652,7 @@ class SftConfig(_Model):
     batch_size: int = Field(32, ge=1)
     """Conversations per step."""
     max_tokens_per_batch: int = Field(4096, ge=16)
+    """Tokens of a micro-batch, padding included."""
     max_seconds: float | None = Field(None, gt=0)
     """Stop after this many seconds, whatever `steps` says."""
     optim: OptimConfig = OptimConfig(lr=1e-4)
@@ -643,6 +694,7 @@ class ActorsConfig(_Model):
     """Processes of one kind on a cluster."""
 
     count: int = Field(1, ge=1)
+    """How many of them."""
     resources: dict[str, float] = {"CPU": 1}
     """What each of them occupies, in Ray's words: CPU, GPU, and resources that a node was started with."""
 
@@ -706,9 +758,11 @@ class RunConfig(_Model):
     """A whole run."""
 
     name: str = "run"
+    """Name of the run, and of its folder."""
     out: str = "runs"
     """Folder of runs; this one is `out/name`. Relative to the working directory."""
     seed: int = 0
+    """Of everything that draws: tasks, sampling, initial weights."""
     num_threads: int | None = Field(None, ge=1)
     """Threads of torch; null leaves torch's own choice."""
     plugins: list[str] = []
