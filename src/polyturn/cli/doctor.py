@@ -33,6 +33,11 @@ FEATURES = {
     "math": "the reward of competition mathematics",
     "vision": "images",
     "verl": "plug-ins that read verl's DataProto",
+    "tensorboard": "curves and samples in TensorBoard",
+    "wandb": "curves and samples in Weights & Biases",
+    "mlflow": "curves and samples in MLflow",
+    "trackio": "curves and samples in trackio",
+    "otel": "spans of episodes, turns and tool calls",
 }
 """Extra -> what it is for; an extra that is not named here is shown without."""
 _DEVELOPMENT = ("dev", "browser")
