@@ -75,6 +75,8 @@ def test_a_damaged_part_costs_no_other_and_is_named_everywhere(run: Path, damage
     assert rescored.code == 0, rescored.err
     listed = call("runs", run.parent)
     assert listed.code == 0 and "one" in listed.out and "2" in listed.out
+    reported = call("report", run, "-o", tmp_path / "report.html")
+    assert reported.code == 0 and (tmp_path / "report.html").stat().st_size > 1000, reported.err
 
 
 def test_when_no_part_can_be_read_that_is_the_sentence(run: Path):
