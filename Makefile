@@ -6,6 +6,7 @@
 #                  `make test` uses those that are there, and .ci/run builds them where it can
 #   make browser   Chromium and playwright, for the tests of the viewer (Debian's packages, as root)
 #   make system    bubblewrap, for the Python sandbox and its tests (Debian's package, as root)
+#   make docs      the documentation as a site, in site/; a link that leads nowhere is an error
 #   make demo      train the quickstart from scratch
 #   make bench     every benchmark; results in benchmarks/results/DATE.json
 #   make verify    the slow tests, the demo for three seeds with its controls, then the benchmarks
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test engines browser system demo bench verify clean
+.PHONY: install check test engines browser system docs demo bench verify clean
 
 install: $(STAMP)
 
@@ -45,6 +46,11 @@ system:
 	command -v bwrap || \
 		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap)
 
+docs: $(STAMP)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 demo: $(STAMP)
 	$(BIN)/polyturn train examples/quickstart/config.yaml
 
@@ -58,5 +64,5 @@ verify: $(STAMP)
 	$(BIN)/python benchmarks/engine_order.py --only live --rounds 15
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,182 @@
+"""The generated pages of the documentation, as Markdown: configuration, Python API, metrics, errors.
+
+    pages()  ->  {"reference/config.md": "# Configuration\n…", "reference/api.md": …}
+
+Everything comes from what the library itself says: pydantic fields, docstrings, the table of metrics. Nothing is written to
+disk; hooks.py hands the pages to mkdocs, and a test reads them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import polyturn
+import polyturn.testing
+from polyturn.config.models import RunConfig
+from polyturn.config.schema import schema_table
+from polyturn.core import errors
+from polyturn.tools import results
+from polyturn.tracking.meanings import MEANINGS
+
+TOOL_ERRORS = {
+    results.UNKNOWN_TOOL: "The model called a name that is not among the task's tools.",
+    results.BAD_JSON: "What the model wrote as a call cannot be read.",
+    results.SCHEMA: "The arguments are not those of the tool's schema.",
+    results.TIMEOUT: "The call did not answer within its time.",
+    results.EXCEPTION: "The tool raised; the model reads that it did, the trajectory has the exception.",
+    results.TOOL_ERROR: "The tool raised `polyturn.ToolError`: its sentence is what the model reads.",
+    results.SKIPPED: "More calls in one turn than `rollout.limits` allows, or calls behind one that ended the episode.",
+}
+
+
+def pages() -> dict[str, str]:
+    """Return path in docs/ -> text of every generated page."""
+    return {
+        "reference/config.md": config_page(),
+        "reference/api.md": api_page(),
+        "reference/metrics.md": metrics_page(),
+        "reference/errors.md": errors_page(),
+    }
+
+
+def config_page() -> str:
+    """Return every key of a configuration with its type, default and meaning, a table for each section."""
+    tables: dict[str, list[str]] = {}
+    intro: dict[str, str] = {}
+    for row in schema_table(RunConfig):
+        key, kind, default, doc = row
+        if kind == "section":
+            intro[key] = doc
+            continue
+        section = key.rpartition(".")[0]
+        cells = (f"`{key}`", _code(kind), _code(default), doc)
+        tables.setdefault(section, []).append("| " + " | ".join(_cell(c) for c in cells) + " |")
+    lines = [
+        "# Configuration",
+        "",
+        "Every key of a run's YAML file, generated from the models that read it. `polyturn config` prints the same in a "
+        "terminal; an unknown key is an error that names the nearest known one. Any key can be overridden on the command "
+        "line: `polyturn train config.yaml train.steps=200`.",
+    ]
+    for section, rows in tables.items():
+        lines += ["", f"## {section or 'the run'}", ""]
+        lines += [intro[section], ""] if intro.get(section) else []
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def metrics_page() -> str:
+    """Return every metric with its meaning, a table for each first part of a name."""
+    lines = [
+        "# Metrics",
+        "",
+        "What a run writes to `metrics.jsonl` at every step, and to the trackers. A part in angle brackets is filled in by "
+        "the run. Means over trajectories, tokens or calls are over all of the step.",
+    ]
+    section = ""
+    for name, text in MEANINGS.items():
+        if name.partition("/")[0] != section:
+            section = name.partition("/")[0]
+            lines += ["", f"## {section}", "", "| metric | meaning |", "|---|---|"]
+        lines.append(f"| `{name}` | {_cell(text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def errors_page() -> str:
+    """Return the tree of error classes, and the kinds of errors of tools."""
+    lines = [
+        "# Errors",
+        "",
+        "Whatever the library raises on purpose is a `PolyturnError`, and also the standard error that it refines. The "
+        "message says what is wrong, shows the value, and says what to do.",
+        "",
+        "| class | is also | meaning |",
+        "|---|---|---|",
+    ]
+    for name, cls in vars(errors).items():
+        if inspect.isclass(cls) and issubclass(cls, Exception) and cls.__module__ == errors.__name__:
+            above = ", ".join(f"`{b.__name__}`" for b in cls.__bases__)
+            lines.append(f"| `{name}` | {above} | {_cell(inspect.getdoc(cls) or '')} |")
+    lines += [
+        "",
+        "## Errors of tools",
+        "",
+        "A call that goes wrong is never an exception for the run: the model reads `Error (kind): reason`, and the "
+        "trajectory keeps the kind as `ToolResult.error`.",
+        "",
+        "| kind | when |",
+        "|---|---|",
+        *(f"| `{kind}` | {_cell(text)} |" for kind, text in TOOL_ERRORS.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def api_page() -> str:
+    """Return what `polyturn` and `polyturn.testing` export, with signatures, fields and docstrings."""
+    lines = ["# Python API", "", "What `import polyturn` offers. Everything else may change between versions."]
+    for name in sorted(n for n in polyturn.__all__ if not n.startswith("_")):
+        lines += _described(name, getattr(polyturn, name), "polyturn")
+    lines += ["", "# Testing", "", "What `polyturn.testing` offers for tests of plug-ins."]
+    for name in sorted(polyturn.testing.__all__):
+        lines += _described(name, getattr(polyturn.testing, name), "polyturn.testing")
+    return "\n".join(lines) + "\n"
+
+
+def _described(name: str, what: Any, module: str) -> Iterator[str]:
+    yield from ("", f"## {module}.{name}", "")
+    if not (inspect.isclass(what) or inspect.isfunction(what)):
+        return
+    yield from ("```text", f"{name}{_signature(what)}", "```", "", *_prose(inspect.getdoc(what) or ""))
+    if not inspect.isclass(what):
+        return
+    fields = dict(_fields(what))
+    if fields:
+        yield from ("", "| field | meaning |", "|---|---|")
+        for field, (kind, text) in fields.items():
+            yield f"| `{field}: {_cell(kind)}` | {_cell(text)} |"
+    for method, function in vars(what).items():
+        if method.startswith("_") or not (inspect.isfunction(function) or isinstance(function, property | classmethod)):
+            continue
+        target = function.fget if isinstance(function, property) else inspect.unwrap(getattr(what, method))
+        shown = "" if isinstance(function, property) else _signature(target)
+        yield from ("", f"**{method}**`{shown}`" if shown else f"**{method}**", "", *_prose(inspect.getdoc(target) or ""))
+
+
+def _signature(what: Any) -> str:
+    try:
+        return re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(what)))
+    except (TypeError, ValueError):
+        return ""
+
+
+def _fields(cls: type) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the annotated names of a class body with the string beneath each."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for node, below in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
+            has_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            text = inspect.cleandoc(str(below.value.value)) if has_text else ""  # type: ignore[union-attr]
+            yield node.target.id, (ast.unparse(node.annotation), text)
+
+
+def _prose(doc: str) -> Iterator[str]:
+    """Yield a docstring as Markdown: indented parts stay as they are written."""
+    for part in doc.split("\n\n"):
+        if any(line.startswith(" ") for line in part.splitlines()):
+            yield from ("```text", part, "```", "")
+        else:
+            yield from (part.replace("<", "&lt;"), "")
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

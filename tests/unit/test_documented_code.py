@@ -1,0 +1,187 @@
+"""The code and the links of every page are true: Python runs, commands parse, links lead somewhere.
+
+Blocks of one page run in one namespace, from top to bottom, in a folder where each run that the page opens is a small one.
+Those in NOT_RUN are only compiled, and say why. Configurations have a file of their own, test_documented_configs.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.util
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+from typer.core import TyperArgument, TyperGroup
+
+from polyturn.cli.main import app
+from polyturn.config.models import RunConfig
+from polyturn.config.schema import schema_table
+from polyturn.core import errors
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.store.parquet_store import ParquetStore
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.tools import results
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+NOT_RUN = {
+    ("docs/guides/serve.md", 0): "asks a server; the client's own tests start one",
+    ("docs/guides/testing.md", 0): "imports the reader's plug-ins",
+    ("docs/segments.md", 0): "an excerpt of a file with its imports; the schedulers' own tests run it",
+}
+MAX_PICTURE = 150_000
+BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [body for _, language, body in BLOCK.findall(page.read_text()) if language in languages]
+
+
+def prose(page: Path) -> str:
+    return BLOCK.sub("", page.read_text())
+
+
+def with_blocks(*languages: str) -> list[Path]:
+    return [page for page in PAGES if blocks(page, *languages)]
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    return script("reference")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "scripts" / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the record of one evaluation."""
+    folder = tmp_path_factory.mktemp("recorded")
+    with ParquetStore(folder) as store:
+        for group in asyncio.run(RolloutPool(scripted_context(["#### 4"])).run([GroupSpec(id="g", task=task(), size=2)])):
+            store.add(group, step=0, split="eval/greedy")
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", with_blocks("python"), ids=named)
+def test_the_python_of_a_page_runs(page: Path, here: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch):
+    for run in set(re.findall(r'open_store\("([^"]+)"\)', page.read_text())):
+        shutil.copytree(recorded, here / run)
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    for number, body in enumerate(blocks(page, "python")):
+        code = compile(body, f"{named(page)} block {number}", "exec")
+        if (named(page), number) not in NOT_RUN:
+            exec(code, module.__dict__)
+
+
+def test_what_is_not_run_is_there():
+    for page, number in NOT_RUN:
+        assert len(blocks(ROOT / page, "python")) > number, page
+
+
+def commands(page: Path) -> list[str]:
+    """Return the lines of a page's blocks that call polyturn or make, continued lines joined."""
+    found = []
+    for body in blocks(page, "bash", "sh", "console", "text", ""):
+        for line in body.replace("\\\n", " ").splitlines():
+            command = line.strip().removeprefix("$ ").removeprefix(".venv/bin/").partition(" #")[0].strip()
+            if re.match(r"(polyturn|make) [a-z]", command):
+                found.append(command)
+    return found
+
+
+COMMANDS = [(named(page), command) for page in PAGES for command in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{p}: {c[:50]}" for p, c in COMMANDS])
+def test_a_command_of_a_page_parses(page: str, command: str, here: Path):
+    program, *words = shlex.split(command.replace(" …", " "))
+    if program == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert [w for w in words if w not in targets and "=" not in w] == []
+        return
+    found = typer.main.get_command(app)
+    while isinstance(found, TyperGroup) and words and words[0] in found.commands:
+        found = found.commands[words.pop(0)]
+    if isinstance(found, TyperGroup):
+        assert found.name == "config", f"{command}: there is no such command"
+        return
+    for option in (w for w in words[: words.index("--") if "--" in words else None] if w.startswith("-")):
+        known = {o for p in found.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+        assert option.partition("=")[0] in known, f"{command}: {found.name} has no {option}; it has {sorted(known)}"
+    required = [p for p in found.params if isinstance(p, TyperArgument) and p.required]
+    assert len(words) >= len(required), command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_link_of_a_page_leads_somewhere(page: Path, reference: ModuleType):
+    generated = {(DOCS / uri).resolve() for uri in reference.pages()}
+    for target, anchor in LINK.findall(prose(page)):
+        path = (page.parent / target).resolve() if target else page
+        assert path in generated or path.exists(), f"{named(page)}: {target}"
+        if anchor and path.suffix == ".md" and path not in generated:
+            heads = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in heads}
+            assert anchor in slugs, f"{named(page)}: {target}#{anchor}; there are {sorted(slugs)}"
+
+
+def test_every_function_that_one_sample_is_followed_through_exists():
+    page = DOCS / "one-sample.md"
+    links = re.findall(r"\[`([\w.]+)`\]\(([^)#]+\.py)#([\w.]+)\)", page.read_text())
+    assert len(links) >= 20
+    for shown, target, name in links:
+        assert shown == name
+        body: list[ast.stmt] = ast.parse((page.parent / target).read_text()).body
+        for part in name.split("."):
+            kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            found = [node for node in body if isinstance(node, kinds) and node.name == part]
+            assert found, f"{target} has no {name}"
+            body = found[0].body
+
+
+def test_the_site_lists_every_page(reference: ModuleType):
+    listed = set(re.findall(r"([\w\-/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")} | set(reference.pages())
+
+
+def test_the_reference_has_every_key_every_error_and_every_kind_of_tool_error(reference: ModuleType):
+    pages = reference.pages()
+    for key, kind, _, meaning in schema_table(RunConfig):
+        assert kind == "section" or f"`{key}`" in pages["reference/config.md"]
+        assert meaning, f"{key} has no meaning: a string under the field in config/models.py"
+    for name, cls in vars(errors).items():
+        if isinstance(cls, type) and issubclass(cls, Exception) and cls.__module__ == errors.__name__:
+            assert f"`{name}`" in pages["reference/errors.md"]
+    kinds = {v for k, v in vars(results).items() if k.isupper() and isinstance(v, str)}
+    assert kinds == set(reference.TOOL_ERRORS)
+
+
+def test_pictures_are_small():
+    for picture in (DOCS / "images").iterdir():
+        assert picture.stat().st_size < MAX_PICTURE, picture.name
