@@ -40,7 +40,7 @@ FEATURES = {
     "otel": "spans of episodes, turns and tool calls",
 }
 """Extra -> what it is for; an extra that is not named here is shown without."""
-_DEVELOPMENT = ("dev", "browser")
+_DEVELOPMENT = ("dev", "browser", "docs")
 PROGRAMS = {"bwrap": "the sandbox for model-written code", "nvidia-smi": "GPUs", "git": "the version in a run's records"}
 _PROBE = """
 import json, torch
