@@ -17,7 +17,7 @@ import random
 import time
 
 from polyturn.testing.asynchrony import run_simulated
-from polyturn.training.loop import LoopSettings
+from polyturn.training.state import LoopSettings
 
 MODES = ("in_flight", "wait", "abort_resume")
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from polyturn.training.distributed import DistributedPolicy
     from polyturn.training.flights import Flights
     from polyturn.training.local import LocalPolicy
-    from polyturn.training.loop import Trainer, TrainObserver, WeightChannel
+    from polyturn.training.loop import Trainer
+    from polyturn.training.state import TrainObserver, WeightChannel
     from polyturn.training.update import Update
 
 
@@ -58,7 +59,8 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.training.checkpoint import Checkpoints
     from polyturn.training.flights import FOLDER, Flights
-    from polyturn.training.loop import LoopSettings, Trainer
+    from polyturn.training.loop import Trainer
+    from polyturn.training.state import LoopSettings
 
     place, config = parts.place, parts.place.config
     train, evaluation = config.train, config.evaluation

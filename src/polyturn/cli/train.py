@@ -33,10 +33,11 @@ from polyturn.evaluation.report import EvalReport
 from polyturn.tracking.plot import plot_learning_curve
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.distributed import DistributedPolicy
-from polyturn.training.loop import LoopState, Trainer
+from polyturn.training.loop import Trainer
 from polyturn.training.observer import RunObserver
 from polyturn.training.resume import changed_settings
 from polyturn.training.sft import SftSettings, run_sft
+from polyturn.training.state import LoopState
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,8 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import RolloutPool
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.checkpoint import Checkpoints
-from polyturn.training.loop import LoopSettings, Trainer
+from polyturn.training.loop import Trainer
+from polyturn.training.state import LoopSettings
 from polyturn.training.update import Update, UpdateSettings
 
 MAX_TOKENS = 400

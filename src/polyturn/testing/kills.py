@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -99,6 +100,8 @@ def ledger_problems(run: Path, *, steps: int) -> list[str]:
 
 def _start(config: Path, settings: Sequence[str], run: Path) -> subprocess.Popen[str]:
     resume = ["--resume"] if any((run / "checkpoints").glob("*step-*")) else []
+    if not resume:
+        shutil.rmtree(run, ignore_errors=True)  # killed before its first checkpoint: nothing to go on from
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [*_COMMAND, "train", str(config), *settings, *resume]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ)

@@ -25,15 +25,15 @@ from transformers import PreTrainedModel
 
 from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.kl import FixedKl, KlController
-from polyturn.algorithms.losses import mark, selection_of
 from polyturn.batching.microbatch import LayoutSettings, plan
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, PolyturnError, RankLostError, TrainingError
 from polyturn.core.metrics import Mean, Metrics, Sum, merge
 from polyturn.core.sample import TrainSample
 from polyturn.training.fsdp import ShardedPolicy
-from polyturn.training.loop import WeightChannel
+from polyturn.training.local import with_marks
 from polyturn.training.loss_terms import LossSettings
+from polyturn.training.state import WeightChannel
 
 
 class Team(Protocol):
@@ -171,14 +171,7 @@ class DistributedPolicy:
         if loss.kl_coef and any(s.ref_logprobs is None for s in samples):
             scores = self.score(samples, reference=True)
             samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
-        selection = selection_of(loss.policy_loss, kwargs=loss.policy_loss_kwargs)
-        if selection is not None and any(s.marks is None for s in samples):
-            # Chosen over the global batch, not by each rank over its share.
-            scored = list(samples)
-            if any(s.old_logprobs is None for s in samples):
-                scored = [s.replace(old_logprobs=lp) for s, lp in zip(samples, self.score(samples), strict=True)]
-            marks = mark(scored, selection, seed=self.step_count)
-            samples = [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
+        samples = with_marks(samples, loss, score=self.score, seed=self.step_count)
         if coefs is None:
             coefs = loss_coefs(
                 samples, mode=loss.aggregation, norm_length=loss.norm_length, segment_weight=loss.segment_weight

@@ -16,10 +16,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from polyturn.buffer.drops import Drops
 from polyturn.buffer.group_buffer import GroupBuffer
@@ -31,95 +31,18 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
 from polyturn.evaluation.evaluate import EvalResult, EvalSet, evaluate
-from polyturn.evaluation.report import EvalReport, is_success, report
+from polyturn.evaluation.report import is_success, report
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.pool import RolloutPool
-from polyturn.store.schema import Trained
 from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.flights import Flights
 from polyturn.training.optim import on_cpu
 from polyturn.training.producer import Producer
 from polyturn.training.resume import identity_of, require_same_identity
+from polyturn.training.state import LoopSettings, LoopState, TrainObserver, WeightChannel
 from polyturn.training.update import StepResult, Update
 
 logger = logging.getLogger(__name__)
-
-
-class TrainObserver(Protocol):
-    """Is told what happens, for the records and for a person to read. It decides nothing."""
-
-    def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
-        """A group is done; `phase` is "rollout" or "eval/<set>", `total` the number of groups of the phase."""
-
-    def on_step(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        groups: Sequence[TrajectoryGroup],
-        trained: Mapping[str, Trained],
-    ) -> None:
-        """A step is done; `trained` says by trajectory id what it made of each."""
-
-    def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
-        """An evaluation set is done."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """How long and how much."""
-
-    steps: int
-    groups_per_step: int
-    group_size: int
-    has_baseline: bool = False
-    """Whether each group has one more trajectory, decoded greedily and never trained, for the estimator."""
-    seed: int = 0
-    shuffle: bool = True
-    max_staleness: int = 0
-    extra_groups: int = 0
-    """Groups that are started beyond those of a step; the first complete ones are taken."""
-    carries_over: bool = False
-    """Whether the others are trained in a later step instead of being cut off."""
-    max_attempts: int = 0
-    """How many further tasks are tried in place of a group that has nothing to learn from."""
-    replayed_groups: int = 0
-    """Groups of earlier steps that are trained on again beside those of a step."""
-    eval_before: bool = True
-    eval_every: int = 0
-    eval_limit_during: int | None = None
-    stop_at: float | None = None
-    patience: int | None = None
-    checkpoint_every: int = 0
-    needs_checkpoints: bool = True
-    """Whether a checkpoint that cannot be written ends the run, instead of being warned of and tried again."""
-
-
-@dataclass(slots=True, kw_only=True)
-class LoopState:
-    """Where a run is; what a checkpoint keeps beside the policy."""
-
-    step: int = 0
-    best: float = -math.inf
-    best_step: int = -1
-    evals_since_best: int = 0
-    evaluated: int = -1
-    """The step of the latest validation."""
-    reports: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """"before" and "after" -> evaluation set -> its numbers."""
-
-
-class WeightChannel(Protocol):
-    """The way of the policy's weights to the engine."""
-
-    async def start(self, version: int) -> object:
-        """Bring the first weights there, as `version`."""
-
-    async def publish(self, version: int) -> object:
-        """Bring the weights as they are now, as `version`.
-
-        Raises:
-            EngineError: they did not arrive.
-        """
 
 
 class Trainer:

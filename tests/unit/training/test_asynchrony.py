@@ -14,7 +14,7 @@ import pytest
 from polyturn.core.aio import OneThread, finish
 from polyturn.core.lifecycle import Lifecycle, RequestState, suspended
 from polyturn.testing.asynchrony import run_simulated
-from polyturn.training.loop import LoopSettings
+from polyturn.training.state import LoopSettings
 
 MODES = ["in_flight", "wait", "abort_resume"]
 

@@ -26,7 +26,8 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.store.schema import Trained
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.checkpoint import Checkpoints
-from polyturn.training.loop import LoopSettings, Trainer
+from polyturn.training.loop import Trainer
+from polyturn.training.state import LoopSettings
 from polyturn.training.update import Update, UpdateSettings
 from polyturn.training.weight_sync import SharedWeights
 
