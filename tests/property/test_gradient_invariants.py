@@ -22,7 +22,7 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny import tiny_model
 from polyturn.training.distributed import assign
-from polyturn.training.local import LocalPolicy
+from polyturn.training.local import LocalPolicy, with_marks
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 
@@ -251,7 +251,7 @@ def test_no_combination_of_loss_average_layout_split_and_ranks_changes_the_gradi
     loss = LossSettings(policy_loss=policy_losses.resolve(name), aggregation=mode, kl_coef=0.1, entropy_coef=0.01)
     model = copy.deepcopy(MODEL).double()
     one = LocalPolicy(model, optim=OptimSettings(), loss=loss, reference=True)
-    marked = one._with_marks(samples)
+    marked = with_marks(samples, loss, score=one.score, seed=0)
     one.forward_backward(marked, coefs=coefs)
     expected = gradient(one)
     own = LayoutSettings(max_tokens_per_batch=tokens, **LAYOUTS[kind])

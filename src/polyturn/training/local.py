@@ -162,7 +162,7 @@ class LocalPolicy:
                 step one that `optim_step` skips, or ends the run at.
         """
         settings = self.loss_settings
-        samples = self._with_marks(samples)
+        samples = with_marks(samples, settings, score=self.score, seed=self.step_count)
         if coefs is None:
             coefs = loss_coefs(
                 samples,
@@ -257,19 +257,6 @@ class LocalPolicy:
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         return self._forward(batch).logprobs_S
 
-    def _with_marks(self, samples: Sequence[TrainSample]) -> Sequence[TrainSample]:
-        """Let the policy loss choose the tokens that it treats apart, where it does and nobody has yet."""
-        selection = selection_of(self.loss_settings.policy_loss, kwargs=self.loss_settings.policy_loss_kwargs)
-        if selection is None or all(s.marks is not None for s in samples):
-            return samples
-        if any(s.old_logprobs is None for s in samples):
-            scores = self.score(samples)
-            scored = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
-        else:
-            scored = list(samples)
-        marks = mark(scored, selection, seed=self.step_count)
-        return [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
-
     def _lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
         return layout(samples, coefs=coefs, settings=self._layout, dtype=self._dtype, device=self._device, media=self._media)
 
@@ -325,6 +312,31 @@ class LocalPolicy:
         if self.last_logprobs is not None:
             times |= agreement(samples, self.last_logprobs)
         return as_step(merge(parts)) | times
+
+
+def with_marks(
+    samples: Sequence[TrainSample],
+    settings: LossSettings,
+    *,
+    score: Callable[[Sequence[TrainSample]], list[Floats]],
+    seed: int,
+) -> Sequence[TrainSample]:
+    """Let the policy loss choose the tokens of a whole step that it treats apart, where it does and nobody has yet.
+
+    Args:
+        samples: Everything that one optimizer step trains on, of all ranks.
+        settings: The loss.
+        score: Gives log-probabilities under the policy now, where the samples bring no old ones.
+        seed: Of the choice.
+    """
+    selection = selection_of(settings.policy_loss, kwargs=settings.policy_loss_kwargs)
+    if selection is None or all(s.marks is not None for s in samples):
+        return samples
+    scored = list(samples)
+    if any(s.old_logprobs is None for s in samples):
+        scored = [s.replace(old_logprobs=lp) for s, lp in zip(samples, score(samples), strict=True)]
+    marks = mark(scored, selection, seed=seed)
+    return [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
 
 
 def _that_fits(settings: LayoutSettings, models: Sequence[PreTrainedModel]) -> tuple[LayoutSettings, bool]:
