@@ -42,6 +42,8 @@ FEATURES = {
 """Extra -> what it is for; an extra that is not named here is shown without."""
 _DEVELOPMENT = ("dev", "browser", "docs")
 PROGRAMS = {"bwrap": "the sandbox for model-written code", "nvidia-smi": "GPUs", "git": "the version in a run's records"}
+SERVERS = {"vllm": "launching vLLM servers", "sglang": "launching SGLang servers"}
+"""Package -> what it is for. They often live in an environment of their own, beside this one."""
 _PROBE = """
 import json, torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -62,8 +64,10 @@ def run(*, as_json: bool) -> None:
     facts = environment()
     found = list(extras())
     programs = {name: shutil.which(name) for name in PROGRAMS}
+    servers = {name: _version(name) for name in SERVERS}
     if as_json:
-        print(json.dumps({**facts, "extras": {e.name: e._asdict() for e in found}, "programs": programs}))
+        listed = {e.name: e._asdict() for e in found}
+        print(json.dumps({**facts, "extras": listed, "programs": programs, "servers": servers}))
         return
     out = Output()
     for name, value in facts.items():
@@ -75,6 +79,10 @@ def run(*, as_json: bool) -> None:
         table.add_row(FEATURES.get(extra.name, extra.name), escape(needs), escape(state))
     for name, feature in PROGRAMS.items():
         table.add_row(feature, name, programs[name] or "not found")
+    for name, feature in SERVERS.items():
+        elsewhere = "not in this environment: engine.launch.python names the interpreter of one that has it"
+        table.add_row(feature, name, elsewhere if servers[name] == _MISSING else servers[name])
+    table.add_row("evaluating models behind an endpoint", "", "ready")
     out.table(table)
 
 

@@ -136,6 +136,15 @@ def test_rollout_runs_tasks_and_records_them(trained: tuple[Path, Called]):
     assert is_quiet(called)
 
 
+def test_eval_takes_any_model_by_its_folder(trained: tuple[Path, Called]):
+    config, _ = trained
+    called = call("eval", config, "--model", model_folder(run_of(config)), "--json")
+    assert called.code == 0, called.err
+    found = json.loads(called.out)
+    assert found["sets"]["greedy"]["statistics"]["all"]["num_tasks"] == 2
+    assert str(model_folder(run_of(config))) in (Path(found["folder"]) / "config.yaml").read_text()
+
+
 def test_eval_judges_a_checkpoint(trained: tuple[Path, Called]):
     config, _ = trained
     called = call("eval", config, "--checkpoint", run_of(config) / "checkpoints" / "step-000003")

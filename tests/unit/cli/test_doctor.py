@@ -35,3 +35,12 @@ def test_what_is_missing_comes_with_the_command_that_brings_it(
     shown = capsys.readouterr().out
     assert "missing duckdb: pip install 'polyturn[view]'" in shown
     assert "not installed: pip install 'polyturn[train]'" in shown
+
+
+def test_servers_that_live_in_another_environment_are_named_with_what_to_set(capsys: pytest.CaptureFixture[str]):
+    doctor.run(as_json=False)
+    shown = capsys.readouterr().out
+    assert "launching vLLM servers" in shown and "launching SGLang servers" in shown
+    assert "evaluating models behind an endpoint" in shown
+    doctor.run(as_json=True)
+    assert set(json.loads(capsys.readouterr().out)["servers"]) == {"vllm", "sglang"}
