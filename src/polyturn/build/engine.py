@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.engines.launcher import LaunchSpec
+    from polyturn.engines.order import OrderPolicy
     from polyturn.engines.pool import EnginePool
     from polyturn.engines.process import ProcessEngine
     from polyturn.engines.remote import RemoteEngine
+    from polyturn.engines.weight_files import WeightFolder
     from polyturn.tokens.multimodal import MediaProcessor
 
 
@@ -90,7 +93,6 @@ def _served(
 ) -> EnginePool:
     from polyturn.config.models import LaunchConfig
     from polyturn.engines.order import make_policy
-    from polyturn.engines.pool import EnginePool
     from polyturn.engines.sglang import SglangEngine
     from polyturn.engines.vllm import VllmEngine
     from polyturn.engines.weight_files import WeightFolder
@@ -106,6 +108,11 @@ def _served(
     order = make_policy(config.order, base=place.base, **config.order_kwargs)
     clients: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
     folder, is_temporary = _model_folder(place, model, tokenizer=tokenizer, checkpoint=checkpoint)
+    if config.in_process:
+        engines = [
+            _in_process(place, folder, vocab_size=int(model.config.get_text_config().vocab_size), max_context=max_context)
+        ]
+        return _pool(place, engines, policy=order, files=WeightFolder(folder, owns_model=is_temporary))
     launches = [] if config.urls else _launches(place, folder, max_context=max_context)
     servers = [(url, None) for url in config.urls] + [("", spec) for spec in launches]
     engines = [
@@ -122,13 +129,45 @@ def _served(
         )
         for url, launch in servers
     ]
+    files = WeightFolder(folder, root=None if root is None else root.resolve(), owns_model=is_temporary)
+    return _pool(place, engines, policy=order, files=files)
+
+
+def _pool(place: Place, engines: Sequence[RemoteEngine], *, policy: OrderPolicy, files: WeightFolder) -> EnginePool:
+    from polyturn.engines.pool import EnginePool
+
+    config = place.config.engine
     return EnginePool(
         engines,
-        policy=order,
+        policy=policy,
         slots=config.max_in_flight,
         max_tries=config.max_tries,
         patience_s=config.patience_s,
-        files=WeightFolder(folder, root=None if root is None else root.resolve(), owns_model=is_temporary),
+        files=files,
+    )
+
+
+def _in_process(place: Place, folder: Path, *, vocab_size: int, max_context: int) -> RemoteEngine:
+    from polyturn.engines.serve_commands import sglang_arguments
+    from polyturn.engines.sglang_in_process import SglangInProcess
+
+    if importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "engine.in_process is set and sglang is not installed in this environment; install polyturn beside sglang, or "
+            "use engine.launch.python to run it as a server"
+        )
+    config = place.config.engine
+    arguments, env = sglang_arguments(
+        model=folder.resolve(), max_context=max_context, device="cuda" if _has_cuda() else "cpu"
+    )
+    return SglangInProcess(
+        arguments,
+        env=env,
+        vocab_size=vocab_size,
+        max_context=max_context,
+        max_in_flight=config.max_in_flight + _FOR_PROBES,
+        timeout_s=config.timeout_s,
+        health_s=config.health_s,
     )
 
 
