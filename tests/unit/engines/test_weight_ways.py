@@ -1,12 +1,18 @@
 """Which way new weights take to a server, and in what pieces."""
 
+import re
 import socket
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from polyturn.config.models import EngineConfig
 from polyturn.core.errors import ConfigError
-from polyturn.engines.weight_ways import address_towards, buckets, choose_way, is_here
+from polyturn.engines.sglang import SglangEngine
+from polyturn.engines.vllm import VllmEngine
+from polyturn.engines.weight_ways import WAYS, address_towards, buckets, choose_way, is_here
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://localhost:1", f"http://{socket.gethostname()}:8000"])
@@ -39,3 +45,21 @@ def test_buckets_hold_at_most_so_much_and_a_larger_tensor_goes_alone():
     weights = {name: torch.zeros(size) for name, size in [("a", 10), ("b", 10), ("big", 100), ("c", 10)]}
     assert [list(bucket) for bucket in buckets(weights, limit=80)] == [["a", "b"], ["big"], ["c"]]
     assert list(buckets({}, limit=80)) == []
+
+
+def test_the_config_and_the_guide_know_every_way_and_no_other():
+    chosen = set(get_args(EngineConfig.model_fields["weights"].annotation))
+    assert chosen == {"auto", *WAYS}
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")
+    table = guide.split("## The way of the weights")[1].split("\n\n")[1]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == chosen
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+def test_the_guide_says_what_the_clients_say(kind):
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")
+    row = next(line for line in guide.splitlines() if line.startswith("| images, videos"))
+    column = {"vllm": 3, "sglang": 4}[kind.name]
+    can = kind("http://127.0.0.1:1", vocab_size=8).capabilities
+    assert can.logprobs
+    assert can.media == (row.split("|")[column].strip() == "yes")
