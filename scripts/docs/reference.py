@@ -64,7 +64,7 @@ def config_page() -> str:
         "line: `polyturn train config.yaml train.steps=200`.",
     ]
     for section, rows in tables.items():
-        lines += ["", f"## {section or 'the run'}", ""]
+        lines += ["", f"## `{section}`" if section else "## The run", ""]
         lines += [intro[section], ""] if intro.get(section) else []
         lines += ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
     return "\n".join(lines) + "\n"
@@ -138,7 +138,7 @@ def _described(name: str, what: Any, module: str) -> Iterator[str]:
     if fields:
         yield from ("", "| field | meaning |", "|---|---|")
         for field, (kind, text) in fields.items():
-            yield f"| `{field}: {_cell(kind)}` | {_cell(text)} |"
+            yield f"| `{field}: {kind}` | {_cell(text)} |"
     for method, function in vars(what).items():
         if method.startswith("_") or not (inspect.isfunction(function) or isinstance(function, property | classmethod)):
             continue
@@ -179,4 +179,6 @@ def _code(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """Return `text` for a table: a bar outside backticks and a tag are written so that they show as they are."""
+    parts = " ".join(text.split()).split("`")
+    return "`".join(part if i % 2 else part.replace("|", "\\|").replace("<", "&lt;") for i, part in enumerate(parts))
