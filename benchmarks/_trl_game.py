@@ -5,7 +5,8 @@
     tool   enough                                   model  That is all. The answer is known. #### 7
 
 The model has learnt by heart what to write before each box, so that both sides sample the same lengths at temperature 1
-without a limit on tokens. `even`: three boxes always. `ragged`: after each box it is enough by chance, and after the last.
+without a limit on tokens. `even`: three boxes always. `ragged`: it is enough after 35 % of the boxes of each
+kind, in equal distances, and after the last, so that the lengths differ and their sum hardly depends on the order.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CALL = '<tool_call>\n{"name": "open_box", "arguments": {"box": "%s"}}\n</tool_ca
 ENOUGH_SHARE = 0.35
 NUM_TASKS = 4096
 
+_opened: dict[str, int] = {}
 _chance = random.Random(int(os.environ.get("GAME_SEED", "0")))
 
 
@@ -39,11 +41,10 @@ def said(box: str) -> str:
     return f"{WORDS[box]}\n{CALL % box}"
 
 
-def following(box: str, *, is_ragged: bool, chance: random.Random) -> str:
+def following(box: str, *, is_enough: bool) -> str:
     """Return what the tool answers."""
     at = BOXES.index(box)
-    is_over = at == len(BOXES) - 1 or (chance.random() < ENOUGH_SHARE if is_ragged else box == "three")
-    return "enough" if is_over else f"go on with {BOXES[at + 1]}"
+    return "enough" if is_enough or at == len(BOXES) - 1 else f"go on with {BOXES[at + 1]}"
 
 
 def open_box(box: str) -> str:
@@ -53,7 +54,10 @@ def open_box(box: str) -> str:
     Args:
         box: Which box to open.
     """
-    return following(box, is_ragged=os.environ.get("GAME") == "ragged", chance=_chance)
+    is_ragged = os.environ.get("GAME") == "ragged"
+    number = _opened[box] = _opened.get(box, 0) + 1
+    is_its_turn = int(number * ENOUGH_SHARE) > int((number - 1) * ENOUGH_SHARE)
+    return following(box, is_enough=is_its_turn if is_ragged else box == "three")
 
 
 def reward() -> float:

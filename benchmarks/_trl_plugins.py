@@ -30,7 +30,7 @@ def demonstrations(num_conversations: int) -> list[Conversation]:
         while heard != "enough":
             box = heard.rpartition(" ")[2]
             messages.append(polyturn.Message(role="assistant", content=game.said(box)))
-            heard = game.following(box, is_ragged=number % 2 == 0, chance=chance)
+            heard = game.following(box, is_enough=box == "three" if number % 2 else chance.random() < game.ENOUGH_SHARE)
             messages.append(polyturn.Message(role="tool", name="open_box", content=heard))
         found.append(Conversation(messages=(*messages, polyturn.Message(role="assistant", content=game.ANSWER))))
     return found

@@ -9,7 +9,7 @@ temperature 1 and call the same tool as often. Each side then trains for a few o
 thread, in turns with the other; what counts is the median wall time of a step after the first two, generation, tool
 calls, rewards and update included. TRL runs in the environment of `scripts/trl/build.py`, with the same torch and
 transformers, in the micro-batch that is fastest for it (the first round tries several). Prints one JSON line. It refuses to
-compare where tokens or calls a sample are more than 3 % apart (even), or 10 % (ragged: chance decides when it is enough).
+compare where tokens or calls a sample are more than 3 % apart (even), or 10 % (ragged).
 """
 
 from __future__ import annotations
