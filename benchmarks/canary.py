@@ -1,11 +1,11 @@
 """The canary: of weight syncs in which one group of parameters is kept back, how many are found? Prints one JSON line.
 
-    python benchmarks/canary.py [--trials 100] [--engines vllm,sglang] [--ways shared_memory]
+    python benchmarks/canary.py [--trials 100] [--true-trials 20] [--engines vllm,sglang] [--ways shared_memory]
 
 Each trial trains nothing: it takes a server of `make engines` that holds the true weights of a small tied Qwen3, lets the
 start-up proof run with one group of parameters left at its old values on the way, and notes whether the proof failed and
-whether it named that group. The groups take turns until there are `--trials`, each trial with a seed of its own; as many
-syncs with nothing kept back must pass. Target: all of both.
+whether it named that group. The groups take turns until there are `--trials`, each trial with a seed of its own; syncs
+with nothing kept back must pass, else the script fails. Target: all are detected.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Leaky:
         await self._update(version, weights=sent)
 
 
-async def measure(kind: str, way: Way, trials: int) -> dict[str, Any]:
+async def measure(kind: str, way: Way, trials: int, true_trials: int) -> dict[str, Any]:
     """Return what was found on one server."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
@@ -73,7 +73,7 @@ async def measure(kind: str, way: Way, trials: int) -> dict[str, Any]:
                     named += name in str(problem)
             seconds = time.perf_counter() - began
             leaky.kept = frozenset()
-            for trial in range(trials):
+            for trial in range(true_trials):
                 await sync(engine, policy, trials + trial).start(0)
                 passed += 1
             await engine.close()
@@ -97,15 +97,16 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--true-trials", type=int, default=20)
     parser.add_argument("--engines", default="vllm,sglang")
     parser.add_argument("--ways", default="shared_memory")
     options = parser.parse_args()
     results = {
-        f"{kind} {way}": asyncio.run(measure(kind, way, options.trials))
+        f"{kind} {way}": asyncio.run(measure(kind, way, options.trials, options.true_trials))
         for kind in options.engines.split(",")
         for way in options.ways.split(",")
     }
-    ok = all(r["detected"] == r["true_syncs_passed"] == r["trials"] for r in results.values())
+    ok = all(r["detected"] == r["trials"] for r in results.values())
     print(json.dumps({"benchmark": "canary", "results": results, "ok": ok}))
 
 
