@@ -135,7 +135,14 @@ def end_with_launcher() -> None:
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # The kernel signals as each thread of the launcher ends, and a second SIGTERM would end this process unsaved.
+    signal.signal(signal.SIGHUP, end)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != int(launcher):
         raise RankError("the process that launched this run is gone")
 
