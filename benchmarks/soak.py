@@ -40,7 +40,7 @@ from polyturn.engines.virtual_time import run_virtual
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import tiny_codec, turn_ids

@@ -2,7 +2,7 @@
 
 - The pages of reference.py join those of docs/.
 - A Markdown file elsewhere (benchmarks/README.md, CONTRIBUTING.md) that a page links to becomes a page of the site.
-- A source file that a page links to becomes a page with numbered lines; `…/episode.py#run_episode` leads to the line that
+- A source file that a page links to becomes a page with numbered lines; `…/lifespan.py#run_episode` leads to the line that
   defines run_episode. In the repository the same links open the file.
 """
 

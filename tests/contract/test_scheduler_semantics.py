@@ -13,7 +13,7 @@ import pytest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import SpanSource
 from polyturn.rollout.env import envs
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers import Compaction, Gym, ImageTools, MathTips, React, SingleTurn, ThinkingTips, Tree

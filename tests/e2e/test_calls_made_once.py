@@ -95,7 +95,7 @@ def test_one_without_is_asked_again_by_the_one_conversation_that_was_not_over(tm
 
 TOOL = """
 import asyncio, os, pathlib, signal, sys
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.base import BaseTool
 from polyturn.training.flights import Flights

@@ -13,7 +13,7 @@ from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset
 from polyturn.interactions.registry import initialize_interactions_from_config
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

@@ -12,7 +12,7 @@ import pytest
 
 import polyturn
 from polyturn.interactions.base import BaseInteraction
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.testing.episodes import scripted_context, task
 

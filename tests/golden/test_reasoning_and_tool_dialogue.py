@@ -14,7 +14,8 @@ from polyturn.batching.samples import to_samples
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.rollout.episode import Episode, run_episode
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context

@@ -22,7 +22,7 @@ from polyturn.batching.samples import to_samples
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox

@@ -29,7 +29,8 @@ from polyturn.core.reward import Reward
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, TrajectoryGroup
-from polyturn.rollout.episode import Episode, run_episode
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, turn_ids

@@ -15,7 +15,8 @@ from polyturn.core.generation import SamplingParams
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.context import RolloutContext, derive_seed
-from polyturn.rollout.episode import Episode, run_episode
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.lifespan import run_episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.context import RolloutContext, derive_seed
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.serving.requests import task_of
 
 logger = logging.getLogger(__name__)

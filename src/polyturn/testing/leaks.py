@@ -23,7 +23,7 @@ from polyturn.core.task import InteractionRef, Task, ToolKwargs
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.interactions.weather import WeatherInteraction
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context
 from polyturn.testing.services import serve
 from polyturn.tools.base import BaseTool

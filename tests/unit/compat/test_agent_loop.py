@@ -22,7 +22,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.testing.episodes import scripted_context, tiny_codec
 

@@ -10,7 +10,7 @@ import numpy as np
 from polyturn import build
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.runs import write_tiny_run
 from polyturn.training.observer import RunObserver
 

@@ -16,7 +16,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.data.rows import task_from_row
 from polyturn.interactions.registry import initialize_interactions_from_config
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context
 from polyturn.testing.services import serve
 from polyturn.tools.python_sandbox.isolation import Walls, find_walls

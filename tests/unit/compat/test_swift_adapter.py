@@ -22,7 +22,7 @@ from polyturn.core.errors import ConfigError, DataError, RewardError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 

@@ -10,7 +10,7 @@ from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import MultiTurnScheduler
 from polyturn.compat.swift.outputs import rollout_outputs
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import task, tiny_codec
 from polyturn.testing.plans import Plan, PlanScheduler, plan_context, random_plan
 

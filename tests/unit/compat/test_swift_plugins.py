@@ -28,7 +28,7 @@ from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.engines.scripted import ScriptedEngine
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor

@@ -15,7 +15,7 @@ from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_sca
 from polyturn.compat.swift.template import ContextType
 from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 
 NAMES = {

@@ -14,7 +14,7 @@ import pytest
 import polyturn
 from polyturn.core.watchdog import LoopWatchdog, calls_plugins
 from polyturn.interactions.base import BaseInteraction
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 

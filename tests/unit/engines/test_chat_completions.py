@@ -25,7 +25,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.chat_completions import ChatEngine, Endpoint
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import task

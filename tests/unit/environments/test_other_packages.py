@@ -23,7 +23,7 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.environments import Adapter, find_adapter
 from polyturn.environments.base import OwnRandom
 from polyturn.environments.scheduler import EnvScheduler, Stage
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.testing.episodes import scripted_context
 

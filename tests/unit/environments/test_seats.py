@@ -23,7 +23,7 @@ from polyturn.environments.players import moves_in, seat_players
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.environments.scripted import play
 from polyturn.rollout.env import Seated
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.testing.episodes import scripted_context, tiny_codec
 from polyturn.testing.tiny import tiny_model

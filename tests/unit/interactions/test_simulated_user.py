@@ -21,7 +21,7 @@ from polyturn.engines.chat_voice import without_thoughts
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.interactions.roles import OPENING, SILENCE, flipped
 from polyturn.interactions.simulated_user import SimulatedUser
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.services import serve

@@ -14,7 +14,7 @@ from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards.judge import read_verdict
 from polyturn.rewards.router import RewardRef, RewardRouter
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.services import Served, serve
 

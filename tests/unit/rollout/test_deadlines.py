@@ -12,7 +12,7 @@ import pytest
 from polyturn.core.errors import RolloutError
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.env import envs
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers.gym import Gym

@@ -16,8 +16,8 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.env import envs
-from polyturn.rollout.episode import run_episode
 from polyturn.rollout.flight_book import FlightBook
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import Gym

@@ -12,7 +12,8 @@ import pytest
 from polyturn.core.errors import LifecycleError, SchedulerError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.rollout.episode import Episode, run_episode
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids

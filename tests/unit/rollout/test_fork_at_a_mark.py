@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from polyturn.core.lifecycle import StopReason
-from polyturn.rollout.episode import Episode, run_episode
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, turn_ids

@@ -12,7 +12,7 @@ from polyturn.core.generation import GenerateRequest
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids

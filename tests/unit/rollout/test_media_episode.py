@@ -27,7 +27,7 @@ from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import ImageTools

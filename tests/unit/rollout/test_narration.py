@@ -15,7 +15,7 @@ import polyturn
 from polyturn.compat.log_level import log_level
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout import narration
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.testing.episodes import scripted_context, task
 

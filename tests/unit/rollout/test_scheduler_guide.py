@@ -19,7 +19,7 @@ from polyturn.config.models import RolloutConfig, RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rewards.router import RewardRouter
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import schedulers

@@ -6,7 +6,8 @@ import numpy as np
 
 from polyturn.core.generation import FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.scripted import ScriptedEngine
-from polyturn.rollout.episode import Episode, run_episode
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.stop_strings import find_stop, generate_until

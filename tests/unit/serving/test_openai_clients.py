@@ -19,7 +19,7 @@ import pytest
 
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task, turn_ids

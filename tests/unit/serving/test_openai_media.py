@@ -17,7 +17,7 @@ from polyturn.core.task import Task
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox

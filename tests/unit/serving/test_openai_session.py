@@ -15,7 +15,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox

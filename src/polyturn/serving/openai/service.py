@@ -31,7 +31,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.serving.openai import chat
 from polyturn.serving.openai.ask import Ask, Refused, Said
 from polyturn.serving.openai.endpoint import Address, Endpoint, EndpointOptions, guarded, read_reward

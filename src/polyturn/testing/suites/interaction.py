@@ -17,7 +17,7 @@ from polyturn.core.protocols import Interaction
 from polyturn.core.snapshots import Seam
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.forms import in_usual_form
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.partner import Partner
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.suites.common import DEADLINE_S, NUM_EPISODES, Findings, grown, holdings

@@ -15,7 +15,7 @@ from polyturn.core.messages import ToolCall
 from polyturn.core.protocols import Tool
 from polyturn.core.task import ToolKwargs
 from polyturn.core.trajectory import ToolResult
-from polyturn.rollout.episode import run_episode
+from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.suites.common import DEADLINE_S, NUM_EPISODES, Findings, grown, holdings
 from polyturn.tools.executor import ToolBox
