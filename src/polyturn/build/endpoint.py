@@ -53,7 +53,12 @@ def build_endpoint_context(place: Place, endpoint: Endpoint) -> RolloutContext:
         interactions=build_interactions(place),
         rewarder=build_rewarder(place, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward),
         scheduler=scheduler,
-        limits=Limits(max_turns=limits.max_turns, max_user_turns=limits.max_user_turns, timeout_s=limits.timeout_s),
+        limits=Limits(
+            max_turns=limits.max_turns,
+            max_user_turns=limits.max_user_turns,
+            timeout_s=limits.timeout_s,
+            counts_people=limits.counts_people,
+        ),
         sampling=SamplingParams(max_tokens=NO_LIMIT),
         interaction_timeout_s=config.rollout.interaction_timeout_s,
         require_interaction_name=config.compat.require_interaction_name,

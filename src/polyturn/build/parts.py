@@ -260,7 +260,8 @@ def build_scheduler(place: Place) -> MultiTurnScheduler:
     rollout = place.config.rollout
     name, kwargs = rollout.scheduler or "default", dict(rollout.scheduler_kwargs)
     limits = rollout.limits
-    if rollout.scheduler is not None and (limits.max_turns, limits.max_tokens, limits.timeout_s) == (None, None, None):
+    timeout_s = limits.timeout_s if "timeout_s" in limits.model_fields_set else None
+    if rollout.scheduler is not None and (limits.max_turns, limits.max_tokens, timeout_s) == (None, None, None):
         raise ConfigError(
             f"rollout.scheduler is {name!r} and no limit ends an episode that it never finishes; set "
             "rollout.limits.max_turns, max_tokens or timeout_s"
@@ -308,6 +309,7 @@ def _limits(limits: LimitsConfig, max_context: int) -> Limits:
         max_tokens=limits.max_tokens,
         max_context=max_context,
         timeout_s=limits.timeout_s,
+        counts_people=limits.counts_people,
         context_policy=ContextPolicy(limits.context_policy),
     )
 

@@ -79,6 +79,7 @@ class HumanUser(BaseInteraction):
         self._terminal = terminal
         self._threads = DaemonThreads(name="terminal", max_threads=1)
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self.asks_person = True
         # At a terminal, conversations wait for one another, and a person's time runs when it is asked.
         self.reply_timeout_s: float | None = math.inf if self._desk is None else self._deadline_s + 30.0
 

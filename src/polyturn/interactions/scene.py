@@ -78,6 +78,15 @@ class SeesScene(Protocol):
         ...
 
 
+@runtime_checkable
+class AsksPerson(Protocol):
+    """An interaction that may say that a person answers."""
+
+    asks_person: bool
+    """True: while a reply is waited for, the episode's time limit stands still, unless `rollout.limits.counts_people`. The
+    deadline of a reply holds all the same."""
+
+
 def check_row(interactions: Mapping[str, Interaction], task: Task) -> None:
     """Refuse a task whose interaction says that the row lacks something.
 

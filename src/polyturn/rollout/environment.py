@@ -35,6 +35,11 @@ class Environment:
         """Whether the task's row names an interaction."""
         return self._partner is not None
 
+    @property
+    def asks_person(self) -> bool:
+        """Whether it is a person who answers."""
+        return self._partner is not None and self._partner.asks_person
+
     async def start(self) -> tuple[Message, ...]:
         """Create the tools and start the interaction; return what the tools say at once, for the prompt."""
         said = await self._tools.start(self._task)

@@ -1,4 +1,4 @@
-"""Episode: a live run of one task, which a scheduler reads and acts through.
+"""Episode: a live run of one task, and `run_episode`, which turns it into a trajectory whatever happens.
 
 The scheduler decides; the episode does: it asks the engine, lets the environment answer, and keeps the record. What the
 model is shown next is encoded when the next generation needs it, so a reply that nothing follows is never encoded.
@@ -13,6 +13,8 @@ interaction), `asking` (engine), `bridge` (threads that wait), `record` (the tra
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -34,10 +36,12 @@ from polyturn.rollout import limits as limit_rules
 from polyturn.rollout import narration
 from polyturn.rollout.asking import Asking, refuse_banned
 from polyturn.rollout.bridge import LoopBridge
+from polyturn.rollout.clock import EpisodeClock
 from polyturn.rollout.context import RolloutContext, derive_seed
 from polyturn.rollout.conversation import Conversation, EpisodeMark
 from polyturn.rollout.environment import Environment
 from polyturn.rollout.flight import Flight
+from polyturn.rollout.lifespan import run_and_score
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.record import EpisodeRecord
 from polyturn.rollout.scene import Aside, EpisodeScene
@@ -335,7 +339,9 @@ class Episode:
         if self.has_partner:  # without one, the environment says what is wrong
             self.lifecycle.move(RequestState.INTERACTING)
         messages = self._conversation.transcript.openai
-        reply = await self._shared.environment.ask_partner(turn, messages, EpisodeScene(self))
+        leaves_time = self._shared.environment.asks_person and not self.limits.counts_people
+        with self.clock.still() if leaves_time else contextlib.nullcontext():
+            reply = await self._shared.environment.ask_partner(turn, messages, EpisodeScene(self))
         if narration.is_on():
             narration.partner_answered(self, turn, reply)
         return reply
@@ -516,8 +522,13 @@ class Episode:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it began, the time between two processes left out."""
-        return self._shared.record.elapsed_s
+        """Seconds since it began that count for its time limit; the time between two processes does not."""
+        return self._shared.record.clock.elapsed_s
+
+    @property
+    def clock(self) -> EpisodeClock:
+        """What its time limit goes by."""
+        return self._shared.record.clock
 
     def state(self) -> dict[str, Any]:
         """Return all that it holds but its turns and plug-ins, for `restore`: behind a turn, without forks."""
@@ -597,3 +608,53 @@ class Episode:
             return {}
         spoken = [e._conversation.transcript for e in (self, *self._shared.forks) if e.turns]
         return check_tokens(self._context, spoken, where=self.id)
+
+
+async def run_episode(
+    context: RolloutContext,
+    task: Task,
+    *,
+    id: str,
+    seed: int = 0,
+    sampling: SamplingParams | None = None,
+    on_start: Callable[[Episode], object] | None = None,
+) -> Trajectory:
+    """Run `task` to its end and return the record, with its reward.
+
+    A failure that the model cannot answer for ends the trajectory with its error; a broken invariant is raised.
+    Tools and the interaction are released exactly once, also on error, time-out and cancellation.
+
+    Args:
+        context: What the episodes of a run share.
+        task: The task.
+        id: Unique among live episodes; the engine's session id.
+        seed: Every random choice of the episode follows from it.
+        sampling: Overrides the context's sampling.
+        on_start: Is told the episode before anything else happens.
+    """
+
+    def make() -> Episode:
+        episode = Episode(context, task, id=id, seed=seed, sampling=sampling)
+        episode.enter()
+        return episode
+
+    flight: Flight | None = None
+    if context.journal is not None and context.journal.takes(id):
+        flight = Flight(context.journal, context, task, id=id, sampling=sampling or context.sampling)
+        if (finished := flight.trajectory()) is not None:
+            return finished
+        episode = await flight.resume(make) or make()
+        episode.attach(flight)
+    else:
+        episode = make()
+    if on_start is not None:
+        on_start(episode)
+    try:
+        trajectory = await run_and_score(context, episode, flight)
+    except BaseException as problem:
+        is_cancelled = isinstance(problem, asyncio.CancelledError)
+        episode.end(RequestState.ABORTED if is_cancelled else RequestState.FAILED)
+        raise
+    ends = {StopReason.ERROR: RequestState.FAILED, StopReason.ABORTED: RequestState.ABORTED}
+    episode.end(ends.get(trajectory.stop_reason, RequestState.COMPLETED))
+    return trajectory

@@ -48,6 +48,8 @@ class Limits:
     max_context: int | None = None
     """Prompt and response together."""
     timeout_s: float | None = None
+    counts_people: bool = False
+    """Whether the time in which a person is waited for counts for `timeout_s`."""
     context_policy: ContextPolicy = ContextPolicy.STOP
 
     def __post_init__(self) -> None:

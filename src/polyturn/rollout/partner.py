@@ -19,7 +19,7 @@ from polyturn.core.messages import Message
 from polyturn.core.protocols import Interaction
 from polyturn.core.snapshots import Seam
 from polyturn.core.task import InteractionRef
-from polyturn.interactions.scene import Scene, SeesScene
+from polyturn.interactions.scene import AsksPerson, Scene, SeesScene
 from polyturn.tools.bounded import Bounded, DeadlineError
 from polyturn.tools.results import content_of
 from polyturn.tools.schema import ToolResponse
@@ -69,6 +69,11 @@ class Partner:
     def name(self) -> str:
         """The interaction's name."""
         return self._ref.name
+
+    @property
+    def asks_person(self) -> bool:
+        """Whether it is a person who answers."""
+        return isinstance(self._interaction, AsksPerson) and bool(self._interaction.asks_person)
 
     async def start(self, episode_id: str) -> None:
         """Call `start_interaction`; the id that it returns is used from then on.

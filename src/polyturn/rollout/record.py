@@ -22,6 +22,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Segment, Trajectory
+from polyturn.rollout.clock import EpisodeClock
 from polyturn.rollout.live_turn import LiveTurn
 
 
@@ -40,12 +41,14 @@ class EpisodeRecord:
     """Completions of asides, which are no turns."""
     aside_tokens: int = 0
     """Tokens that those had."""
+    clock: EpisodeClock = field(default_factory=EpisodeClock)
+    """How long it has been going on."""
     began: float = field(default_factory=time.monotonic)
     """On the monotonic clock; moved back by the seconds that an earlier process spent."""
 
     @property
-    def elapsed_s(self) -> float:
-        """Seconds since the episode began, the time between two processes left out."""
+    def duration_s(self) -> float:
+        """Seconds since the episode began, whoever it waited for, the time between two processes left out."""
         return time.monotonic() - self.began
 
     @property
@@ -80,7 +83,7 @@ class EpisodeRecord:
             "sampled_tokens": sum(len(t.completion.token_ids) for t in turns),
             "prompt_tokens": self.prompt_tokens,
             "context_tokens": context_tokens,
-            "duration_s": self.elapsed_s,
+            "duration_s": self.duration_s,
         }
         if self.num_cut:
             metrics["dropped_cut"] = self.num_cut
@@ -121,12 +124,14 @@ class EpisodeRecord:
             "prompt": self.prompt,
             "prompt_tokens": self.prompt_tokens,
             "num_cut": self.num_cut,
-            "elapsed_s": self.elapsed_s,
+            "elapsed_s": self.clock.elapsed_s,
+            "duration_s": self.duration_s,
         }
 
     def restore(self, state: Mapping[str, Any], turns: Sequence[LiveTurn]) -> None:
         """Stand where the record stood that `state` was taken of; the clock goes on from there."""
         self.prompt = None if state["prompt"] is None else tuple(state["prompt"])
         self.prompt_tokens, self.num_cut = state["prompt_tokens"], state["num_cut"]
-        self.began = time.monotonic() - state["elapsed_s"]
+        self.clock.set(state["elapsed_s"])
+        self.began = time.monotonic() - state["duration_s"]
         self.turns = list(turns)

@@ -69,9 +69,10 @@ class Reply:
 class MultiTurnScheduler:
     """The default turn logic; subclass it and override `step`, `check_finished`, a hook, or `run`.
 
-    Each of them may be plain or async. A plain one runs in a thread, where it blocks no other episode; it has a deadline
-    (`rollout.scheduler_timeout_s`), and waits for what is async with `episode.wait`. An async one ends with the episode's
-    own time limit.
+    Each of them may be plain or async, and has a deadline (`rollout.scheduler_timeout_s`). A plain one runs in a thread,
+    where it blocks no other episode, and waits for what is async with `episode.wait`. An async one has as long for each
+    stretch that it works by itself; what it waits for with its `episode` does not count. Only a plain `run`, which spans the
+    whole episode, ends with the episode's own time limit.
     """
 
     shared: bool = False

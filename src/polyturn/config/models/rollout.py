@@ -41,8 +41,11 @@ class LimitsConfig(Section):
     """Prompt and response together; defaults to the model's own limit."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """A task with a longer prompt is refused when the run starts."""
-    timeout_s: float | None = Field(None, gt=0)
-    """Seconds of an episode; null is no limit."""
+    timeout_s: float | None = Field(7200.0, gt=0)
+    """Seconds of an episode, beyond which it is truncated; null is no limit. The default is more than 8 turns take of which
+    every call is as slow as its own deadline allows."""
+    counts_people: bool = False
+    """Whether the time in which a person is waited for counts for `timeout_s`."""
     context_policy: Literal["stop", "compact", "drop_oldest"] = "stop"
     """When the context is full: end, replace old observations by a note, or leave out the oldest messages."""
 
