@@ -1,4 +1,4 @@
-"""Episode: a live run of one task, and `run_episode`, which turns it into a trajectory whatever happens.
+"""Episode: a live run of one task, which a scheduler reads and acts through.
 
 The scheduler decides; the episode does: it asks the engine, lets the environment answer, and keeps the record. What the
 model is shown next is encoded when the next generation needs it, so a reply that nothing follows is never encoded.
@@ -13,7 +13,6 @@ interaction), `asking` (engine), `bridge` (threads that wait), `record` (the tra
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import time
@@ -41,7 +40,6 @@ from polyturn.rollout.context import RolloutContext, derive_seed
 from polyturn.rollout.conversation import Conversation, EpisodeMark
 from polyturn.rollout.environment import Environment
 from polyturn.rollout.flight import Flight
-from polyturn.rollout.lifespan import run_and_score
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.record import EpisodeRecord
 from polyturn.rollout.scene import Aside, EpisodeScene
@@ -608,53 +606,3 @@ class Episode:
             return {}
         spoken = [e._conversation.transcript for e in (self, *self._shared.forks) if e.turns]
         return check_tokens(self._context, spoken, where=self.id)
-
-
-async def run_episode(
-    context: RolloutContext,
-    task: Task,
-    *,
-    id: str,
-    seed: int = 0,
-    sampling: SamplingParams | None = None,
-    on_start: Callable[[Episode], object] | None = None,
-) -> Trajectory:
-    """Run `task` to its end and return the record, with its reward.
-
-    A failure that the model cannot answer for ends the trajectory with its error; a broken invariant is raised.
-    Tools and the interaction are released exactly once, also on error, time-out and cancellation.
-
-    Args:
-        context: What the episodes of a run share.
-        task: The task.
-        id: Unique among live episodes; the engine's session id.
-        seed: Every random choice of the episode follows from it.
-        sampling: Overrides the context's sampling.
-        on_start: Is told the episode before anything else happens.
-    """
-
-    def make() -> Episode:
-        episode = Episode(context, task, id=id, seed=seed, sampling=sampling)
-        episode.enter()
-        return episode
-
-    flight: Flight | None = None
-    if context.journal is not None and context.journal.takes(id):
-        flight = Flight(context.journal, context, task, id=id, sampling=sampling or context.sampling)
-        if (finished := flight.trajectory()) is not None:
-            return finished
-        episode = await flight.resume(make) or make()
-        episode.attach(flight)
-    else:
-        episode = make()
-    if on_start is not None:
-        on_start(episode)
-    try:
-        trajectory = await run_and_score(context, episode, flight)
-    except BaseException as problem:
-        is_cancelled = isinstance(problem, asyncio.CancelledError)
-        episode.end(RequestState.ABORTED if is_cancelled else RequestState.FAILED)
-        raise
-    ends = {StopReason.ERROR: RequestState.FAILED, StopReason.ABORTED: RequestState.ABORTED}
-    episode.end(ends.get(trajectory.stop_reason, RequestState.COMPLETED))
-    return trajectory

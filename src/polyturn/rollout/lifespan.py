@@ -1,4 +1,7 @@
-"""The life of an episode: the scheduler drives it, everything is released, and what came of it is scored.
+"""The life of an episode, whatever happens: the scheduler drives it, everything is released, what came of it is scored.
+
+    run_episode      task -> Trajectory, taken up from a journal where an earlier process left it there
+    run_and_score    Episode -> Trajectory with its reward
 
 Separate from the episode, which the scheduler acts through, because here it is decided what a failure is: what the model
 cannot answer for ends the trajectory with its error, a broken invariant ends the run, and whatever happens, also a
@@ -10,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from polyturn.core.errors import (
     AlignmentError,
@@ -22,16 +25,16 @@ from polyturn.core.errors import (
     TemplateError,
     one_line,
 )
+from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import RequestState, StopReason
+from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout import narration
 from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.flight import Flight
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.watched import watched, with_blocks
-
-if TYPE_CHECKING:
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.flight import Flight
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,56 @@ BROKEN = (AlignmentError, LifecycleError, ConfigError, TemplateError, RolloutErr
 
 CLOSE_TIMEOUT_S = 60.0
 """How long a scheduler may take to let go of a trajectory that has ended."""
+
+
+async def run_episode(
+    context: RolloutContext,
+    task: Task,
+    *,
+    id: str,
+    seed: int = 0,
+    sampling: SamplingParams | None = None,
+    on_start: Callable[[Episode], object] | None = None,
+) -> Trajectory:
+    """Run `task` to its end and return the record, with its reward.
+
+    A failure that the model cannot answer for ends the trajectory with its error; a broken invariant is raised.
+    Tools and the interaction are released exactly once, also on error, time-out and cancellation.
+
+    Args:
+        context: What the episodes of a run share.
+        task: The task.
+        id: Unique among live episodes; the engine's session id.
+        seed: Every random choice of the episode follows from it.
+        sampling: Overrides the context's sampling.
+        on_start: Is told the episode before anything else happens.
+    """
+
+    def make() -> Episode:
+        episode = Episode(context, task, id=id, seed=seed, sampling=sampling)
+        episode.enter()
+        return episode
+
+    flight: Flight | None = None
+    if context.journal is not None and context.journal.takes(id):
+        flight = Flight(context.journal, context, task, id=id, sampling=sampling or context.sampling)
+        if (finished := flight.trajectory()) is not None:
+            return finished
+        episode = await flight.resume(make) or make()
+        episode.attach(flight)
+    else:
+        episode = make()
+    if on_start is not None:
+        on_start(episode)
+    try:
+        trajectory = await run_and_score(context, episode, flight)
+    except BaseException as problem:
+        is_cancelled = isinstance(problem, asyncio.CancelledError)
+        episode.end(RequestState.ABORTED if is_cancelled else RequestState.FAILED)
+        raise
+    ends = {StopReason.ERROR: RequestState.FAILED, StopReason.ABORTED: RequestState.ABORTED}
+    episode.end(ends.get(trajectory.stop_reason, RequestState.COMPLETED))
+    return trajectory
 
 
 async def run_and_score(context: RolloutContext, episode: Episode, flight: Flight | None = None) -> Trajectory:
