@@ -40,7 +40,7 @@ def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
     assert done.returncode == 0, done.stderr
     steps = metrics_of(tmp_path / "runs" / "two")
     assert len(steps) == 2 and all(step["loss/grad_norm"] > 0 for step in steps)
-    assert steps[0]["critic/value_loss"] > 0, "the critic is the leader's"
+    assert steps[0]["critic/value_loss"] > 0, "the critic is trained on all ranks"
     assert abs(steps[0]["policy/kl_to_reference"]) < 1e-4, (
         "the reference is the model as the warm start left it, on all ranks"
     )

@@ -21,10 +21,10 @@ from polyturn.algorithms.losses import policy_losses, ppo_clip
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny import tiny_model
-from polyturn.training.distributed import assign
 from polyturn.training.local import LocalPolicy, with_marks
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
+from polyturn.training.team import assign
 
 torch.set_num_threads(1)
 VOCAB = 48

@@ -16,7 +16,7 @@ from polyturn.rollout.pool import RolloutPool
 if TYPE_CHECKING:
     from polyturn.cluster.clients import Member
     from polyturn.core.protocols import Engine, EngineCapabilities
-    from polyturn.training.distributed import Rank
+    from polyturn.training.team import Rank
 
 
 def cluster_parts(place: Place) -> Parts:

@@ -1,4 +1,4 @@
-"""From `algorithm.advantage` and what belongs to it to an estimator, a critic and a KL penalty."""
+"""From `algorithm.advantage` and what belongs to it to an estimator and a KL penalty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.signature import has_parameter
 
 if TYPE_CHECKING:
-    from polyturn.training.critic import Critic
     from polyturn.training.reward_kl import RewardKl
 
 
@@ -76,39 +75,6 @@ def drops_zero_variance(place: Place, estimator: Any) -> bool:
     if algorithm.drop_zero_variance is not None:
         return algorithm.drop_zero_variance
     return traits_of(estimator).only_compares and not algorithm.kl_in_reward.coef
-
-
-def build_critic(parts: Parts, estimator: Any) -> Critic | None:
-    """Return the critic that the estimator needs; None where it needs none.
-
-    Raises:
-        ConfigError: its model cannot be loaded, or is of another tokenizer.
-    """
-    from polyturn.algorithms.advantages import traits_of
-    from polyturn.batching.layout import LayoutSettings
-    from polyturn.build.model import load_frozen
-    from polyturn.build.ranks import optim_settings
-    from polyturn.training.critic import Critic, CriticSettings
-
-    config = parts.place.config
-    critic = config.algorithm.critic
-    if not traits_of(estimator).needs_values:
-        if critic.warmup or critic.path is not None:
-            raise ConfigError(
-                f"algorithm.critic is set and the estimator {config.algorithm.advantage!r} uses no critic; set "
-                "algorithm.advantage to gae, turn_gae or bilevel_gae, or drop the critic"
-            )
-        return None
-    model = parts.model
-    if critic.path is not None:
-        model = load_frozen(parts.place, critic.path, like=parts.model, dtype=None).requires_grad_(True)
-    return Critic(
-        model,
-        optim=optim_settings(critic.optim, steps=config.train.steps),
-        settings=CriticSettings(clip=critic.clip, warmup=critic.warmup),
-        layout=LayoutSettings(max_tokens_per_batch=config.train.max_tokens_per_batch),
-        media=parts.context.media,
-    )
 
 
 def build_reward_kl(place: Place) -> RewardKl | None:

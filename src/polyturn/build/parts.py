@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.engines.pool import EnginePool
     from polyturn.engines.process import ProcessEngine
-    from polyturn.training.distributed import Team
+    from polyturn.training.team import Team
 
 _NUM_TRIALS = 9
 """Random dialogues that a run tries its template with, besides the canned ones; `polyturn check` tries more."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.critic import critic_model, critic_options
 from polyturn.build.loss import build_kl, build_policy_loss, build_reference, build_teacher
 from polyturn.build.model import build_codec, build_media, build_model
+from polyturn.build.optim import optim_settings
 from polyturn.build.parts import Parts
 from polyturn.build.place import Place
 from polyturn.config.models import OptimConfig, RunConfig
@@ -21,12 +24,12 @@ from polyturn.core.plugins import load_plugins
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
     from polyturn.tokens.multimodal import MediaProcessor
-    from polyturn.training.distributed import Rank
     from polyturn.training.fsdp import ShardedPolicy
-    from polyturn.training.optim import OptimSettings
+    from polyturn.training.team import Rank
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,25 +83,6 @@ def policy_options(
         "teacher": build_teacher(place, model) if has_frozen else None,
         "kl": build_kl(place),
     }
-
-
-def optim_settings(optim: OptimConfig, *, steps: int) -> OptimSettings:
-    """Return the optimizer's settings for a run of `steps`."""
-    from polyturn.training.optim import OptimSettings
-
-    warmup = optim.warmup_steps or int(optim.warmup_ratio * steps)
-    return OptimSettings(
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        max_grad_norm=optim.max_grad_norm,
-        max_skipped=optim.max_skipped,
-        warmup_steps=warmup,
-        schedule=optim.schedule,
-        total_steps=max(steps, warmup + 1),
-        min_lr_ratio=optim.min_lr_ratio,
-    )
 
 
 def check_ranks(config: RunConfig, num_ranks: int) -> None:
@@ -167,15 +151,23 @@ def rank_of(
     place: Place, make_model: Callable[[], PreTrainedModel], media: MediaProcessor | None, device: torch.device
 ) -> Rank:
     """Return what runs the leader's commands on this rank."""
-    from polyturn.training.distributed import Rank
+    from polyturn.training.critic_shards import ShardedCritic
     from polyturn.training.fsdp import ShardedPolicy, make_mesh
+    from polyturn.training.hf import checkpoint_activations
+    from polyturn.training.team import Rank
 
-    mesh = None
+    @functools.cache
+    def mesh() -> DeviceMesh:
+        return make_mesh(device, tensor_parallel=place.config.train.distributed.tensor_parallel)
 
     def make(spec: PolicySpec) -> ShardedPolicy:
-        nonlocal mesh
-        mesh = mesh or make_mesh(device, tensor_parallel=place.config.train.distributed.tensor_parallel)
         model = make_model()
-        return ShardedPolicy(model, mesh=mesh, device=device, **policy_options(place, spec, model, media))
+        return ShardedPolicy(model, mesh=mesh(), device=device, **policy_options(place, spec, model, media))
 
-    return Rank(make=make)
+    def make_critic() -> ShardedCritic:
+        model = make_model() if place.config.algorithm.critic.path is None else critic_model(place, like=make_model())
+        if place.config.model.gradient_checkpointing:
+            checkpoint_activations(model)
+        return ShardedCritic(model, mesh=mesh(), device=device, media=media, **critic_options(place))
+
+    return Rank(make=make, make_critic=make_critic)

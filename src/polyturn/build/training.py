@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.credit import build_critic, build_estimator, build_reward_kl, drops_zero_variance, require_scores
+from polyturn.build.credit import build_estimator, build_reward_kl, drops_zero_variance, require_scores
+from polyturn.build.critic import build_critic
 from polyturn.build.loss import build_correction
 from polyturn.build.parts import Parts
 from polyturn.build.ranks import PolicySpec, policy_options

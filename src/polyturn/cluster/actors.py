@@ -25,7 +25,7 @@ from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
-from polyturn.training.distributed import Answer, Rank
+from polyturn.training.team import Answer, Rank
 
 
 class Home(NamedTuple):

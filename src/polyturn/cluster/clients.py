@@ -25,7 +25,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.group import GroupSpec, LiveGroup
 from polyturn.rollout.pool import RolloutPool
-from polyturn.training.distributed import values_of
+from polyturn.training.team import values_of
 
 _NUM_LINES = 20
 

@@ -24,7 +24,7 @@ from polyturn.cluster.clients import Member, RayEngine, RayTeam
 from polyturn.core.errors import ConfigError, EngineLostError, RankLostError
 from polyturn.core.protocols import Engine
 from polyturn.rollout.pool import RolloutPool
-from polyturn.training.distributed import Rank
+from polyturn.training.team import Rank
 
 logger = logging.getLogger(__name__)
 

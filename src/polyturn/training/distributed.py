@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,90 +24,17 @@ from transformers import PreTrainedModel
 
 from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.kl import FixedKl, KlController
-from polyturn.batching.microbatch import LayoutSettings, plan
+from polyturn.batching.microbatch import LayoutSettings
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import CheckpointError, PolyturnError, RankLostError, TrainingError
+from polyturn.core.errors import CheckpointError, RankLostError, TrainingError
 from polyturn.core.metrics import Mean, Metrics, Sum, merge
 from polyturn.core.sample import TrainSample
-from polyturn.training.fsdp import ShardedPolicy
 from polyturn.training.local import with_marks
 from polyturn.training.lora import adapter_tensors, has_lora
 from polyturn.training.loss_terms import LossSettings
+from polyturn.training.shards import require_same_shapes
 from polyturn.training.state import WeightChannel
-
-
-class Team(Protocol):
-    """All ranks of a run, as the leader sees them."""
-
-    num_ranks: int
-    tensor_parallel: int
-
-    def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Let every rank run `command` on its share, and return what each returned.
-
-        Raises:
-            RankLostError: a rank is gone.
-            PolyturnError: what a rank raised.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let the ranks end."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a rank did."""
-
-    value: Any = None
-    error: PolyturnError | None = None
-
-
-@dataclass(slots=True)
-class Rank:
-    """Runs the leader's commands on one rank."""
-
-    make: Callable[[Any], ShardedPolicy]
-    """Makes the policy from what the leader says about it; called again when training follows a warm start."""
-    _policy: ShardedPolicy | None = None
-    _commands: dict[str, Callable[..., Any]] = field(default_factory=dict)
-
-    def run(self, command: str, share: tuple[Any, ...]) -> Answer:
-        """Run one command. What the library raises is an answer; anything else is a bug and ends the rank."""
-        try:
-            if command == "make":
-                self._policy = None  # frees the former one first
-                self._take(self.make(*share))
-                return Answer()
-            return Answer(value=self._commands[command](*share))
-        except PolyturnError as problem:
-            return Answer(error=problem)
-
-    def _take(self, policy: ShardedPolicy) -> None:
-        self._policy = policy
-
-        def forward_backward(samples: Any, coefs: Any, kl_coef: float) -> tuple[Metrics, list[Floats] | None]:
-            policy.kl.load_state_dict({"coef": kl_coef})  # the leader's, which follows the KL of all ranks
-            return policy.forward_backward(samples, coefs=coefs), policy.last_logprobs
-
-        self._commands = {
-            "load": policy.load_whole,
-            "score": lambda samples, reference: policy.score(samples, reference=reference),
-            "forward_backward": forward_backward,
-            "sft": lambda samples, coefs: (policy.sft_forward_backward(samples, coefs=coefs), None),
-            "optim_step": policy.optim_step,
-            "state": policy.state_dict,
-            "weights": policy.whole_weights,
-        }
-
-
-def values_of(answers: Sequence[Answer]) -> list[Any]:
-    """Return the values of all ranks, or raise the first error."""
-    for answer in answers:
-        if answer.error is not None:
-            raise answer.error
-    return [answer.value for answer in answers]
+from polyturn.training.team import Team, assign, put_back
 
 
 class DistributedPolicy:
@@ -157,7 +83,7 @@ class DistributedPolicy:
         rows = assign(samples, settings=self._layout, num_shares=self.num_rows)
         found = self._rows("score", [([samples[i] for i in row], reference) for row in rows])
         self.train_seconds += time.perf_counter() - began
-        return _put_back(rows, found, len(samples))
+        return put_back(rows, found, len(samples))
 
     def forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> Metrics:
         """Add the gradient of the policy loss over `samples`, everything that one optimizer step trains on.
@@ -244,7 +170,7 @@ class DistributedPolicy:
         logprobs = [lp for _, lp in found]
         is_whole = all(lp is not None or not row for lp, row in zip(logprobs, rows, strict=True))
         self.last_logprobs = (
-            _put_back(rows, [lp or [] for lp in logprobs], len(samples)) if is_whole and any(logprobs) else None
+            put_back(rows, [lp or [] for lp in logprobs], len(samples)) if is_whole and any(logprobs) else None
         )
         return merge_ranks([metrics for metrics, _ in found])
 
@@ -279,18 +205,6 @@ class GatheredWeights:
         return await self._channel.publish(version)
 
 
-def assign(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_shares: int) -> list[list[int]]:
-    """Return the samples of each share, in rising order: micro-batches are planned over all of them and dealt out by cost.
-
-    Samples of one micro-batch stay together, so that what they begin with in common is computed once, on one rank. Those
-    without a weighted token cost nothing and go to the first share.
-    """
-    ranks = plan(samples, settings=settings, num_ranks=num_shares).ranks
-    shares = [{i for batch in batches if not batch.is_padding for i in batch.samples} for batches in ranks]
-    shares[0] |= set(range(len(samples))).difference(*shares)
-    return [sorted(share) for share in shares]
-
-
 def merge_ranks(parts: Sequence[Metrics]) -> Metrics:
     """Merge what the ranks say about one step: losses add up, times are those of the slowest."""
     times = {name: m for part in parts for name, m in part.items() if name.startswith("time/")}
@@ -304,28 +218,3 @@ def merge_ranks(parts: Sequence[Metrics]) -> Metrics:
         name: Mean(metric.total) for name, metric in merged.items() if name.startswith("loss/") and isinstance(metric, Mean)
     }
     return {name: m for name, m in {**merged, **summed}.items() if not math.isnan(m.value)} | times
-
-
-def require_same_shapes(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Refuse the tensors of another model before any rank is told to load them.
-
-    Raises:
-        CheckpointError: a name or a shape differs.
-    """
-    if found.keys() != own.keys():
-        strange, absent = sorted(found.keys() - own.keys()), sorted(own.keys() - found.keys())
-        raise CheckpointError(
-            f"the checkpoint is of another model: it lacks {absent[:3] or 'nothing'} and has {strange[:3] or 'nothing'} more"
-        )
-    for name, tensor in found.items():
-        if tensor.shape != own[name].shape:
-            raise CheckpointError(
-                f"the checkpoint is of another model: its {name} has the shape {tuple(tensor.shape)} and this model's "
-                f"{tuple(own[name].shape)}"
-            )
-
-
-def _put_back(rows: Sequence[Sequence[int]], found: Sequence[Sequence[Floats]], count: int) -> list[Floats]:
-    """Return what the rows found in the order of the samples."""
-    at = {i: value for row, values in zip(rows, found, strict=True) for i, value in zip(row, values, strict=True)}
-    return [at[i] for i in range(count)]

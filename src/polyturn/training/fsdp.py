@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from polyturn.batching.layout import MicroBatch
@@ -132,17 +132,12 @@ class ShardedPolicy(LocalPolicy):
         whole["model"] = {name: cut_like(tensor, like.get(name)) for name, tensor in whole["model"].items()}
         if is_fresh:
             self.model.load_state_dict(whole["model"])
+            self.optimizer.take_parameters()
             is_copy = isinstance(self._reference, _ShardedReference) and self._reference.is_kept
             if self._reference is not None and (is_copy or isinstance(self._reference, ShardedAdapterReference)):
                 self._reference.load_state_dict(whole["reference"])
             return
-        masters = whole["optimizer"].get("masters", {})
-        whole["optimizer"]["masters"] = {name: cut_like(tensor, like.get(name)) for name, tensor in masters.items()}
-        params = self.optimizer.parameters_in_order()
-        for number, values in whole["optimizer"]["adamw"]["state"].items():
-            for name, value in values.items():
-                if isinstance(value, Tensor) and value.shape == params[number].shape:
-                    values[name] = cut_like(value, params[number])
+        cut_optimizer(whole["optimizer"], like, self.optimizer)
         self.load_state_dict(whole)
 
     def whole_weights(self) -> dict[str, Any]:
@@ -175,23 +170,59 @@ class ShardedPolicy(LocalPolicy):
 
     def _lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
         """Cut this rank's samples, and add passes without weight until it has as many as the longest rank."""
-        batches: list[MicroBatch] = []
-        problem: AlignmentError | None = None
-        try:
-            batches = super()._lay_out(samples, coefs) if samples else []
-        except AlignmentError as found:
-            problem = found
-        counts = torch.tensor([len(batches), problem is not None], device=self._own_device)
-        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-        most, is_wrong = counts.tolist()
-        if problem is not None:
-            raise problem
-        if is_wrong:
-            raise AlignmentError("the samples of another rank cannot be laid out")
-        if len(batches) == most:
-            return batches
-        (empty,) = super()._lay_out([_FILLER], [np.zeros(2)])
-        return [*batches, *[dataclasses.replace(empty, is_padding=True)] * (most - len(batches))]
+        return in_step(super()._lay_out, samples, coefs, device=self._own_device)
+
+
+def in_step(
+    lay_out: Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]],
+    samples: Sequence[TrainSample],
+    coefs: Sequence[ArrayLike],
+    *,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """Cut the samples of this rank by `lay_out`, and add passes without weight until it has as many as the longest rank.
+
+    Raises:
+        AlignmentError: on every rank, where the samples of one cannot be laid out.
+    """
+    batches: list[MicroBatch] = []
+    problem: AlignmentError | None = None
+    try:
+        batches = lay_out(samples, coefs) if samples else []
+    except AlignmentError as found:
+        problem = found
+    counts = torch.tensor([len(batches), problem is not None], device=device)
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    most, is_wrong = counts.tolist()
+    if problem is not None:
+        raise problem
+    if is_wrong:
+        raise AlignmentError("the samples of another rank cannot be laid out")
+    if len(batches) == most:
+        return batches
+    (empty,) = lay_out([_FILLER], [np.zeros(2)])
+    return [*batches, *[dataclasses.replace(empty, is_padding=True)] * (most - len(batches))]
+
+
+def shard_layers(modules: Sequence[nn.Module], *, mesh: DeviceMesh) -> FSDPModule:
+    """Spread the parameters of each module over `mesh`, and sum gradients instead of averaging them; return the last one,
+    the root."""
+    for module in modules:
+        sharded = fully_shard(module, mesh=mesh)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+    return sharded
+
+
+def cut_optimizer(state: dict[str, Any], like: Mapping[str, Tensor], optimizer: ShardedOptimizer) -> None:
+    """Cut the whole state of an optimizer in place, as this rank's parameters are; `like` is the model's state."""
+    masters = state.get("masters", {})
+    state["masters"] = {name: cut_like(tensor, like.get(name)) for name, tensor in masters.items()}
+    params = optimizer.parameters_in_order()
+    for number, values in state["adamw"]["state"].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and number < len(params) and value.shape == params[number].shape:
+                values[name] = cut_like(value, params[number])
 
 
 class _Root(nn.Module):
@@ -206,10 +237,7 @@ class _Root(nn.Module):
         """Spread the parameters over `mesh`, layer by layer, and sum gradients instead of averaging them."""
         kinds = set(self.model._no_split_modules or ())
         layers = [m for m in self.model.modules() if type(m).__name__ in kinds]
-        for module in (*layers, self):
-            sharded = fully_shard(module, mesh=mesh)
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)
+        shard_layers([*layers, self], mesh=mesh)
 
     def reshard(self) -> None:
         """Free the whole copies of what the last pass used; the sharded module brings its own."""
@@ -309,9 +337,10 @@ class ShardedOptimizer(Optimizer):
                 squares_whole += square
         if self._problem is not None:
             squares_whole += math.nan
-        dist.all_reduce(squares_whole, group=self._mesh["dp"].get_group())
-        dist.all_reduce(squares_split)
-        return torch.sqrt(squares_whole + squares_split)
+        # What is whole in a row counts once. All ranks get the same bits, so all skip or none, and copies stay equal.
+        squares = squares_split + squares_whole / tp.size()
+        dist.all_reduce(squares)
+        return torch.sqrt(squares)
 
     def _clip(self, params: Sequence[nn.Parameter], norm: Tensor) -> None:
         assert self.settings.max_grad_norm is not None

@@ -173,6 +173,12 @@ class Optimizer:
         self.zero_grad()
         raise TrainingError(problem + (f"; skipped in a row before it: {before}" if before else ""))
 
+    def take_parameters(self) -> None:
+        """Let the masters be the parameters as they are now: those were loaded since this was made."""
+        with torch.no_grad():
+            for parameter, master in self._copies:
+                master.copy_(parameter)
+
     def zero_grad(self) -> None:
         """Forget the gradient."""
         self._problem = None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from polyturn.core.errors import RankLostError
-from polyturn.training.distributed import Answer, Rank, values_of
+from polyturn.training.team import Answer, Rank, values_of
 
 _CLOSE = "close"
 _FOREVER = timedelta(days=30)

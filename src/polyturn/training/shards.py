@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from polyturn.core.errors import CheckpointError
+
 
 class _Place(NamedTuple):
     """Where a tensor stood."""
@@ -86,3 +88,22 @@ def cut_like(whole: Tensor, like: Tensor | None) -> Tensor:
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def require_same_shapes(found: Mapping[str, Tensor], own: Mapping[str, Tensor], *, whose: str = "checkpoint") -> None:
+    """Refuse the tensors of another model before they are loaded; `whose` says where they are from.
+
+    Raises:
+        CheckpointError: a name or a shape differs.
+    """
+    if found.keys() != own.keys():
+        strange, absent = sorted(found.keys() - own.keys()), sorted(own.keys() - found.keys())
+        raise CheckpointError(
+            f"the {whose} is of another model: it lacks {absent[:3] or 'nothing'} and has {strange[:3] or 'nothing'} more"
+        )
+    for name, tensor in found.items():
+        if tensor.shape != own[name].shape:
+            raise CheckpointError(
+                f"the {whose} is of another model: its {name} has the shape {tuple(tensor.shape)} and this model's "
+                f"{tuple(own[name].shape)}"
+            )

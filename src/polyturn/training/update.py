@@ -28,7 +28,7 @@ from polyturn.core.protocols import Policy
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.schema import Trained
-from polyturn.training.critic import Critic, value_metrics
+from polyturn.training.critic import ValueFunction, value_metrics
 from polyturn.training.record import trained_of
 from polyturn.training.reward_kl import RewardKl
 from polyturn.training.rollout_metrics import greedy_metrics, rollout_metrics
@@ -73,7 +73,7 @@ class Update:
         estimator: Estimator,
         settings: UpdateSettings | None = None,
         kl: KlController | None = None,
-        critic: Critic | None = None,
+        critic: ValueFunction | None = None,
         reward_kl: RewardKl | None = None,
     ) -> None:
         """Train `policy`.

@@ -135,8 +135,12 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
 def test_bad_input_is_said() -> None:
     with pytest.raises(TrainingError, match="has no values or returns"):
         critic().forward_backward(samples(returns=None))
-    with pytest.raises(TrainingError, match=r"value loss is not finite.*algorithm\.critic\.optim\.lr"):
-        critic().forward_backward([s.replace(returns=np.full(len(s), np.inf)) for s in samples(1)])
+    made, bad = critic(), [s.replace(returns=np.full(len(s), np.inf)) for s in samples(1)]
+    for _ in range(OptimSettings().max_skipped):
+        assert train(made, bad)["critic/skipped_steps"] == 1
+    with pytest.raises(TrainingError, match=r"value loss is not finite.*algorithm\.critic\.optim\.lr.*before it: 3"):
+        train(made, bad)
+    assert all(not v.any() for v in made.score(samples()))
     with pytest.raises(ConfigError, match="clip is 0"):
         CriticSettings(clip=0.0)
 

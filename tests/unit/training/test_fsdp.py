@@ -18,7 +18,9 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.core.metrics import Mean, Sum
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.training.distributed import Answer, assign, merge_ranks, require_same_shapes, values_of
+from polyturn.training.distributed import merge_ranks
+from polyturn.training.shards import require_same_shapes
+from polyturn.training.team import Answer, assign, values_of
 
 WORKER = Path(__file__).with_name("two_ranks.py")
 EXACT = 1e-9
@@ -87,6 +89,37 @@ def test_the_whole_state_is_that_of_one_process_and_loads_over_shards(found):
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(found):
     assert found["skipped"] == 1.0
     assert found["skipped_changed"] == 0.0
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all_after_so_many(found):
+    assert len(found["ended"]) == 2
+    for said in found["ended"]:
+        assert "gradient's norm is" in said and "skipped in a row before it: 1" in said
+
+
+@pytest.mark.parametrize("name", ["critic", "critic_tensor_parallel"])
+def test_a_critic_over_ranks_is_that_of_one_process(results, name):
+    """Values, gradient, norm, and a state that is saved and loaded."""
+    found = results[name]
+    assert max(found[f"{step}/score"] for step in range(3)) < 1e-6
+    assert max(found[f"{step}/{what}"] for step in range(3) for what in ("gradient", "norm")) < EXACT, found
+    assert found["state"] < EXACT and found["loaded"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["critic", "critic_tensor_parallel"])
+def test_a_value_loss_that_is_not_finite_on_one_rank_is_skipped_on_all_then_ends_the_run(results, name):
+    found = results[name]
+    assert found["skipped"] == 1.0 and found["skipped_changed"] == 0.0
+    assert all("the value loss is not finite at optimizer step 4" in said for said in found["ended"])
+
+
+def test_another_models_critic_is_refused_on_every_rank(results):
+    assert all("checkpoint's critic is of another model: its backbone." in said for said in results["critic"]["refused"])
+
+
+def test_ranks_in_bfloat16_train_what_they_loaded(results):
+    """The float32 masters follow the weights that a run begins with, those of a warm start for instance."""
+    assert results["bfloat16"] < 1e-2
 
 
 def sample_of(ids, *, is_trained=True):

@@ -17,14 +17,18 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.losses import mark, policy_losses, selection_of
 from polyturn.batching.layout import LayoutSettings
+from polyturn.core.errors import PolyturnError
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny import tiny_model
-from polyturn.training.distributed import assign
+from polyturn.training.critic import Critic, CriticSettings, first_weights, value_coefs
+from polyturn.training.critic_shards import ShardedCritic
 from polyturn.training.fsdp import ShardedPolicy, make_mesh
 from polyturn.training.local import LocalPolicy
 from polyturn.training.lora import LoraSettings, adapter_tensors, add_lora
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
+from polyturn.training.shards import local_part
+from polyturn.training.team import assign
 
 VOCAB = 48
 CPU = torch.device("cpu")
@@ -125,7 +129,98 @@ def compare(tp):
     after = many.whole_weights()
     if dist.get_rank() == 0:
         found["skipped_changed"] = same_parts(before, after)
+    # Then a gradient that is not, on one rank alone, while the loss is: one bad step more than are skipped.
+    many.forward_backward([samples[row]], coefs=[np.full(len(samples[row]), 0.1, np.float32)])
+    if dist.get_rank() == 1:
+        local_part(next(p.grad for p in many.model.parameters() if p.grad is not None)).fill_(torch.inf)
+    found["ended"] = error_of_all(many.optim_step)
     return found
+
+
+def error_of_all(action):
+    """Return what `action` raises, which must be something of ours on every rank."""
+    try:
+        action()
+    except PolyturnError as problem:
+        said = str(problem)
+    else:
+        said = None
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, said)
+    assert None not in every, every
+    return every
+
+
+def compare_critic(tp):
+    """Return how far a critic over two ranks and one of one process differ, the layers split over a row of `tp` ranks."""
+    mesh = make_mesh(CPU, tensor_parallel=tp)
+    rank, row, rows = dist.get_rank(), dist.get_rank() // tp, dist.get_world_size() // tp
+    options = {
+        "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, max_skipped=1),
+        "settings": CriticSettings(clip=0.2),
+        "layout": LayoutSettings(max_tokens_per_batch=20),
+    }
+    model = exact_model()
+    one = Critic(copy.deepcopy(model), **options)
+    many = ShardedCritic(exact_model(), mesh=mesh, device=CPU, **options)
+    many.load_whole({"model": first_weights(model)} if rank == 0 else None)
+    found = {}
+    for step, (size, last) in enumerate((((3, 0)), (5, 0), (2, rows))):
+        rng = np.random.default_rng(step)
+        samples = [s.replace(returns=rng.normal(size=len(s))) for s in samples_of(step, size)]
+        mine = [i for i in range(size) if i % rows == row] if not last else [i for i in range(size) if row == 0]
+        share = [samples[i] for i in mine]
+        a, b = one.score(samples), many.score(share)
+        found[f"{step}/score"] = largest([(a[i], b[k]) for k, i in enumerate(mine)])
+        samples = [s.replace(values=v) for s, v in zip(samples, a, strict=True)]
+        coefs = value_coefs(samples)
+        one.forward_backward(samples)
+        many.forward_backward([samples[i] for i in mine], coefs=[coefs[i] for i in mine])
+        whole = {n: p.grad.full_tensor() for n, p in many.model.named_parameters()}
+        names = [n for n in whole if tp == 1 or not n.endswith(("q_norm.weight", "k_norm.weight"))]
+        grads = {n: p.grad for n, p in one.model.named_parameters()}
+        assert max(float(g.abs().max()) for n, g in grads.items()) > 1e-3
+        found[f"{step}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in names)
+        norms = [made.optim_step()["critic/grad_norm"].value for made in (one, many)]
+        found[f"{step}/norm"] = abs(norms[0] - norms[1])
+    state = many.state_dict()
+    fresh = ShardedCritic(exact_model(), mesh=mesh, device=CPU, **options)
+    fresh.load_whole(one.state_dict() if rank == 0 else None)
+    again = fresh.state_dict()
+    if rank == 0:
+        found["state"] = same_parts(one.state_dict(), state)
+        found["loaded"] = same_parts(one.state_dict(), again)
+    share = [samples[0].replace(returns=np.full(len(samples[0]), np.inf))] if row == 0 else [samples[1]]
+    for _ in range(2):
+        many.forward_backward(share, coefs=[np.full(len(s), 0.1) for s in share])
+        if "skipped" in found:
+            found["ended"] = error_of_all(many.optim_step)
+        else:
+            found["skipped"] = many.optim_step()["critic/skipped_steps"].value
+    after = many.state_dict()
+    if rank == 0:
+        found["skipped_changed"] = same_parts(state["model"], after["model"])
+    other = Critic(tiny_model(VOCAB, hidden=32, layers=2), **options).state_dict()
+    found["refused"] = error_of_all(lambda: many.load_whole(other if rank == 0 else None))
+    return found
+
+
+def compare_bfloat16():
+    """Return how far two ranks and one process are apart, in bfloat16, that begin with weights which were loaded."""
+    options = {"optim": OptimSettings(lr=1e-3, max_grad_norm=None), "layout": LayoutSettings(max_tokens_per_batch=20)}
+    start = tiny_model(VOCAB, hidden=16, layers=2, heads=2, kv_heads=2, seed=3).bfloat16()
+    one = LocalPolicy(copy.deepcopy(start), **options)
+    many = ShardedPolicy(exact_model().bfloat16(), mesh=make_mesh(CPU), device=CPU, **options)
+    many.load_whole({"model": start.state_dict()} if dist.get_rank() == 0 else None)
+    samples = samples_of(1, 2)
+    coefs = loss_coefs(samples, mode="token-mean")
+    one.forward_backward(samples, coefs=coefs)
+    rank = dist.get_rank()
+    many.forward_backward([samples[rank]], coefs=[coefs[rank]])
+    for made in (one, many):
+        made.optim_step()
+    whole = many.whole_weights()
+    return same_parts(one.model.state_dict(), whole) if rank == 0 else None
 
 
 def compare_lora():
@@ -213,6 +308,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results = {"shards": compare(1), "tensor_parallel": compare(2), "losses": compare_losses()}
     results["lora"] = compare_lora()
+    results["critic"], results["critic_tensor_parallel"] = compare_critic(1), compare_critic(2)
+    results["bfloat16"] = compare_bfloat16()
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
     dist.barrier()

@@ -1,0 +1,69 @@
+"""From `algorithm.critic` to a critic: in this process, or over the ranks of the team."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from polyturn.build.model import load_frozen
+from polyturn.build.optim import optim_settings
+from polyturn.build.place import Place
+from polyturn.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from polyturn.build.parts import Parts
+    from polyturn.training.critic import Critic
+    from polyturn.training.critic_shards import DistributedCritic
+
+
+def build_critic(parts: Parts, estimator: Any) -> Critic | DistributedCritic | None:
+    """Return the critic that the estimator needs; None where it needs none.
+
+    Raises:
+        ConfigError: its model cannot be loaded, or is of another tokenizer.
+    """
+    from polyturn.algorithms.advantages import traits_of
+    from polyturn.training.critic import Critic
+    from polyturn.training.critic_shards import DistributedCritic
+
+    place, config = parts.place, parts.place.config
+    critic = config.algorithm.critic
+    if not traits_of(estimator).needs_values:
+        if critic.warmup or critic.path is not None:
+            raise ConfigError(
+                f"algorithm.critic is set and the estimator {config.algorithm.advantage!r} uses no critic; set "
+                "algorithm.advantage to gae, turn_gae or bilevel_gae, or drop the critic"
+            )
+        return None
+    if parts.team is not None:
+        options = critic_options(place)
+        of_all = {name: options[name] for name in ("settings", "layout")}
+        return DistributedCritic(parts.team, start=parts.model if critic.path is None else None, **of_all)
+    model = parts.model if critic.path is None else critic_model(place, like=parts.model)
+    return Critic(model, media=parts.context.media, **critic_options(place))
+
+
+def critic_model(place: Place, *, like: PreTrainedModel) -> PreTrainedModel:
+    """Load the model that `algorithm.critic.path` names, whose tokenizer must be that of `like`.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is of another tokenizer.
+    """
+    path = place.config.algorithm.critic.path
+    assert path is not None
+    return load_frozen(place, path, like=like, dtype=None).requires_grad_(True)
+
+
+def critic_options(place: Place) -> dict[str, Any]:
+    """Return the options of a critic, in this process or on a rank."""
+    from polyturn.batching.layout import LayoutSettings
+    from polyturn.training.critic import CriticSettings
+
+    config = place.config
+    critic = config.algorithm.critic
+    return {
+        "optim": optim_settings(critic.optim, steps=config.train.steps),
+        "settings": CriticSettings(clip=critic.clip, warmup=critic.warmup),
+        "layout": LayoutSettings(max_tokens_per_batch=config.train.max_tokens_per_batch),
+    }
