@@ -1,5 +1,6 @@
 """docs/algorithms.md names every loss, average, estimator of the KL and rejection that a configuration can choose."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -24,3 +25,12 @@ def test_what_can_be_chosen_is_in_a_table(name):
 def test_each_loss_has_a_source_in_its_docstring(name):
     docstring = policy_losses.resolve(name).__doc__ or ""
     assert name == "none" or re.search(r"Source: .+\d{4}", docstring)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_page_says_which_bounds_a_loss_has_by_itself(name):
+    section = PAGE.read_text(encoding="utf-8").partition("## Policy losses")[2]
+    row = next(line for line in section.splitlines() if line.startswith("|") and f"`{name}`" in line.split("|")[1])
+    said = [float(n) for n in re.findall(r"[\d.e-]+", row.split("|")[-2])]
+    parameters = inspect.signature(policy_losses.resolve(name)).parameters
+    assert said == [parameters[n].default for n in ("clip_low", "clip_high") if n in parameters]

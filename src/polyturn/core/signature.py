@@ -27,6 +27,11 @@ def has_parameter(function: Callable[..., Any], name: str) -> bool:
     return any(p.name == name and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in _parameters(function))
 
 
+def is_required(function: Callable[..., Any], name: str) -> bool:
+    """Return whether `function` has a parameter called `name` and no default for it."""
+    return any(p.name == name and p.default is p.empty for p in _parameters(function)) and has_parameter(function, name)
+
+
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
     """Return whether `function` ends in `**kwargs`."""
     return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))

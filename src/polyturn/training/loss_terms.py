@@ -33,8 +33,9 @@ class LossSettings:
     """What a token contributes; it is offered the clips below, by their names."""
     policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Options of its own."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float | None = None
+    """None takes the loss's own bound; those of a sequence's ratio are far narrower than those of a token's."""
+    clip_high: float | None = None
     dual_clip: float | None = None
     aggregation: str = "token-mean"
     """One of `algorithms.aggregate.MODES`."""
@@ -68,10 +69,9 @@ class LossSettings:
             )
         if self.old_logprobs not in ("sample", "rollout"):
             raise ConfigError(f"loss.old_logprobs is {self.old_logprobs!r}; it must be 'sample' or 'rollout'")
-        if not 0 <= self.clip_low <= 1 or not self.clip_high >= 0:
-            raise ConfigError(
-                f"the clip range is [1 - {self.clip_low}, 1 + {self.clip_high}]; it must hold 1 and stay above 0"
-            )
+        low, high = self.clip_low or 0.0, self.clip_high or 0.0
+        if not 0 <= low <= 1 or not high >= 0:
+            raise ConfigError(f"the clip range is [1 - {low}, 1 + {high}]; it must hold 1 and stay above 0")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"dual_clip is {self.dual_clip}; it must be above 1, or None")
         kl_estimators.resolve(self.kl_estimator)

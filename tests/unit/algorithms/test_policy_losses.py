@@ -194,6 +194,31 @@ def test_kl_cov_marks_the_largest():
     assert set(np.flatnonzero(marked)) == set(np.argsort(covariance(old, adv))[-5:])
 
 
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_sequence", "geo_mean", "cispo", "clip_cov"])
+def test_bounds_that_nobody_set_are_those_of_the_loss(name):
+    """A sequence's ratio stays within a thousandth; under the bounds of a token's nothing would ever be clipped."""
+    new, old, adv, marks = (torch.tensor(a) for a in arrays(7))
+    sequence = torch.tensor([SEQUENCES.index(sequence_of(t)) for t in range(12)])
+    unset, plain = (
+        bind(policy_losses.resolve(name), offered=offered, kwargs={})(new, old, adv, sequence, marks).loss_T
+        for offered in ({"clip_low": None, "clip_high": None, "dual_clip": None}, {})
+    )
+    assert torch.equal(unset, plain)
+    given = bind(policy_losses.resolve(name), offered={"clip_low": 0.01, "clip_high": 0.01}, kwargs={})
+    assert not torch.equal(given(new, old, adv, sequence, marks).loss_T, plain)
+
+
+def test_a_loss_of_ones_own_that_asks_for_bounds_gets_the_usual_ones():
+    def own(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, clip_high, dual_clip, wide=3.0):
+        return clip_low, clip_high, dual_clip, wide
+
+    bare = torch.zeros(1)
+    unset = bind(own, offered={"clip_low": None, "clip_high": None, "dual_clip": None}, kwargs={})
+    assert unset(bare, bare, bare, bare) == (0.2, 0.28, None, 3.0)
+    given = bind(own, offered={"clip_low": 0.1, "clip_high": None, "dual_clip": 3.0}, kwargs={"wide": 1.0})
+    assert given(bare, bare, bare, bare) == (0.1, 0.28, 3.0, 1.0)
+
+
 def test_options_go_to_the_loss_or_to_its_selection():
     loss = policy_losses.resolve("clip_cov")
     assert selection_of(loss, kwargs={"clip_cov_ratio": 0.5}) is not None

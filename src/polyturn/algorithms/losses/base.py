@@ -20,10 +20,14 @@ from polyturn.core.arrays import Floats
 from polyturn.core.errors import ConfigError, TrainingError, did_you_mean
 from polyturn.core.registry import Registry
 from polyturn.core.sample import TrainSample
-from polyturn.core.signature import has_parameter, takes_any_keyword
+from polyturn.core.signature import has_parameter, is_required, takes_any_keyword
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to this before `exp`: beyond it nothing is trained anyway, and exp(89) is infinite in float32."""
+
+
+USUAL_CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
+"""Bounds for a loss that asks for some and has none of its own, when the configuration says nothing: those of `ppo_clip`."""
 
 
 class TokenLoss(NamedTuple):
@@ -131,7 +135,8 @@ def bind(loss: PolicyLoss, *, offered: Mapping[str, Any], kwargs: Mapping[str, A
 
     Args:
         loss: The policy loss.
-        offered: What every loss may use; it gets those that it has a parameter for.
+        offered: What every loss may use; it gets those that it has a parameter for. None leaves a loss its own default,
+            and one that has none `USUAL_CLIPS`.
         kwargs: Options of its own, which win.
 
     Raises:
@@ -144,7 +149,8 @@ def bind(loss: PolicyLoss, *, offered: Mapping[str, Any], kwargs: Mapping[str, A
             options = [n for n in known if not n.endswith(("_T", "_N")) and n != "rng"]
             raise ConfigError(f"the policy loss takes no option {name!r}.{did_you_mean(name, options)}")
     own = kwargs if takes_any_keyword(loss) else {k: v for k, v in kwargs.items() if has_parameter(loss, k)}
-    bound = {**{k: v for k, v in offered.items() if has_parameter(loss, k)}, **own}
+    given = {k: v for k, v in offered.items() if v is not None and has_parameter(loss, k)}
+    bound = {**{k: v for k, v in USUAL_CLIPS.items() if k in offered and is_required(loss, k)}, **given, **own}
     needs_sequences = has_parameter(loss, "sequence_T")
 
     def call(

@@ -65,7 +65,7 @@ def clip_cov(
     *,
     marks_T: Tensor,
     clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_high: float = 0.28,
 ) -> TokenLoss:
     """Return PPO's clipped loss, and 0 at the marked tokens.
 

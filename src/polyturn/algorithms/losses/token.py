@@ -36,7 +36,7 @@ def ppo_clip(
     advantages_T: Tensor,
     *,
     clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> TokenLoss:
     """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprob - old_logprob).

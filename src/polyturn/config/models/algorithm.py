@@ -94,10 +94,10 @@ class AlgorithmConfig(Section):
     """What a token contributes: a registered policy loss, or `file.py:function`."""
     loss_kwargs: dict[str, Any] = {}
     """Arguments of the loss; it is told clip_low, clip_high and dual_clip where it has such parameters."""
-    clip_low: float = Field(0.2, ge=0)
-    """The ratio of a token is clipped below 1 - clip_low."""
-    clip_high: float = Field(0.28, ge=0)
-    """The ratio of a token is clipped above 1 + clip_high."""
+    clip_low: float | None = Field(None, ge=0)
+    """The ratio is clipped below 1 - clip_low; null takes the loss's own bound, 0.2 for ppo_clip."""
+    clip_high: float | None = Field(None, ge=0)
+    """The ratio is clipped above 1 + clip_high; null takes the loss's own bound, 0.28 for ppo_clip."""
     clip_dual: float | None = Field(None, gt=1)
     """Bound of the loss at negative advantages, as a multiple of them; null is none."""
     aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
