@@ -9,7 +9,7 @@ samples without weight    nothing to train
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from polyturn.core.metrics import Metrics, Sum
@@ -31,7 +31,7 @@ class FilteredSamples(NamedTuple):
     metrics: Metrics
 
 
-def has_signal(group: TrajectoryGroup, *, by_turns: bool = False) -> bool:
+def has_signal(group: TrajectoryGroup, *, by_turns: bool = False, components: Collection[str] = ()) -> bool:
     """Return whether the rewards of the trajectories that did not fail differ, so that there is something to learn from.
 
     A group in which one trajectory is left is taken as it is; one in which all failed has none.
@@ -39,9 +39,10 @@ def has_signal(group: TrajectoryGroup, *, by_turns: bool = False) -> bool:
     Args:
         group: Finished trajectories of one task.
         by_turns: Whether the scores of turns count too, for an estimator that reads them.
+        components: Parts of the reward that count by themselves, for an estimator that takes it apart.
     """
     live = [t for t in group.trajectories if not t.is_failed]
-    seen = {(_rewards(t), tuple(t.turn_scores) if by_turns else ()) for t in live}
+    seen = {(_rewards(t), tuple(t.turn_scores) if by_turns else (), _parts(t, components)) for t in live}
     return len(live) == 1 or len(seen) > 1
 
 
@@ -105,6 +106,11 @@ def _rewards(trajectory: Trajectory) -> tuple[float, tuple[tuple[str, float], ..
     """Return all that is compared: in a game between two agents, totals may be equal and the agents' rewards not."""
     reward = trajectory.reward
     return None if reward is None else (reward.total, tuple(sorted(reward.agents.items())))
+
+
+def _parts(trajectory: Trajectory, names: Collection[str]) -> tuple[float, ...]:
+    numbers = {} if trajectory.reward is None or not names else trajectory.reward.numbers
+    return tuple(numbers.get(name, 0.0) for name in sorted(names))
 
 
 def _num_sampled(trajectories: Sequence[Trajectory]) -> int:

@@ -8,7 +8,7 @@ numbers that rise. The length of a trajectory that was cut off is what it had re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -36,14 +36,15 @@ class Drops:
         """Count a complete group that is dropped."""
         self.add(lengths_of([group]), reason=reason)
 
-    def read(self, taken: Sequence[TrajectoryGroup], *, left_out: Sequence[TrajectoryGroup] = ()) -> dict[str, float]:
+    def read(self, taken: Sequence[TrajectoryGroup], *, left_out: Collection[str] = ()) -> dict[str, float]:
         """Return the metrics of the step and begin the next.
 
         Args:
             taken: The groups that the step was given.
-            left_out: Those of them that its filters leave out of the loss; their tokens are counted elsewhere.
+            left_out: The ids of those of their trajectories that no token of was trained, whatever for: failed, in a group
+                of equal rewards, truncated, rejected; their tokens are counted elsewhere.
         """
-        dropped = [*self._dropped, *lengths_of(left_out)]
+        dropped = [*self._dropped, *(t.num_sampled_tokens for g in taken for t in g.trajectories if t.id in left_out)]
         every = [*self._dropped, *lengths_of(taken)]
         metrics = {f"buffer/dropped_decile_{i}": float(n) for i, n in enumerate(deciles(dropped, of=every))}
         for reason, number in self._groups.items():

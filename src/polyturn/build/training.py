@@ -128,6 +128,7 @@ def build_update(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> Updat
             temperature=config.rollout.sampling.temperature,
             loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
             drop_zero_variance=drops_zero_variance(place, estimator),
+            drop_truncated=algorithm.drop_truncated,
             is_stale=train.max_staleness > 0,
             needs_reference=algorithm.kl_coef > 0,
             uses_engine_logprobs=algorithm.old_logprobs == "engine",

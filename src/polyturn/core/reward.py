@@ -32,6 +32,11 @@ class Reward:
         found: Mapping[str, float] = self.info.get(AGENTS, {})
         return found
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The components, and the numbers that the reward function returned beside its score."""
+        return {**{k: float(v) for k, v in self.info.items() if isinstance(v, int | float)}, **self.components}
+
     def of(self, agent: str) -> float:
         """Return what an agent earned: its own, else the trajectory's."""
         return self.agents.get(agent, self.total)

@@ -22,7 +22,7 @@ MEANINGS: dict[str, str] = {
     "rollout/segments": "Mean segments of a trajectory; above 1 where histories are edited or branch.",
     "rollout/segmented": "Share of trajectories of more than one segment.",
     "rollout/forks": "Branches that schedulers took.",
-    "rollout/user_tokens": "Tokens that simulated users at endpoints cost, their prompts included, as the endpoints count.",
+    "rollout/user_tokens": "Tokens that simulated users cost, at endpoints or as further policies, prompts included.",
     "rollout/tool_calls": "Tool calls.",
     "rollout/loop_blocked": "Times that an async plug-in held the event loop, so that no episode went on; the log names it.",
     "rollout/loop_blocked_s": "Seconds of these times.",
@@ -66,7 +66,8 @@ MEANINGS: dict[str, str] = {
     "buffer/groups_zero_variance": "Groups left out because all rewards are equal.",
     "buffer/groups_replayed": "Groups trained again from the replay buffer.",
     "buffer/groups_<reason>": "Groups that were dropped before training, for this reason.",
-    "buffer/dropped_decile_<n>": "Dropped groups by how long they took: 0 are the shortest tenth of all, 9 the longest.",
+    "buffer/dropped_decile_<n>": "Trajectories that were sampled and not trained, whatever for, by their length: 0 are "
+    "the shortest tenth of all, 9 the longest.",
     "buffer/failed_trajectories": "Failed trajectories in the groups of the step.",
     "buffer/greedy_failed": "Greedy rollouts that failed or have no reward.",
     "buffer/samples": "Training samples (segments) of the kept groups.",

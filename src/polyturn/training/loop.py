@@ -196,7 +196,7 @@ class Trainer:
                 finally:  # the step was taken, so it is recorded, also when the run is cancelled here
                     metrics["time/step_s"], metrics["time/generate_s"] = clock.read()
                     metrics["time/other_share"] = _other_share(metrics)
-                    left_out = [g for g in groups if self.update.leaves_out(g)]
+                    left_out = {id for id, made in trained.items() if made.dropped is not None}
                     metrics |= {**self._engine_metrics(), **drops.read(groups, left_out=left_out)}
                     if settings.replayed_groups:
                         self._replay.add(groups)

@@ -6,7 +6,7 @@ Arrays are over the sampled tokens of a trajectory, in the order of its segments
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -21,6 +21,9 @@ def trained_of(
     kept: Sequence[TrajectoryGroup],
     samples: Sequence[TrainSample],
     logprobs: Sequence[Floats] | None,
+    *,
+    rejected: Collection[str] = (),
+    drops_truncated: bool = False,
 ) -> dict[str, Trained]:
     """Return, by the id of a trajectory, what the step made of it.
 
@@ -29,6 +32,8 @@ def trained_of(
         kept: Those of them, and of their trajectories, that passed the filters.
         samples: What was trained on, with advantages.
         logprobs: For each of `samples` [T] the trainer's log-probabilities; None if they were not kept.
+        rejected: The ids of those that the off-policy correction left no token of.
+        drops_truncated: Whether truncated ones were left out.
     """
     places: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -45,7 +50,10 @@ def trained_of(
                 mine = {samples[i].id.segment: i for i in places[trajectory.id]}
                 found[trajectory.id] = _trained(trajectory, mine, samples, logprobs)
             else:
-                found[trajectory.id] = Trained(dropped=_why_no_sample(trajectory))
+                is_cut = drops_truncated and trajectory.stop_reason.is_truncation
+                found[trajectory.id] = Trained(
+                    dropped=_why_no_sample(trajectory, is_cut=is_cut, is_rejected=trajectory.id in rejected)
+                )
     return found
 
 
@@ -70,8 +78,9 @@ def _trained(
     )
 
 
-def _why_no_sample(trajectory: Trajectory) -> str:
-    has_weight = any(np.any(segment.loss_weights) for segment in trajectory.segments)
-    if not has_weight:
+def _why_no_sample(trajectory: Trajectory, *, is_cut: bool, is_rejected: bool) -> str:
+    if not any(np.any(segment.loss_weights) for segment in trajectory.segments):
         return "none of its tokens has a weight"
-    return "truncated" if trajectory.stop_reason.is_truncation else "algorithm.loss_scale left out all of its tokens"
+    if is_rejected:
+        return "rejected"
+    return "truncated" if is_cut else "algorithm.loss_scale left out all of its tokens"

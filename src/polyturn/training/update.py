@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from polyturn.algorithms.advantages import Estimator, assign_advantages, traits_of
+from polyturn.algorithms.advantages import Estimator, assign_advantages, components_of, traits_of
 from polyturn.algorithms.correction import CorrectionSettings, correct
 from polyturn.algorithms.kl import KlController
 from polyturn.batching.filters import filter_groups, filter_samples, has_signal
@@ -46,6 +46,7 @@ class UpdateSettings:
     loss_scale: LossScale | None = None
     """Which sampled tokens are trained; None is all but those that a scheduler masked."""
     drop_zero_variance: bool = True
+    drop_truncated: bool = False
     is_stale: bool = False
     """Whether trajectories may come from earlier weights than those that are trained."""
     needs_reference: bool = False
@@ -96,13 +97,10 @@ class Update:
         self._settings = settings or UpdateSettings()
 
     def has_signal(self, group: TrajectoryGroup) -> bool:
-        """Return whether the members of a group differ in what the estimator reads: rewards, or also the scores of turns."""
+        """Return whether a group's members differ in what the estimator reads: rewards, their parts, scores of turns."""
         traits = traits_of(self.estimator)
-        return has_signal(group, by_turns=traits.needs_turn_scores or traits.needs_states)
-
-    def leaves_out(self, group: TrajectoryGroup) -> bool:
-        """Return whether `run` leaves the whole group out of the loss."""
-        return self._settings.drop_zero_variance and not has_signal(group)
+        by_turns = traits.needs_turn_scores or traits.needs_states
+        return has_signal(group, by_turns=by_turns, components=components_of(self.estimator))
 
     def run(self, groups: Sequence[TrajectoryGroup], *, step: int) -> StepResult:
         """Take one optimizer step (or `minibatches` of them) on the groups of a step.
@@ -125,10 +123,13 @@ class Update:
             samples, found = self._reward_kl.apply(samples)
             parts.append(found)
         samples = assign_advantages(kept.groups, samples, estimator=self.estimator)
+        rejected: set[str] = set()
         if settings.correction is not None:
+            before = {s.id.trajectory for s in samples if s.num_weighted}
             samples, found = correct(samples, settings.correction, version=step)
+            rejected = before - {s.id.trajectory for s in samples if s.num_weighted}
             parts.append(found)
-        filtered = filter_samples(samples, kept.groups)
+        filtered = filter_samples(samples, kept.groups, drop_truncated=settings.drop_truncated)
         prepare_s += time.perf_counter() - began
         parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
         is_warm = step >= self._critic_warmup
@@ -156,7 +157,8 @@ class Update:
         if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
-        return StepResult(metrics, trained_of(groups, kept.groups, order, logprobs))
+        made = trained_of(groups, kept.groups, order, logprobs, rejected=rejected, drops_truncated=settings.drop_truncated)
+        return StepResult(metrics, made)
 
     def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Add the log-probabilities that the loss needs and that the forward pass of training does not give.

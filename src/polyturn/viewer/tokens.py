@@ -22,6 +22,7 @@ DROPPED = {
     "failed": "the trajectory failed and is left out of the loss",
     "zero_variance": "every member of its group had the same reward, so there was nothing to learn",
     "truncated": "the trajectory was truncated, and such ones are left out of the loss",
+    "rejected": "the off-policy correction rejected all of its tokens",
     "not_taken": "its group was not among those that the step trained on",
 }
 """`Trained.dropped` -> what a reader is told; another reason is shown as it is."""

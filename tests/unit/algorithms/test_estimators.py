@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyturn.algorithms.advantages import advantages, assign_advantages, bind_estimator, check_estimator, declare
+from polyturn.algorithms.advantages import (
+    advantages,
+    assign_advantages,
+    bind_estimator,
+    check_estimator,
+    components_of,
+    declare,
+)
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -221,6 +228,14 @@ def test_gdpo_normalises_each_reward_in_its_group_and_the_sums_over_the_batch(se
     compare(groups, found, per_trajectory(groups, found, numbers))
     with pytest.raises(UnknownNameError, match=r"'formt'.*Did you mean 'format'"):
         run("gdpo", weights={"formt": 1.0})
+
+
+def test_gdpo_says_which_parts_of_a_reward_it_weighs() -> None:
+    """What resamples groups without signal has to know: rewards may be equal where their parts are not."""
+    bound = bind_estimator(advantages.resolve("gdpo"), offered={"weights": {"outcome": 1.0, "tool_step": 0.0}}, kwargs={})
+    assert components_of(bound) == {"outcome"}
+    assert components_of(bind_estimator(bound, offered={}, kwargs={"weights": {"format": 0.5}})) == {"format"}
+    assert components_of(advantages.resolve("grpo")) == frozenset()
 
 
 def turn_returns(t: Trajectory, found: list[TrainSample], gamma: float) -> list[float]:

@@ -40,6 +40,20 @@ def group(id: str, *trajectories: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup(id=id, task=TASK, trajectories=trajectories)
 
 
+def test_a_reward_that_is_taken_apart_differs_where_a_part_does():
+    """A product of two scores is 0 for both; an estimator that weighs the scores apart has something to compare."""
+
+    def of(id: str, **parts: float) -> Trajectory:
+        return dataclasses.replace(
+            trajectory(id, 0.0), reward=Reward(total=0.0, components=parts, info={"seconds": len(id)})
+        )
+
+    apart = group("g", of("0", right=0.0, polite=1.0), of("01", right=0.0, polite=0.0))
+    assert not has_signal(apart)
+    assert has_signal(apart, components=("right", "polite")) and not has_signal(apart, components=("right",))
+    assert has_signal(apart, components=("seconds",)), "a number that the reward function returned beside its score"
+
+
 def test_groups_are_kept_only_where_there_is_something_to_compare():
     groups = [
         group("mixed", trajectory("0", 1), trajectory("1", 0)),

@@ -169,12 +169,19 @@ def test_deciles_of_what_is_dropped_are_level_without_a_bias_and_rise_when_long_
     assert deciles([], of=[]) == [0] * 10
 
 
+def test_a_trajectory_of_a_trained_group_that_was_left_out_counts_too():
+    """Long answers fail, are cut and are rejected more often than short ones: that is a bias like any other."""
+    taken = [group(f"g{i}", lengths=(10, 1000)) for i in range(5)]
+    metrics = Drops().read(taken, left_out={f"g{i}/1" for i in range(5)})
+    assert [metrics[f"buffer/dropped_decile_{i}"] for i in range(10)] == [0] * 7 + [5, 0, 0]
+
+
 def test_drops_name_their_reason_and_begin_anew_with_every_step():
     drops = Drops()
     drops.add([3, 9], reason="left_over")
     drops.add_group(group("g", lengths=(4, 4)), reason="resampled")
     taken = [group("a", lengths=(1, 2)), group("b", lengths=(5, 6))]
-    metrics = drops.read(taken, left_out=taken[:1])
+    metrics = drops.read(taken, left_out={t.id for t in taken[0].trajectories})
     assert metrics["buffer/groups_left_over"] == metrics["buffer/groups_resampled"] == 1
     assert metrics["tokens/dropped_left_over"] == 12 and metrics["tokens/dropped_resampled"] == 8
     assert sum(metrics[f"buffer/dropped_decile_{i}"] for i in range(10)) == 6

@@ -162,7 +162,12 @@ def test_every_documented_argument_has_a_row_that_says_something(name: str) -> N
         ({"advantage_estimator": "rloo"}, {"algorithm.advantage": "rloo"}),
         ({"advantage_estimator": "reinforce_plus_plus"}, {"algorithm.advantage": "reinforce_plus_plus_baseline"}),
         ({"kl_in_reward": True, "beta": 0.01}, {"algorithm.kl_in_reward.coef": 0.01, "algorithm.kl_coef": 0.0}),
-        ({"dynamic_sample": True}, {"algorithm.drop_zero_variance": True}),
+        ({"dynamic_sample": True}, {"train.dynamic_sampling": 3, "algorithm.drop_zero_variance": True}),
+        (
+            {"dynamic_sample": True, "max_resample_times": 5},
+            {"train.dynamic_sampling": 5, "algorithm.drop_zero_variance": True},
+        ),
+        ({"overlong_filter": True}, {"algorithm.drop_truncated": True}),
         (
             {"reward_funcs": ["accuracy", "cosine"], "reward_weights": [1, 0.5], "cosine_max_len": 100},
             {
@@ -208,7 +213,6 @@ def test_arguments_that_are_mapped(arguments: dict[str, Any], native: dict[str, 
         ({"importance_sampling_level": "sequences"}, "is none of token, sequence"),
         ({"rollout_importance_sampling_mode": "turn_mask"}, "is none of token or sequence"),
         ({"teacher_model_server": "http://h"}, "name it with teacher_model"),
-        ({"overlong_filter": True}, "soft_overlong"),
         ({"top_entropy_quantile": 0.2}, "all tokens are trained"),
         ({"sync_ref_model": True}, "stays as the model was"),
         ({"advantage_reweight": "rlsd"}, "teacher"),

@@ -6,6 +6,7 @@ import numpy as np
 from test_loop import NotingPolicy
 
 from polyturn.algorithms.advantages import grpo
+from polyturn.algorithms.correction import Bounds, CorrectionSettings
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
@@ -23,10 +24,17 @@ class Scoring(NotingPolicy):
         return super().forward_backward(samples)
 
 
-def trajectory(id: str, reward: float | None, *, weights: list[float] | None = None) -> Trajectory:
+def trajectory(
+    id: str,
+    reward: float | None,
+    *,
+    weights: list[float] | None = None,
+    engine: float = -1.0,
+    stop: StopReason = StopReason.ENV_DONE,
+) -> Trajectory:
     spans = (
         Span(ids=np.array([1, 2]), source=SpanSource.PROMPT),
-        Span(ids=np.array([3, 4]), source=SpanSource.SAMPLED, turn=0, logprobs=np.array([-1.0, -1.5]), policy_version=0,
+        Span(ids=np.array([3, 4]), source=SpanSource.SAMPLED, turn=0, logprobs=np.array([engine, -1.5]), policy_version=0,
              weights=None if weights is None else np.array(weights)),
         Span(ids=np.array([5]), source=SpanSource.OBSERVATION, turn=0),
     )  # fmt: skip
@@ -35,7 +43,7 @@ def trajectory(id: str, reward: float | None, *, weights: list[float] | None = N
         task=TASK,
         segments=(Segment(spans=spans),),
         turns=(),
-        stop_reason=StopReason.ENV_DONE if reward is not None else StopReason.ERROR,
+        stop_reason=stop if reward is not None else StopReason.ERROR,
         reward=None if reward is None else Reward(total=reward),
         error=None if reward is not None else "boom",
     )
@@ -70,6 +78,19 @@ def test_what_was_left_out_says_why():
         "g1/2": "failed",
         "g2/0": "none of its tokens has a weight",
     }
+
+
+def test_truncated_trajectories_are_left_out_where_that_is_asked_for_and_stay_in_the_statistics():
+    cut, other = trajectory("g0/0", 1.0, stop=StopReason.MAX_TOKENS), trajectory("g0/1", 0.0)
+    kept, dropped = (records(group("g0", cut, other), drop_truncated=flag) for flag in (False, True))
+    assert kept["g0/0"].dropped is None and dropped["g0/0"].dropped == "truncated"
+    assert dropped["g0/1"].advantages.tolist() == kept["g0/1"].advantages.tolist()
+
+
+def test_a_trajectory_that_the_correction_rejected_says_so():
+    groups = [group("g0", trajectory("g0/0", 1.0, engine=-9.0), trajectory("g0/1", 0.0))]
+    found = records(*groups, correction=CorrectionSettings(reject={"seq_mean_k1": Bounds(0.1, 9.0)}))
+    assert found["g0/0"].dropped == "rejected" and found["g0/1"].dropped is None
 
 
 def test_weights_that_the_loss_scale_changed_are_kept_beside_the_recorded_ones():

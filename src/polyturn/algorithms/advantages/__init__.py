@@ -16,6 +16,7 @@ from polyturn.algorithms.advantages.base import (
     Rewards,
     Traits,
     advantages,
+    components_of,
     declare,
     traits_of,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "bilevel_gae",
     "bind_estimator",
     "check_estimator",
+    "components_of",
     "declare",
     "dr_grpo",
     "gae",

@@ -143,13 +143,12 @@ def _check_reward(group: TrajectoryGroup, trajectory: Trajectory) -> None:
 def _member(share: Share, samples: Sequence[TrainSample]) -> MemberView:
     reward = share.trajectory.reward
     assert reward is not None  # checked
-    numbers = {k: float(v) for k, v in reward.info.items() if isinstance(v, int | float)}
     scores = [np.nan if t.score is None else t.score for t in share.turns]
     return MemberView(
         id=share.trajectory.id,
         reward=share.reward,
         samples=tuple(samples),
-        components={**numbers, **reward.components},
+        components=reward.numbers,
         turn_scores_K=np.array(scores, dtype=np.float64),
         states_K=state_keys(share.turns),
     )

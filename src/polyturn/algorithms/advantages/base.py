@@ -93,6 +93,15 @@ def traits_of(estimator: Estimator) -> Traits:
     return _traits.get(estimator, Traits())
 
 
+def components_of(estimator: Estimator) -> frozenset[str]:
+    """Return the parts of the reward that `estimator` weighs apart; none where it looks at the reward as a whole."""
+    weights: Mapping[str, float] = {}
+    while isinstance(estimator, functools.partial):
+        weights = estimator.keywords.get("weights", weights)
+        estimator = estimator.func
+    return frozenset(name for name, weight in (weights or {}).items() if weight)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberView:
     """One trajectory as an estimator of a batch sees it."""

@@ -127,6 +127,8 @@ class AlgorithmConfig(Section):
     """Weigh and reject tokens by how far the engine that sampled them was from the policy that is trained; null does not."""
     distill: DistillConfig | None = None
     """Learn from a teacher's log-probabilities; null does not."""
+    drop_truncated: bool = False
+    """Leave trajectories out of the loss that a limit ended; they still count in the statistics of their group."""
     drop_zero_variance: bool | None = None
     """Leave groups out of the loss whose members all have the same reward; null does so where the estimator looks at nothing
     but rewards, so that every advantage of such a group is 0."""

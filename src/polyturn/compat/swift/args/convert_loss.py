@@ -26,6 +26,13 @@ def kl_in_reward(s: Source) -> None:
         s.put("algorithm.kl_coef", 0.0, by="kl_in_reward")
 
 
+def resample(s: Source) -> None:
+    """Set how often another task is tried in place of a group without any difference."""
+    if s.get("dynamic_sample"):
+        s.put("train.dynamic_sampling", int(s.number("max_resample_times", 3)), by="dynamic_sample")
+        s.put("algorithm.drop_zero_variance", True, by="dynamic_sample")
+
+
 def loss_type(s: Source) -> None:
     """Set the policy loss and how it is averaged."""
     name, level = str(s.get("loss_type", "grpo")), str(s.get("importance_sampling_level", "token"))
