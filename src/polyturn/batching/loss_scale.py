@@ -168,7 +168,7 @@ def build_loss_scale(name: str, *, decode: Decode, base: Path | None = None) -> 
     """
     found = []
     for part in name.split("+"):
-        strategy = loss_scale.resolve(part.strip(), base=base)
+        strategy = loss_scale.resolve(part.strip(), base=base, key="algorithm.loss_scale")
         if not callable(strategy):
             raise ConfigError(f"algorithm.loss_scale: {part!r} is {strategy!r:.100}; it must be a function")
         if strategy is not default:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.loss import build_correction, build_kl, build_policy_loss
 from polyturn.build.parts import Parts
 from polyturn.build.place import Place
 from polyturn.core.errors import ConfigError
@@ -24,7 +25,7 @@ def build_estimator(place: Place) -> Any:
 
     config = place.config
     algorithm = config.algorithm
-    estimator: Any = advantages.resolve(algorithm.advantage, base=place.base)
+    estimator: Any = advantages.resolve(algorithm.advantage, base=place.base, key="algorithm.advantage")
     if has_parameter(estimator, "token_level_rewards"):  # an estimator that was written for verl
         from polyturn.compat.verl.core_algos import as_estimator
 
@@ -40,6 +41,20 @@ def build_estimator(place: Place) -> Any:
     }
     known = {name: value for name, value in offered.items() if value is not None}
     return bind_estimator(estimator, offered=known, kwargs=algorithm.advantage_kwargs)
+
+
+def check_credit(parts: Parts) -> None:
+    """Refuse an estimator, a loss or a penalty that cannot be had, before anything is written or trained.
+
+    Raises:
+        ConfigError: the first problem found.
+    """
+    place = parts.place
+    require_scores(parts, build_estimator(place))
+    build_policy_loss(place)
+    build_kl(place)
+    build_correction(place)
+    build_reward_kl(place)
 
 
 def require_scores(parts: Parts, estimator: Any) -> None:

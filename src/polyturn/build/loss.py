@@ -22,7 +22,7 @@ def build_policy_loss(place: Place) -> PolicyLoss:
     """Return the policy loss that the configuration names."""
     from polyturn.algorithms.losses import policy_losses
 
-    loss = policy_losses.resolve(place.config.algorithm.loss, base=place.base)
+    loss = policy_losses.resolve(place.config.algorithm.loss, base=place.base, key="algorithm.loss")
     if has_parameter(loss, "old_log_prob"):  # a loss that was written for verl
         from polyturn.compat.verl.core_algos import as_policy_loss
 

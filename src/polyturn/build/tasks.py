@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyturn.batching.loss_scale import build_loss_scale
+from polyturn.build.credit import check_credit
 from polyturn.build.environments import build_env_tasks, env_configs, rows_for_env
 from polyturn.build.parts import Parts, sampling_params
 from polyturn.build.place import Place
@@ -97,6 +98,7 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
         DataError, ConfigError, TemplateError: the first problem found.
     """
     build_trackers(parts.place)
+    check_credit(parts)
     scale = parts.place.config.algorithm.loss_scale
     build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.place.base)
     build_sampler(parts.place, tasks.train)()

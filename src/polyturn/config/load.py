@@ -164,7 +164,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: this is not YAML ({error.problem}); correct it") from error
+        what = "a tab indents it; YAML takes spaces alone" if _is_tab(error, path) else f"{error.problem}; correct it"
+        raise ConfigError(f"{path}{line}: this is not YAML ({what})") from error
     except AssertionError as error:  # what OmegaConf says of a file that holds one number
         raise ConfigError(f"{path} must hold keys with values, and it holds one value") from error
     except (OmegaConfBaseException, OSError, ValueError, TypeError, yaml.YAMLError) as error:
@@ -174,6 +175,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold keys with values, and it holds a {type(values).__name__}")
     return {str(k): v for k, v in values.items()}
+
+
+def _is_tab(error: yaml.MarkedYAMLError, path: Path) -> bool:
+    mark = error.problem_mark
+    if mark is None:
+        return False
+    line = path.read_text(encoding="utf-8", errors="replace").splitlines()[mark.line : mark.line + 1]
+    return "".join(line)[mark.column : mark.column + 1] == "\t"
 
 
 def _named(model: type[BaseModel], path: KeyPath, at: Any) -> Any:

@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -60,8 +61,9 @@ class Registry(Generic[T]):
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def resolve(self, name: str, *, base: Path | None = None) -> T:
-        """Return what `name` stands for. `base` is the folder that relative file paths start from.
+    def resolve(self, name: str, *, base: Path | None = None, key: str | None = None) -> T:
+        """Return what `name` stands for. `base` is the folder that relative file paths start from, `key` the configuration's
+        key that holds the name, for messages.
 
         Raises:
             UnknownNameError: nothing has that name; the message shows the nearest known ones.
@@ -77,7 +79,7 @@ class Registry(Generic[T]):
             loaded: T = points[name].load()
             return loaded
         known = [*self._entries, *points.names]
-        raise UnknownNameError(f"{self.kind}: there is no {name!r}.{did_you_mean(name, known)}")
+        raise UnknownNameError(f"{key or self.kind}: there is no {name!r}.{did_you_mean(name, known)}")
 
 
 def import_attr(path: str, *, base: Path | None = None) -> Any:
@@ -176,5 +178,13 @@ def _load_file(path: str) -> ModuleType:
             spec.loader.exec_module(module)
     except Exception as problem:
         del sys.modules[name]
-        raise MissingModuleError(f"{path!r} fails when imported: {one_line(problem)}") from problem
+        raise MissingModuleError(f"{path!r} fails when imported{_line_of(problem, path)}: {one_line(problem)}") from problem
     return module
+
+
+def _line_of(problem: Exception, path: str) -> str:
+    """Return at which line of the file it fails, where that is known; what it imports from elsewhere is not its line."""
+    if isinstance(problem, SyntaxError):  # says its line itself
+        return ""
+    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == path]
+    return f", at line {lines[-1]}" if lines else ""

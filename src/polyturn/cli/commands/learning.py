@@ -8,6 +8,8 @@ Each takes a config and overrides of its keys.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,10 +37,6 @@ def train(
     ] = False,
 ) -> None:
     """Train: warm start if configured, evaluate, reinforce, evaluate again."""
-    from polyturn.cli import swift as swift_arguments
-    from polyturn.cli import train as native
-    from polyturn.cli import verl as verl_keys
-
     if verl and swift:
         raise ConfigError("--verl and --swift are two languages; a config is written in one of them")
     if (nproc is not None or ray is not None) and (verl or swift):
@@ -47,12 +45,19 @@ def train(
         overrides = [*(overrides or []), f"train.distributed.ranks={nproc}"]
     if ray is not None:
         overrides = [*(overrides or []), f"cluster.address={ray}"]
+    if not verl and not swift:
+        _check_config(config, overrides or [])
+    from polyturn.cli import swift as swift_arguments
+    from polyturn.cli import train as native
+    from polyturn.cli import verl as verl_keys
+
     run = verl_keys.run if verl else swift_arguments.run if swift else native.run
     run(config, overrides or [], resume=resume, dry_run=dry_run)
 
 
 def sft(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
     """Train on conversations, or on a run's best trajectories (the `warm_start` part of the config, alone)."""
+    _check_config(config, overrides or [])
     from polyturn.cli import sft as command
 
     command.run(config, overrides or [], checkpoint=checkpoint)
@@ -76,6 +81,8 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
 ) -> None:
     """Evaluate on the config's `evaluation` part: a checkpoint, a model, or whatever an endpoint serves."""
+    if not model:
+        _check_config(config, overrides or [])
     from polyturn.cli import evaluate as command
 
     if endpoint is None:
@@ -105,6 +112,15 @@ def rollout(
     ] = 8,
 ) -> None:
     """Run episodes on the training tasks, record them, print what happened."""
+    _check_config(config, overrides or [])
     from polyturn.cli import rollout as command
 
     command.run(config, overrides or [], checkpoint=checkpoint, num_tasks=tasks)
+
+
+def _check_config(path: Path, overrides: Sequence[str]) -> None:
+    """Refuse a config that cannot be read at once: what it is read for imports PyTorch first, which takes seconds."""
+    from polyturn.config.load import load_config
+    from polyturn.config.models import RunConfig
+
+    load_config(RunConfig, path, overrides)

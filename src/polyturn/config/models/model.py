@@ -78,4 +78,6 @@ class ModelConfig(Section):
             )
         if self.init is not None and not (self.tokenizer or self.train_tokenizer):
             raise ValueError("a model from model.init needs model.tokenizer or model.train_tokenizer")
+        if self.tokenizer is not None and self.train_tokenizer is not None:
+            raise ValueError("model.tokenizer and model.train_tokenizer are two tokenizers; set one of them to null")
         return self

@@ -113,7 +113,7 @@ def build_parser(
                 f"tools; name the parser in rollout.parser (known: {known}; or your own as file.py:Class, or registered by "
                 '@polyturn.tokens.parsers.parsers.register("name")), or use a template that renders tool calls'
             )
-    found = parsers.resolve(name, base=base)
+    found = parsers.resolve(name, base=base, key="rollout.parser")
     if not inspect.isclass(found) or not issubclass(found, TurnParser):
         if reasoning is not None or calls_in_reasoning:
             raise ConfigError(

@@ -1,0 +1,72 @@
+"""What a person reads who made a mistake: what is wrong, which value, what to do; no traceback, and no run folder."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyturn.cli.main import main
+from polyturn.testing.runs import call_command, write_tiny_run
+
+call = functools.partial(call_command, main)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.advantage=groop", "algorithm.advantage: there is no 'groop'. Did you mean 'rloo' or 'grpo'?"),
+        ("algorithm.loss=ppo", "algorithm.loss: there is no 'ppo'. Known: 'cispo'"),
+        ("algorithm.loss_scale=last", "algorithm.loss_scale: there is no 'last'."),
+        ("algorithm.kl_target=0.1", "set kl_coef to a first weight"),
+        ("algorithm.advantage=turn.py:nothing", "there is no file"),
+        ("reward.function=gsm9k", "reward: there is no 'gsm9k'. Did you mean 'gsm8k'"),
+        ("rollout.parser=hermess", "rollout.parser: there is no 'hermess'. Did you mean 'hermes'?"),
+        ("model.tokenizer=gpt2", "model.tokenizer and model.train_tokenizer are two tokenizers; set one of them to null"),
+        ("out=/proc/none", "the run's folder '/proc/none/tiny' cannot be made (FileNotFoundError"),
+    ],
+)
+def test_a_name_that_is_nothing_is_told_with_its_key_and_leaves_no_run_folder(tmp_path: Path, override: str, said: str):
+    config = write_tiny_run(tmp_path)
+    called = call("train", config, override)
+    assert called.code == 2 and said in called.err and "Traceback" not in called.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "eval", "sft"])
+def test_a_wrong_key_is_told_before_pytorch_is_imported(tmp_path: Path, command: str):
+    (tmp_path / "run.yaml").write_text("model: {path: somewhere}\ntrain: {stesp: 3}\n", encoding="utf-8")
+    script = f"""
+import sys
+from polyturn.cli.main import main
+try:
+    main([{command!r}, "run.yaml"])
+except SystemExit:
+    assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("polyturn: unknown key 'train.stesp', set to 3 (in run.yaml). Did you mean 'train.steps'?")
+
+
+def test_a_file_that_fails_when_it_is_imported_is_named_with_the_line(tmp_path: Path):
+    config = write_tiny_run(tmp_path)
+    (tmp_path / "mine.py").write_text("import math\n\nSIZE = math.sqrt(-1)\n", encoding="utf-8")
+    called = call("train", config, "reward.function=mine.py:score")
+    assert "mine.py' fails when imported, at line 3: ValueError: " in called.err
+
+
+def test_a_tab_in_a_config_is_called_one(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("model:\n\tpath: x\n", encoding="utf-8")
+    called = call("train", tmp_path / "run.yaml")
+    assert called.err.strip().endswith("run.yaml line 2: this is not YAML (a tab indents it; YAML takes spaces alone)")
+
+
+def test_a_folder_of_a_model_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("model: {path: ../models/mine}\n", encoding="utf-8")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "2+2?"}\n', encoding="utf-8")
+    called = call("train", tmp_path / "run.yaml", f"data.train.files={tmp_path / 'tasks.jsonl'}")
+    assert "models/mine', which the config calls '../models/mine'; name a model's folder" in called.err
