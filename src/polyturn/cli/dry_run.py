@@ -27,7 +27,7 @@ async def shown_first(context: RolloutContext, task: Task) -> Task:
         SchedulerError: the environment cannot be made or begun.
     """
     episode, scheduler = Episode(context, task, id="dry-run"), context.scheduler_for_episode()
-    episode.enter()
+    episode.backstage.bridge.enter()
     try:
         await episode.call(scheduler, scheduler.on_trajectory_start, episode)
         return dataclasses.replace(task, prompt=episode.messages)

@@ -32,8 +32,7 @@ from polyturn.core.signature import takes_any_keyword
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter, check_kwargs
 from polyturn.rollout.env import Env
-from polyturn.rollout.episode import GivenReward
-from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.outcome import ToolOutcome, finite, normalize
 

@@ -1,22 +1,27 @@
 """Asking: what an episode and its forks ask the engine, and how they take it back.
 
+    next_request  what is asked next, within the limits
     ask           one completion, ended by a stop string where there are any
     abort         the engine ends what it is sampling; returns once every completion is there
     end_sessions  the engine drops what it keeps of the histories
 
-Separate from the episode, which decides what is asked: here it is known what the engine is answering at the moment.
+Separate from the episode, which decides when it asks: here it is known what the engine is answering at the moment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from polyturn.core.errors import EngineError, one_line
+from polyturn.core.errors import EngineError, SchedulerError, one_line
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
-from polyturn.rollout.context import RolloutContext
+from polyturn.core.lifecycle import StopReason
+from polyturn.rollout import limits as limit_rules
+from polyturn.rollout.context import RolloutContext, derive_seed
+from polyturn.rollout.conversation import Conversation
 from polyturn.rollout.stop_strings import Stopped, generate_until
 
 END_SESSION_S = 30.0
@@ -79,3 +84,53 @@ def refuse_banned(completion: Completion, sampling: SamplingParams) -> None:
             f"the engine sampled a token that it was told not to (one of {sampling.banned_token_ids}, which stand for "
             "media); use an engine that heeds SamplingParams.banned_token_ids"
         )
+
+
+def next_request(
+    context: RolloutContext,
+    conversation: Conversation,
+    *,
+    limits: limit_rules.Limits,
+    sampling: SamplingParams,
+    id: str,
+    seed: int,
+    elapsed_s: float,
+) -> tuple[GenerateRequest, StopReason]:
+    """Return what the engine is asked next in a conversation, and the limit that gives it its budget.
+
+    Args:
+        context: What the episodes of a run share.
+        conversation: Stands where its next turn begins.
+        limits: How far it may go.
+        sampling: How the turn is sampled, within the limits.
+        id: The episode's.
+        seed: The turn's follows from it, unless `sampling` has one.
+        elapsed_s: How long the episode has taken.
+
+    Raises:
+        SchedulerError: a limit forbids another turn, as `prepare` would have said.
+    """
+    number = len(conversation.turns)
+    at = conversation.progress(elapsed_s=elapsed_s)
+    budget = limit_rules.budget(limits, at, ceiling=sampling.max_tokens)
+    if budget.tokens < 1 or (limits.max_turns is not None and number >= limits.max_turns):
+        raise SchedulerError(
+            f"episode {id!r}: another turn was asked for at {number} turns and {at.context_tokens} tokens, where a "
+            "limit ends the episode; await `prepare` before each `generate` and end where it returns a reason"
+        )
+    asked = dataclasses.replace(
+        sampling,
+        max_tokens=budget.tokens,
+        seed=derive_seed(seed, number) if sampling.seed is None else sampling.seed,
+        stop_token_ids=sampling.stop_token_ids or context.codec.stop_token_ids,
+        banned_token_ids=sampling.banned_token_ids or context.media_token_ids,
+    )
+    transcript = conversation.transcript
+    request = GenerateRequest(
+        request_id=f"{id}/{number}",
+        session_id=id,
+        prompt_ids=transcript.context,
+        sampling=asked,
+        media=transcript.builder.media,
+    )
+    return request, budget.cut_by

@@ -7,17 +7,15 @@ model is shown next is encoded when the next generation needs it, so a reply tha
     rewrite          edits the history          go_on    continues the same assistant message
     fork             a second run from here, of the same agent or of another; its turns belong to the same trajectory
 
-How it does it is elsewhere: `conversation` (history, turns, limits), of which each fork has its own; `environment` (tools,
-interaction), `asking` (engine), `bridge` (threads that wait), `record` (the trajectory) and `flight` (journal) for all.
+How it does it is elsewhere: `conversation` (history, turns, limits), of which each fork has its own, and `backstage`, which
+all forks share: tools and interaction, the engine, threads that wait, the record, the journal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +23,7 @@ from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Ids
 from polyturn.core.errors import LifecycleError, SchedulerError
-from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import Lifecycle, RequestState, StopReason
 from polyturn.core.messages import Message
 from polyturn.core.own_time import not_own_time
@@ -33,46 +31,18 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Span, SpanRef, Trajectory
 from polyturn.rollout import limits as limit_rules
 from polyturn.rollout import narration
-from polyturn.rollout.asking import Asking, refuse_banned
-from polyturn.rollout.bridge import LoopBridge
-from polyturn.rollout.clock import EpisodeClock
+from polyturn.rollout.asking import next_request, refuse_banned
+from polyturn.rollout.backstage import Backstage
 from polyturn.rollout.context import RolloutContext, derive_seed
 from polyturn.rollout.conversation import Conversation, EpisodeMark
-from polyturn.rollout.environment import Environment
-from polyturn.rollout.flight import Flight
 from polyturn.rollout.live_turn import LiveTurn
-from polyturn.rollout.record import EpisodeRecord
 from polyturn.rollout.scene import Aside, EpisodeScene
-from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.rollout.token_check import check_tokens
 from polyturn.rollout.transcript import Transcript
 from polyturn.tokens.codec import Codec
 
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenReward:
-    """What an agent that judges itself said its episode is worth."""
-
-    score: float
-    info: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Shared:
-    """What an episode and its forks have in common."""
-
-    root_id: str
-    environment: Environment
-    asking: Asking
-    bridge: LoopBridge = field(default_factory=LoopBridge)
-    record: EpisodeRecord = field(default_factory=EpisodeRecord)
-    forks: list[Episode] = field(default_factory=list)
-    """Not the episode itself: it would hold itself, and stay in memory until the garbage collector looks for cycles."""
-    is_started: bool = False
-    flight: Flight | None = None
-    """Keeps it turn by turn; None where nothing is kept."""
 
 
 class Episode:
@@ -107,7 +77,8 @@ class Episode:
         encoder = context.encoder_for(task)
         transcript = Transcript(encoder, context.parser, task.prompt, renders_history=context.renders_history)
         self._conversation = Conversation(transcript, context.codec)
-        self._shared = _Shared(root_id=id, environment=Environment(context, task, id=id), asking=Asking(context))
+        self.backstage = Backstage(context, task, id=id)
+        """What it shares with its forks, for who runs it and watches it; a scheduler needs none of it."""
 
     # What a scheduler reads.
 
@@ -127,6 +98,11 @@ class Episode:
         return self._conversation.num_user_turns
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began that count for its time limit; the time between two processes does not."""
+        return self.backstage.record.clock.elapsed_s
+
+    @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far, as the model is shown it."""
         return self._conversation.transcript.messages
@@ -134,7 +110,7 @@ class Episode:
     @property
     def prompt(self) -> tuple[Message, ...]:
         """What the model is shown first: the task's prompt, unless a plug-in changed it."""
-        return self._shared.record.prompt or self.task.prompt
+        return self.backstage.record.prompt or self.task.prompt
 
     @property
     def agent(self) -> str:
@@ -144,7 +120,7 @@ class Episode:
     @property
     def has_partner(self) -> bool:
         """Whether the task's row names an interaction."""
-        return self._shared.environment.has_partner
+        return self.backstage.environment.has_partner
 
     @property
     def shows_media(self) -> bool:
@@ -190,7 +166,7 @@ class Episode:
             InteractionError: the interaction could not be started.
             TemplateError: the template cannot render the prompt.
         """
-        shared, transcript = self._shared, self._conversation.transcript
+        shared, transcript = self.backstage, self._conversation.transcript
         shared.is_started = True
         transcript.extend_prompt(await shared.environment.start())
         shared.record.prompt = transcript.messages
@@ -213,10 +189,10 @@ class Episode:
             TemplateError: the template cannot render what waits.
             SchedulerError: it cannot render the history that the scheduler wrote.
         """
-        if not self._shared.is_started:
+        if not self.backstage.is_started:
             await self.start()
-        elif self._shared.flight is not None:
-            await self._shared.flight.keep(self)
+        elif self.backstage.flight is not None:
+            await self.backstage.flight.keep(self)
         conversation = self._conversation
         prompt = conversation.transcript.next_prompt()
         at = conversation.progress(elapsed_s=self.elapsed_s, prompt=prompt)
@@ -239,8 +215,18 @@ class Episode:
             SchedulerError: a limit forbids another turn, as `prepare` would have said.
             EngineError: the engine is lost, refuses the request, or sampled what it must not.
         """
-        request, cut_by = self._request()
-        shared = self._shared
+        shared = self.backstage
+        if shared.bridge.is_closed:
+            raise LifecycleError(f"episode {self.id!r} has ended; nothing can be generated for it any more")
+        request, cut_by = next_request(
+            self._context,
+            self._conversation,
+            limits=self.limits,
+            sampling=self._sampling,
+            id=self.id,
+            seed=self._seed,
+            elapsed_s=self.elapsed_s,
+        )
         self.lifecycle.move(RequestState.GENERATING)
         began, start = time.monotonic(), time.time()
         with self.lifecycle.generating():
@@ -260,34 +246,6 @@ class Episode:
         if narration.is_on():
             narration.sampled(self, turn)
         return turn
-
-    def _request(self) -> tuple[GenerateRequest, StopReason]:
-        """Return what the engine is asked next, and the limit that gives it its budget."""
-        transcript, number, context = self._conversation.transcript, len(self.turns), self._context
-        if self._shared.bridge.is_closed:
-            raise LifecycleError(f"episode {self.id!r} has ended; nothing can be generated for it any more")
-        at = self._conversation.progress(elapsed_s=self.elapsed_s)
-        budget = limit_rules.budget(self.limits, at, ceiling=self._sampling.max_tokens)
-        if budget.tokens < 1 or (self.limits.max_turns is not None and number >= self.limits.max_turns):
-            raise SchedulerError(
-                f"episode {self.id!r}: another turn was asked for at {number} turns and {at.context_tokens} tokens, where a "
-                "limit ends the episode; await `prepare` before each `generate` and end where it returns a reason"
-            )
-        sampling = dataclasses.replace(
-            self._sampling,
-            max_tokens=budget.tokens,
-            seed=derive_seed(self._seed, number) if self._sampling.seed is None else self._sampling.seed,
-            stop_token_ids=self._sampling.stop_token_ids or context.codec.stop_token_ids,
-            banned_token_ids=self._sampling.banned_token_ids or context.media_token_ids,
-        )
-        request = GenerateRequest(
-            request_id=f"{self.id}/{number}",
-            session_id=self.id,
-            prompt_ids=transcript.context,
-            sampling=sampling,
-            media=transcript.builder.media,
-        )
-        return request, budget.cut_by
 
     def play_as(self, agent: str) -> None:
         """Give its agent a name, before the prompt is shown; segments and their rewards go by it.
@@ -322,7 +280,7 @@ class Episode:
     async def call_tools(self, turn: LiveTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         self.lifecycle.move(RequestState.TOOL_CALLING)
-        reply = await self._shared.environment.call_tools(turn, lambda: self._conversation.transcript.openai)
+        reply = await self.backstage.environment.call_tools(turn, lambda: self._conversation.transcript.openai)
         if narration.is_on():
             narration.tools_answered(self, turn)
         return reply
@@ -337,9 +295,9 @@ class Episode:
         if self.has_partner:  # without one, the environment says what is wrong
             self.lifecycle.move(RequestState.INTERACTING)
         messages = self._conversation.transcript.openai
-        leaves_time = self._shared.environment.asks_person and not self.limits.counts_people
-        with self.clock.still() if leaves_time else contextlib.nullcontext():
-            reply = await self._shared.environment.ask_partner(turn, messages, EpisodeScene(self))
+        leaves_time = self.backstage.environment.asks_person and not self.limits.counts_people
+        with self.backstage.record.clock.still() if leaves_time else contextlib.nullcontext():
+            reply = await self.backstage.environment.ask_partner(turn, messages, EpisodeScene(self))
         if narration.is_on():
             narration.partner_answered(self, turn, reply)
         return reply
@@ -410,7 +368,7 @@ class Episode:
             SchedulerError: there is no turn to continue, or it does not begin with what is to be kept.
         """
         dropped = self._conversation.go_on(addition, keep=keep, is_trusted=is_trusted)
-        self._shared.record.num_cut += dropped
+        self.backstage.record.num_cut += dropped
         return Reply(goes_on=True)
 
     def fork(
@@ -439,14 +397,14 @@ class Episode:
             LifecycleError: the episode has no prompt yet; `prepare` it first.
             SchedulerError: another agent without messages.
         """
-        if not self._shared.is_started or not self._conversation.transcript.builder.is_open:
+        if not self.backstage.is_started or not self._conversation.transcript.builder.is_open:
             raise LifecycleError(f"episode {self.id!r} cannot be forked before it has a prompt; call `prepare` first")
         if agent is not None and messages is None:
             raise SchedulerError(f"the agent {agent!r} needs messages of its own; pass its system and user message")
-        number = len(self._shared.forks) + 1
+        number = len(self.backstage.forks) + 1
         other = Episode.__new__(Episode)
         other.__dict__.update(self.__dict__)
-        other.id = f"{self._shared.root_id}#{number}"
+        other.id = f"{self.backstage.id}#{number}"
         other.lifecycle = Lifecycle()
         other._seed = derive_seed(self._seed, "fork", number)
         other._conversation = self._conversation.fork(agent=agent, messages=messages, at=at)
@@ -461,7 +419,7 @@ class Episode:
         if is_unanswered:
             other.turns[-1] = other.turns[-1].unanswered()
             other.lifecycle.move(RequestState.GENERATING)
-        self._shared.forks.append(other)
+        self.backstage.forks.append(other)
         return other
 
     def wait(self, awaitable: Awaitable[_Result]) -> _Result:
@@ -471,7 +429,7 @@ class Episode:
             SchedulerError: it was called on the event loop, which would then wait for itself.
             LifecycleError: the episode has ended.
         """
-        return self._shared.bridge.wait(awaitable, of=self.id)
+        return self.backstage.bridge.wait(awaitable, of=self.id)
 
     async def call(self, scheduler: MultiTurnScheduler, method: Any, *args: Any, **options: Any) -> Any:
         """Call a method that the scheduler's author wrote, plain or async; `AuthorCalls.call` says with which deadlines.
@@ -481,56 +439,11 @@ class Episode:
         """
         return await self._context.calls.call(method, *args, is_shared=scheduler.shared, **options)
 
-    # What `run_episode` and who watches it do.
-
-    @property
-    def num_sampled(self) -> int:
-        """Tokens that its completions had, forks included."""
-        return self._shared.record.num_sampled
-
-    async def abort(self) -> None:
-        """Let the engine end what it is sampling for it and its forks; a turn that is cut so ends it, as aborted."""
-        await self._shared.asking.abort()
-
-    def enter(self) -> None:
-        """Bind the episode to the running event loop, on which `wait` awaits."""
-        self._shared.bridge.enter()
-
-    def check_scores(self) -> None:
-        """Check what plug-ins scored the turns with.
-
-        Raises:
-            SchedulerError: a score is no finite number.
-        """
-        self._shared.record.check_scores()
-
-    def attach(self, flight: Flight) -> None:
-        """Let `flight` keep the episode in a journal, turn by turn."""
-        self._shared.flight = flight
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether it is a fork or has forks."""
-        return bool(self._shared.forks) or self.id != self._shared.root_id
-
-    @property
-    def environment(self) -> Environment:
-        """Its tools and its interaction."""
-        return self._shared.environment
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since it began that count for its time limit; the time between two processes does not."""
-        return self._shared.record.clock.elapsed_s
-
-    @property
-    def clock(self) -> EpisodeClock:
-        """What its time limit goes by."""
-        return self._shared.record.clock
+    # What `run_episode` and a journal do.
 
     def state(self) -> dict[str, Any]:
         """Return all that it holds but its turns and plug-ins, for `restore`: behind a turn, without forks."""
-        return {**self._conversation.state(), **self._shared.record.state(), "stops": self._stops}
+        return {**self._conversation.state(), **self.backstage.record.state(), "stops": self._stops}
 
     def restore(self, state: Mapping[str, Any], turns: Callable[[Callable[[SpanRef], Span]], Sequence[LiveTurn]]) -> None:
         """Stand where the episode stood that `state` was taken of; its plug-ins are restored by themselves.
@@ -540,41 +453,18 @@ class Episode:
             turns: Gives the turns, once it is told how to find their spans.
         """
         self._conversation.restore(state, turns)
-        self._shared.record.restore(state, self.turns)
-        self._shared.is_started = True
+        self.backstage.record.restore(state, self.turns)
+        self.backstage.is_started = True
         self._stops = tuple(state["stops"])
-
-    async def score_last_turn(self) -> None:
-        """Ask the interaction for the score of a final turn that no reply scored.
-
-        Raises:
-            InteractionError: it raised, was late, or returned something that is not a finite number.
-        """
-        await self._shared.environment.score_last(self.turns or self._shared.record.turns)
-
-    async def tool_rewards(self) -> dict[str, float | None]:
-        """Return each tool's `calc_reward`, by the tool's name.
-
-        Raises:
-            RewardError: one raised, was late, or returned something that is not a number.
-        """
-        return await self._shared.environment.tool_rewards()
-
-    async def close(self) -> list[str]:
-        """Release the tools, finalize the interaction, free the engine's sessions; return what went wrong."""
-        shared = self._shared
-        shared.bridge.close()
-        problems = await shared.environment.close()
-        return problems + await shared.asking.end_sessions([episode.id for episode in (self, *shared.forks)])
 
     def end(self, state: RequestState) -> None:
         """Move to the state that ends it, forks included."""
         self.lifecycle.move(state)
-        for fork in self._shared.forks:
+        for fork in self.backstage.forks:
             if state is RequestState.COMPLETED:
                 fork.lifecycle.move(RequestState.SCORING)
             fork.lifecycle.move(state)
-        self._shared.forks.clear()  # each of them holds what they share
+        self.backstage.forks.clear()  # each of them holds what they share
 
     def trajectory(
         self, stop_reason: StopReason, *, error: str | None = None, extra: Mapping[str, float] | None = None
@@ -586,8 +476,8 @@ class Episode:
             error: What failed, where something did.
             extra: Further metrics.
         """
-        transcript, record = self._conversation.transcript, self._shared.record
-        metrics = record.metrics(num_forks=len(self._shared.forks), context_tokens=transcript.num_tokens)
+        transcript, record = self._conversation.transcript, self.backstage.record
+        metrics = record.metrics(num_forks=len(self.backstage.forks), context_tokens=transcript.num_tokens)
         return record.trajectory(
             self.task,
             id=self.id,
@@ -602,7 +492,7 @@ class Episode:
 
         A history that was rewritten or rendered holds full renders by construction and is not compared.
         """
-        if not self._shared.record.turns or not self._context.is_sanity_due():
+        if not self.backstage.record.turns or not self._context.is_sanity_due():
             return {}
-        spoken = [e._conversation.transcript for e in (self, *self._shared.forks) if e.turns]
+        spoken = [e._conversation.transcript for e in (self, *self.backstage.forks) if e.turns]
         return check_tokens(self._context, spoken, where=self.id)

@@ -25,6 +25,7 @@ from polyturn.core.serde import from_json
 from polyturn.core.snapshots import Seam
 from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanRef, Trajectory
+from polyturn.rollout.backstage import close_episode
 from polyturn.rollout.flight_book import FlightBook, to_text
 from polyturn.rollout.flight_records import read_trajectory, read_turn, write_trajectory, write_turn
 from polyturn.rollout.live_turn import LiveTurn
@@ -113,8 +114,6 @@ class Flight:
 
     async def resume(self, make: Callable[[], Episode]) -> Episode | None:
         """Return an episode that stands behind its last complete turn; None where it starts from its task."""
-        from polyturn.rollout.lifespan import close_episode
-
         if self._held is None:
             return None
         held, self._held = self._usable(), None
@@ -135,7 +134,7 @@ class Flight:
             self._book = FlightBook(self._task.prompt)
             return None
         self._journal.count("resumed")
-        episode.attach(self)
+        episode.backstage.flight = self
         return episode
 
     def _usable(self) -> Held | None:
@@ -171,7 +170,7 @@ class Flight:
             state["episode"], lambda span: [read_turn(self._book, turn, spans, span) for turn, spans in held_turns]
         )
         kept = json.loads(state["plugins"])
-        await episode.environment.restore(kept["environment"])
+        await episode.backstage.environment.restore(kept["environment"])
         assert self.scheduler is not None
         if (restore := self._seam().restore) is not None:
             await episode.call(self.scheduler, restore, episode, kept["scheduler"])
@@ -182,7 +181,7 @@ class Flight:
 
     async def begin(self, episode: Episode) -> None:
         """Write that the episode is in flight, and whether it can be kept."""
-        self._why_not = self._journal.why_not or episode.environment.why_not or self._seam().why_not
+        self._why_not = self._journal.why_not or episode.backstage.environment.why_not or self._seam().why_not
         self._is_begun = True
         line = {"begun": self._digest, "why_not": self._why_not}
         await self._journal.write(self._id, lambda: line)
@@ -191,14 +190,14 @@ class Flight:
         """Keep the episode behind its last turn, unless it is kept already; with `stop`, that it is over."""
         if self._why_not is not None or not self._is_begun or (stop is None and self._num_kept == len(episode.turns)):
             return
-        if episode.is_forked:
+        if episode.backstage.forks:
             await self._give_up("its scheduler forks it")
             return
         assert self.scheduler is not None
         try:
             snapshot = self._seam().snapshot
             kept = {
-                "environment": await episode.environment.snapshot(),
+                "environment": await episode.backstage.environment.snapshot(),
                 "scheduler": None if snapshot is None else await episode.call(self.scheduler, snapshot, episode),
             }
             plugins = to_text(kept)  # now: its owner goes on changing it

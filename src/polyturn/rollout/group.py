@@ -44,12 +44,12 @@ class LiveGroup:
         """Let the engine end the completions that are being sampled, so that `lengths` counts what they had."""
         self.is_cut = True
         for episode in self.episodes:
-            await episode.abort()
+            await episode.backstage.asking.abort()
 
     @property
     def lengths(self) -> list[int]:
         """The tokens that each episode has sampled so far."""
-        return [episode.num_sampled for episode in self.episodes]
+        return [episode.backstage.record.num_sampled for episode in self.episodes]
 
 
 async def run_group(

@@ -30,6 +30,7 @@ from polyturn.core.lifecycle import RequestState, StopReason
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout import narration
+from polyturn.rollout.backstage import close_episode
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.flight import Flight
@@ -40,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 BROKEN = (AlignmentError, LifecycleError, ConfigError, TemplateError, RolloutError)
 """A broken invariant or a set-up that cannot work: these end the run, not the trajectory."""
-
-CLOSE_TIMEOUT_S = 60.0
-"""How long a scheduler may take to let go of a trajectory that has ended."""
 
 
 async def run_episode(
@@ -70,7 +68,7 @@ async def run_episode(
 
     def make() -> Episode:
         episode = Episode(context, task, id=id, seed=seed, sampling=sampling)
-        episode.enter()
+        episode.backstage.bridge.enter()
         return episode
 
     flight: Flight | None = None
@@ -79,7 +77,7 @@ async def run_episode(
         if (finished := flight.trajectory()) is not None:
             return finished
         episode = await flight.resume(make) or make()
-        episode.attach(flight)
+        episode.backstage.flight = flight
     else:
         episode = make()
     if on_start is not None:
@@ -121,6 +119,7 @@ async def _run(episode: Episode, scheduler: MultiTurnScheduler, *, is_resumed: b
 
 
 async def _run_and_score(context: RolloutContext, episode: Episode, flight: Flight | None) -> Trajectory:
+    backstage = episode.backstage
     is_resumed = flight is not None and flight.scheduler is not None
     scheduler = context.scheduler_for_episode() if flight is None else flight.scheduler or context.scheduler_for_episode()
     stop = None
@@ -131,7 +130,7 @@ async def _run_and_score(context: RolloutContext, episode: Episode, flight: Flig
     error: str | None = None
     try:
         try:
-            async with episode.clock.within(context.limits.timeout_s) as timeout:
+            async with backstage.record.clock.within(context.limits.timeout_s) as timeout:
                 stop = stop or await _run(episode, scheduler, is_resumed=is_resumed)
         except TimeoutError:
             if not timeout.expired():
@@ -140,11 +139,11 @@ async def _run_and_score(context: RolloutContext, episode: Episode, flight: Flig
         if not stop.is_failure:
             if flight is not None:
                 await flight.keep(episode, stop=stop)
-            episode.check_scores()
+            backstage.record.check_scores()
             extra.update(episode.check_tokens())
             episode.lifecycle.move(RequestState.SCORING)
-            await episode.score_last_turn()
-            tool_rewards = await episode.tool_rewards()
+            await backstage.environment.score_last(episode.turns or backstage.record.turns)
+            tool_rewards = await backstage.environment.tool_rewards()
     except BROKEN:
         raise
     except PolyturnError as problem:
@@ -168,29 +167,3 @@ async def _run_and_score(context: RolloutContext, episode: Episode, flight: Flig
     if narration.is_on():
         narration.ended(trajectory)
     return trajectory
-
-
-async def close_episode(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:
-    """Close the episode even while it is being cancelled; the cancellation goes on once everything is released."""
-    closing = asyncio.ensure_future(_let_go(episode, scheduler))
-    cancelled: asyncio.CancelledError | None = None
-    while not closing.done():
-        try:
-            await asyncio.wait({closing})
-        except asyncio.CancelledError as problem:
-            cancelled = problem
-    if cancelled is not None:
-        raise cancelled
-    return closing.result()
-
-
-async def _let_go(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:
-    """Tell the scheduler that its trajectory ended, and release everything; return what went wrong."""
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await episode.call(scheduler, scheduler.on_trajectory_end, episode)
-        said = []
-    except (PolyturnError, TimeoutError) as problem:
-        said = [one_line(problem)]
-        logger.warning("%s: on_trajectory_end failed: %s", episode.id, said[0])
-    return said + await episode.close()

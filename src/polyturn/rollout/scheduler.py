@@ -66,6 +66,14 @@ class Reply:
         raise SchedulerError(f"step returned {value!r:.200}; return None, a text, a message, a list of messages, or a Reply")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenReward:
+    """What a scheduler says its episode is worth, where it judges that itself."""
+
+    score: float
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
 class MultiTurnScheduler:
     """The default turn logic; subclass it and override `step`, `check_finished`, a hook, or `run`.
 

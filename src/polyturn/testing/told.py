@@ -118,6 +118,6 @@ class Runner:
             try:
                 return episode.trajectory(await context.scheduler.run(episode))
             finally:
-                await episode.close()
+                await episode.backstage.close()
 
         return Told(prompts=prompts, trajectory=asyncio.run(run()), encoder=context.encoder_for(task))

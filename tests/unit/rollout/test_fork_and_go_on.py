@@ -340,4 +340,4 @@ async def test_a_fork_needs_a_prompt_and_another_agent_messages():
     await episode.prepare()
     with pytest.raises(SchedulerError, match="the agent 'critic' needs messages of its own"):
         episode.fork(agent="critic")
-    await episode.close()
+    await episode.backstage.close()

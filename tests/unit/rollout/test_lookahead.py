@@ -106,7 +106,7 @@ async def test_continuations_are_trained_with_their_own_score_where_that_is_aske
     own = [t for t in found.turns if not t.info.get("is_continuation")]
     more = [t for t in found.turns if t.info.get("is_continuation")]
     assert len(own) == 3 and len(more) == 2
-    assert [t.scores["lookahead"] for t in more] == pytest.approx([0.5, 0.7])
+    assert sorted(t.scores["lookahead"] for t in more) == pytest.approx([0.5, 0.7])
     assert all(s.loss_weights.any() for s in found.segments)
     sampled = sum(int(s.sampled_mask.sum()) for s in found.segments)
     assert sum(int(np.count_nonzero(s.loss_weights)) for s in found.segments) == sampled

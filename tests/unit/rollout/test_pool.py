@@ -133,7 +133,7 @@ async def test_an_episode_that_has_ended_is_freed_at_once_and_not_by_the_garbage
         for number in range(2):
             episode = Episode(context, task(id=f"t{number}"), id=f"e{number}")
             seen.append(weakref.ref(episode))
-            episode.enter()
+            episode.backstage.bridge.enter()
             await run_and_score(context, episode)
             episode.end(RequestState.COMPLETED)
             del episode

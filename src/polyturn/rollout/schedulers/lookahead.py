@@ -27,9 +27,8 @@ from polyturn.core.messages import Message
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.rewards.judge import ConversationJudge, Verdict
-from polyturn.rollout.episode import GivenReward
 from polyturn.rollout.scene import Aside
-from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler
 from polyturn.rollout.schedulers.registry import schedulers
 
 if TYPE_CHECKING:

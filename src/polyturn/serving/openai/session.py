@@ -30,9 +30,9 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.conversation import EpisodeMark
-from polyturn.rollout.episode import Episode, GivenReward
+from polyturn.rollout.episode import Episode
 from polyturn.rollout.live_turn import LiveTurn
-from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.serving.openai.ask import Ask, Refused, Said, key_of
 
 logger = logging.getLogger(__name__)
