@@ -70,7 +70,7 @@ def other_interpreter() -> Path | None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: Path | None = module.interpreter()
+    found: Path | None = module.interpreter("environments")
     return found
 
 

@@ -7,9 +7,9 @@
 The model learns the game of `_trl_game.py` by heart first, so that both sides sample turns of the same lengths at
 temperature 1 and call the same tool as often. Each side then trains for a few optimizer steps in a process of its own on one
 thread, in turns with the other; what counts is the median wall time of a step after the first two, generation, tool
-calls, rewards and update included. TRL runs in the environment of `scripts/trl/build.py`, with the same torch and
-transformers, in the micro-batch that is fastest for it (the first round tries several). Prints one JSON line. It refuses to
-compare where tokens or calls a sample are more than 3 % apart (even), or 10 % (ragged).
+calls, rewards and update included. TRL runs in the environment of `scripts/environments/build.py trl`, with the same torch
+and transformers, in the micro-batch that is fastest for it (the first round tries several). Prints one JSON line. It refuses
+to compare where tokens or calls a sample are more than 3 % apart (even), or 10 % (ragged).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from statistics import mean, median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-BUILD = HERE.parent / "scripts" / "trl" / "build.py"
+BUILD = HERE.parent / "scripts" / "environments" / "build.py"
 PLUGINS = "_trl_plugins.py"
 SIZES: Mapping[str, Mapping[str, int]] = {
     "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32, "intermediate_size": 256},
@@ -232,7 +232,7 @@ def trl_interpreter() -> str:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return str(module.build())
+    return str(module.build("trl"))
 
 
 def main() -> None:

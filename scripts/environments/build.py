@@ -1,11 +1,12 @@
-"""Build the environment in which verifiers and OpenEnv run beside this library, as processes that it starts.
+"""Build an interpreter of its own for packages that run beside this library and cannot share its environment.
 
-    python scripts/environments/build.py            builds it once (about a minute), prints its interpreter
-    python scripts/environments/build.py --where    only prints where it lies, or would
+    python scripts/environments/build.py                 verifiers and OpenEnv: `env.kwargs.python` in a config
+    python scripts/environments/build.py trl             TRL, for the comparison in `benchmarks/trl_comparison.py`
+    python scripts/environments/build.py trl --where     only prints where its interpreter lies, or would
 
-They need versions of packages that the project cannot have, or much that it does not want, so they get an interpreter of
-their own: `env.kwargs.python` in a config. The folder is under the user's cache, named after a hash of all pins, and counts
-once its marker is written.
+Each has a file of pins here and is built once, in about a minute. What is compared has torch and all that both sides stand
+on in the versions of the project's constraints, so that a difference in speed is a difference between the two. A folder lies
+under the user's cache, is named after a hash of all its pins, and counts once its marker is written.
 """
 
 from __future__ import annotations
@@ -19,43 +20,64 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-REQUIREMENTS = HERE / "requirements.txt"
+CONSTRAINTS = HERE.parents[1] / "constraints.txt"
+SHARED = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface-hub", "accelerate", "jinja2")
+COMPARED = ("trl",)
+NAMES = ("environments", *COMPARED)
 MARKER = ".complete"
 
 
-def folder() -> Path:
-    """Return where the environment lies, or will."""
-    key = hashlib.sha256(b"\x00".join([REQUIREMENTS.read_bytes(), sys.version.encode()])).hexdigest()[:12]
+def requirements(name: str) -> Path:
+    """Return the file of an environment's pins."""
+    return HERE / f"{name}.txt"
+
+
+def shared_pins(name: str) -> str:
+    """Return the lines of the project's constraints that an environment must not differ in; "" where it may."""
+    if name not in COMPARED:
+        return ""
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if line.partition("==")[0] in SHARED)
+
+
+def folder(name: str) -> Path:
+    """Return where an environment lies, or will."""
+    pins = shared_pins(name)
+    parts = [requirements(name).read_bytes(), *([pins.encode()] if pins else []), sys.version.encode()]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return cache / "polyturn" / "environments" / key
+    return cache / "polyturn" / name / hashlib.sha256(b"\x00".join(parts)).hexdigest()[:12]
 
 
-def interpreter() -> Path | None:
-    """Return the environment's interpreter, or None where it was never built to the end."""
-    return folder() / "bin" / "python" if (folder() / MARKER).exists() else None
+def interpreter(name: str) -> Path | None:
+    """Return an environment's interpreter, or None where it was never built to the end."""
+    return folder(name) / "bin" / "python" if (folder(name) / MARKER).exists() else None
 
 
-def build() -> Path:
-    """Build the environment unless it is there; return its interpreter."""
-    if found := interpreter():
+def build(name: str) -> Path:
+    """Build an environment unless it is there; return its interpreter."""
+    if found := interpreter(name):
         return found
-    target = folder()
+    target = folder(name)
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "venv", str(target)], check=True)
-    python = target / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-r", str(REQUIREMENTS)], check=True)
+    python, pins = target / "bin" / "python", target / "pins.txt"
+    pins.write_text(shared_pins(name) + "\n", encoding="utf-8")
+    pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", str(pins)]
+    if shared_pins(name):
+        subprocess.run([*pip, "torch"], check=True)
+    subprocess.run([*pip, "-r", str(requirements(name))], check=True)
     (target / MARKER).touch()
     return python
 
 
 def main() -> None:
     """Build what is missing and print the interpreter."""
-    parser = argparse.ArgumentParser(description="Build the environment that verifiers and OpenEnv run in.")
+    parser = argparse.ArgumentParser(description="Build the interpreter of packages that run beside this library.")
+    parser.add_argument("name", nargs="?", default=NAMES[0], choices=NAMES, help=f"which one; {NAMES[0]} if none is named")
     parser.add_argument("--where", action="store_true", help="only print the interpreter's path, build nothing")
     arguments = parser.parse_args()
-    print(folder() / "bin" / "python" if arguments.where else build())
+    print(folder(arguments.name) / "bin" / "python" if arguments.where else build(arguments.name))
 
 
 if __name__ == "__main__":
