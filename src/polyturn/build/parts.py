@@ -179,6 +179,7 @@ def build_tools(place: Place, *, codec: Codec) -> ToolBox:
             cooldown_s=tools.breaker.cooldown_s,
             max_cooldown_s=tools.breaker.max_cooldown_s,
         ),
+        fails_unreachable=tools.unreachable == "failure",
         codec=codec,
     )
 

@@ -72,6 +72,11 @@ class SchedulerError(PolyturnError, RuntimeError):
     """A scheduler that raised or answered nothing that can be understood: the trajectory fails, the run goes on."""
 
 
+class ToolUnavailableError(PolyturnError, RuntimeError):
+    """Raised by a tool that cannot even begin a call, for want of something that no argument can bring about: the trajectory
+    fails, the run goes on. What a model can bring about is a `ToolError`, or any other exception: it reads that."""
+
+
 class RewardError(PolyturnError, RuntimeError):
     """A reward function that raised or returned something that is not a finite number. Never 0.0."""
 

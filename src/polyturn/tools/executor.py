@@ -48,6 +48,7 @@ class ToolBox:
         max_concurrency: Mapping[str, int] | None = None,
         max_per_host: int | None = None,
         breaker: BreakerSettings | None = None,
+        fails_unreachable: bool = False,
         codec: Codec | None = None,
     ) -> None:
         """Collect the tools.
@@ -63,6 +64,7 @@ class ToolBox:
             max_concurrency: Tool -> its calls at once, over what the tool's own config says.
             max_per_host: Calls at once to one host, of all tools that ask it; None is no limit.
             breaker: When a tool that fails is left alone; None is the default.
+            fails_unreachable: Whether a lost connection fails the trajectory; else the model reads of it.
             codec: Counts tokens, and knows the texts that no cut may tear.
 
         Raises:
@@ -77,6 +79,7 @@ class ToolBox:
             )
         self.max_parallel_calls = max_parallel_calls
         self.max_abandoned = max_abandoned
+        self.fails_unreachable = fails_unreachable
         self.limit = ResultLimit(max_chars=max_result_chars, max_tokens=max_result_tokens, side=truncate_side, codec=codec)
         self.lanes = _lanes(self.tools, max_concurrency or {}, max_per_host)
         self.breakers = {name: Breaker(name, breaker) for name in self.tools}

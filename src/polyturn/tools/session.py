@@ -9,7 +9,8 @@
     a call:   can it be read, is the tool there, do the arguments fit -> its turn -> breaker -> execute, with a deadline
 
 A call that fails is an observation: the model reads what went wrong and the episode goes on. Only what the model cannot
-answer for raises: a `create` that fails, a reward that is no number, too many calls left behind.
+answer for raises: a `create` that fails, a tool that cannot begin a call, a reward that is no number, too many calls left
+behind.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.aio import first_error
-from polyturn.core.errors import LifecycleError, PolyturnError, RewardError, SnapshotError, one_line
+from polyturn.core.errors import LifecycleError, PolyturnError, RewardError, SnapshotError, ToolUnavailableError, one_line
 from polyturn.core.messages import ToolCall
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task, ToolKwargs
@@ -119,6 +120,7 @@ class ToolSession:
 
         Raises:
             RewardError: a step reward is not a finite number.
+            ToolUnavailableError: a tool cannot begin a call; or, where the run counts it so, cannot be reached.
             RolloutError: too many calls run on past their deadline.
             asyncio.CancelledError: the episode is cancelled; the calls are too.
         """
@@ -302,6 +304,8 @@ class ToolSession:
         """Make the call unless the tool's breaker is open, and tell the breaker what came of it."""
         breaker = self._box.breakers[call.name]
         if (rest_s := breaker.admit()) is not None:
+            if self._box.fails_unreachable:
+                raise ToolUnavailableError(f"tool {call.name!r} cannot be reached; its breaker is open")
             why = f"{call.name!r} does not work at the moment and was not asked; try again in {math.ceil(rest_s)} s"
             return self._failed(call, ToolFailure.CIRCUIT_OPEN, why)
         is_told, began = False, time.monotonic()
@@ -316,6 +320,8 @@ class ToolSession:
         finally:
             if not is_told:
                 breaker.left()
+        if self._box.fails_unreachable and result.error == ToolFailure.CONNECTION:
+            raise ToolUnavailableError(f"tool {call.name!r} cannot be reached: {str(result.content)[:500]}")
         return result
 
     async def _execute(self, tool: Tool, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
@@ -328,6 +334,8 @@ class ToolSession:
             content = results.content_of(outcome.response, limit=self._box.limit)
         except RewardError as problem:
             raise RewardError(f"tool {call.name!r}: {problem}") from problem
+        except ToolUnavailableError as problem:
+            raise ToolUnavailableError(f"tool {call.name!r}: {problem}") from problem
         except Exception as problem:
             return self._failed(call, kind_of(problem), reason_of(problem, tool=call.name), began=began)
         if outcome.reward is not None and self._agent_data is not None:

@@ -27,6 +27,7 @@ MEANINGS: dict[str, str] = {
     "rollout/loop_blocked": "Times that an async plug-in held the event loop, so that no episode went on; the log names it.",
     "rollout/loop_blocked_s": "Seconds of these times.",
     "rollout/tool_errors": "Share of the tool calls that ended with an error, of whichever kind.",
+    "rollout/tools_unavailable": "Trajectories that failed because a tool could not begin a call (a sandbox did not start).",
     "rollout/close_errors": "Tools, interactions and environments that raised when they were closed.",
     "rollout/resumed_flights": "Conversations in flight when the run stopped that went on behind their last complete turn.",
     "rollout/restarted_flights": "Conversations in flight when the run stopped that began again from their tasks.",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from polyturn.core.errors import ToolUnavailableError
 from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.evaluation.report import is_success
@@ -46,6 +47,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
             "tokens/replayed": Sum(num_replayed(trajectory)),
             "rollout/tool_calls": Sum(len(calls)),
             "rollout/tool_errors": Mean(sum(c.error is not None for c in calls), len(calls)),
+            "rollout/tools_unavailable": Sum(float((trajectory.error or "").startswith(ToolUnavailableError.__name__))),
             "rollout/loop_blocked": Sum(trajectory.metrics.get("loop_blocked", 0)),
             "rollout/loop_blocked_s": Sum(trajectory.metrics.get("loop_blocked_s", 0)),
             "rollout/close_errors": Sum(trajectory.metrics.get("close_errors", 0)),

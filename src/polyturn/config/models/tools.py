@@ -48,3 +48,6 @@ class ToolsConfig(Section):
     max_per_host: int | None = Field(None, ge=1)
     """Calls at once to one host, of all tools that ask it; null is no limit."""
     breaker: BreakerConfig = BreakerConfig()
+    unreachable: Literal["observation", "failure"] = "observation"
+    """What a call is that finds its tool gone (`connection`, `circuit_open`): an observation, which the model reads and is
+    scored with; or a failure of the trajectory, which then is in no loss, for services that no call can bring down."""

@@ -2,43 +2,66 @@
 
     pool.open() … pool.take() -> Interpreter … pool.close()        counted: the last close lets the waiting ones go
 
-All are started by one thread that lives as long as the pool has users or waiting sandboxes, because the kernel kills a
-sandbox when the thread that started it ends: nothing outlives this process, however it ends.
+They are started by a few threads, side by side, which live as long as the pool has users or waiting sandboxes, and end
+together: the kernel kills a sandbox when the thread that started it ends, so nothing outlives this process, however it ends.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from polyturn.tools.python_sandbox.cgroup import sweep
-from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
+from polyturn.tools.python_sandbox.interpreter import START_S, Interpreter, SandboxStartError
+
+PAUSES_S = (0.1, 0.4)
+"""Before a sandbox that did not start is tried again: a machine that is short of processes or memory may have some soon."""
+MAX_STARTERS = 8
+
+
+class _Crew:
+    """The threads that start sandboxes; they end together."""
+
+    __slots__ = ("is_over", "num_idle", "num_threads")
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.num_threads = 0
+        self.num_idle = 0
 
 
 class WarmPool:
     """Keeps `size` sandboxes ready while it is open."""
 
-    def __init__(self, start: Callable[[], Interpreter], *, size: int = 2, keep_s: float = 10.0) -> None:
+    def __init__(
+        self, start: Callable[[], Interpreter], *, size: int = 2, keep_s: float = 10.0, num_starters: int | None = None
+    ) -> None:
         """Make a pool.
 
         Args:
-            start: Starts a sandbox.
+            start: Starts a sandbox; called in several threads at once.
             size: How many wait.
             keep_s: How long they wait on when the last user has gone.
+            num_starters: How many are started at once; None is as many as there are cores, at most `MAX_STARTERS`.
         """
         self._start = start
         self._size = size
         self._keep_s = keep_s
+        self._num_starters = num_starters or min(MAX_STARTERS, max(2, os.cpu_count() or 2))
         self._changed = threading.Condition()
         self._ready: deque[Interpreter] = deque()
         self._wanted: deque[Future[Interpreter]] = deque()
         self._num_users = 0
-        self._thread: threading.Thread | None = None
+        self._crew: _Crew | None = None
         self._is_broken = False
-        self._is_starting = False
+        self._num_starting = 0
+        self._num_warming = 0
+        """Of those that are being started, how many nobody has asked for."""
 
     @property
     def num_ready(self) -> int:
@@ -50,7 +73,7 @@ class WarmPool:
         with self._changed:
             self._num_users += 1
             self._is_broken = False
-            self._ensure_thread()
+            self._grow()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -59,12 +82,34 @@ class WarmPool:
             self._num_users -= 1
             self._changed.notify_all()
 
-    def take(self) -> Interpreter:
-        """Return a sandbox that nobody has used; the caller closes it.
+    def take(self, *, within_s: float = START_S) -> Interpreter:
+        """Return a sandbox that nobody has used; the caller closes it. One that does not start is tried again.
 
         Raises:
-            SandboxStartError: it cannot be started.
+            SandboxStartError: none could be started, or none in time.
         """
+        until = time.monotonic() + within_s
+        for pause_s in PAUSES_S:
+            try:
+                return self._take(until)
+            except SandboxStartError:
+                if time.monotonic() + pause_s >= until:
+                    raise
+            time.sleep(pause_s)
+        return self._take(until)
+
+    def let_go(self) -> None:
+        """Close the sandboxes that wait, at once, and start none until somebody asks; those taken live on."""
+        with self._changed:
+            self._is_broken = True
+            while self._num_starting:
+                self._changed.wait()
+            ready = list(self._ready)
+            self._ready.clear()
+        for one in ready:
+            one.close()
+
+    def _take(self, until: float) -> Interpreter:
         with self._changed:
             while self._ready:
                 found = self._ready.popleft()
@@ -74,65 +119,90 @@ class WarmPool:
                 found.close()
             wanted: Future[Interpreter] = Future()
             self._wanted.append(wanted)
-            self._ensure_thread()
+            self._grow()
             self._changed.notify_all()
-        return wanted.result()
+        try:
+            return wanted.result(max(0.0, until - time.monotonic()))
+        except TimeoutError as problem:
+            with self._changed:
+                if not wanted.cancel():  # it came at the last moment
+                    return wanted.result()
+            raise SandboxStartError("the machine could start no sandbox in time; it is too busy") from problem
 
-    def let_go(self) -> None:
-        """Close the sandboxes that wait, at once, and start none until somebody asks; those taken live on."""
-        with self._changed:
-            self._is_broken = True
-            while self._is_starting:
-                self._changed.wait()
-            ready = list(self._ready)
-            self._ready.clear()
-        for one in ready:
-            one.close()
-
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
+    def _grow(self) -> None:
+        """See to it that there are threads for what is wanted. With the lock."""
+        if self._crew is None:
             sweep()
-            self._thread = threading.Thread(target=self._work, name="polyturn-sandboxes", daemon=True)
-            self._thread.start()
+            self._crew = _Crew()
             atexit.register(self.let_go)
+        crew, missing = self._crew, self._size - len(self._ready) - self._num_warming
+        needed = max(1, len(self._wanted) + (missing if self._num_users else 0))
+        while crew.num_threads < self._num_starters and crew.num_idle < needed:
+            thread = threading.Thread(target=self._work, args=(crew,), name="polyturn-sandboxes", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as problem:  # the machine has no thread left
+                if crew.num_threads:
+                    return
+                self._crew = None
+                atexit.unregister(self.let_go)
+                self._wanted.clear()
+                raise SandboxStartError(f"no sandbox can be started: {problem}") from problem
+            crew.num_threads += 1
+            crew.num_idle += 1
 
-    def _work(self) -> None:
+    def _work(self, crew: _Crew) -> None:
         while True:
             with self._changed:
-                while not self._wanted and not self._is_short():
-                    was_notified = self._changed.wait(None if self._num_users else self._keep_s)
-                    if not was_notified and not self._num_users and not self._wanted:
-                        self._thread = None
-                        atexit.unregister(self.let_go)
-                        break
+                if not self._await_work(crew):
+                    crew.num_threads -= 1
+                    return
                 wanted = self._wanted.popleft() if self._wanted else None
-                if self._thread is None:
-                    break
-                self._is_starting = True
-            self._start_one(wanted)
-        self.let_go()
+                self._num_starting += 1
+                self._num_warming += wanted is None
+                crew.num_idle -= 1
+            self._start_one(wanted, crew)
+
+    def _await_work(self, crew: _Crew) -> bool:
+        """Wait until there is something to start; False once the threads are to end. With the lock."""
+        while not crew.is_over:
+            while self._wanted and self._wanted[0].cancelled():
+                self._wanted.popleft()
+            if self._wanted or self._is_short():
+                return True
+            was_notified = self._changed.wait(None if self._num_users or self._num_starting else self._keep_s)
+            if not (was_notified or crew.is_over or self._num_users or self._wanted or self._num_starting):
+                crew.is_over, self._crew = True, None
+                atexit.unregister(self.let_go)
+                ready = list(self._ready)
+                self._ready.clear()
+                self._changed.notify_all()
+                for one in ready:  # in the lock: the threads that started them end as soon as it is free
+                    one.close()
+        return False
 
     def _is_short(self) -> bool:
-        return self._num_users > 0 and len(self._ready) < self._size and not self._is_broken
+        return self._num_users > 0 and len(self._ready) + self._num_warming < self._size and not self._is_broken
 
-    def _start_one(self, wanted: Future[Interpreter] | None) -> None:
+    def _start_one(self, wanted: Future[Interpreter] | None, crew: _Crew) -> None:
+        made: Interpreter | None = None
+        error: SandboxStartError | None = None
         try:
             made = self._start()
         except Exception as problem:
-            self._note_started()
-            if wanted is not None:
-                error = problem if isinstance(problem, SandboxStartError) else SandboxStartError(str(problem))
-                wanted.set_exception(error)
-            self._is_broken = wanted is None
-            return
-        self._note_started(None if wanted is not None else made)
-        if wanted is not None:
-            self._is_broken = False
-            wanted.set_result(made)
-
-    def _note_started(self, made: Interpreter | None = None) -> None:
+            error = problem if isinstance(problem, SandboxStartError) else SandboxStartError(str(problem))
         with self._changed:
-            self._is_starting = False
-            if made is not None:
-                self._ready.append(made)
+            self._num_starting -= 1
+            self._num_warming -= wanted is None
+            crew.num_idle += 1
+            if wanted is None or wanted.cancelled():
+                self._is_broken = self._is_broken or error is not None
+                if made is not None:
+                    self._ready.append(made)
+            elif error is not None:
+                wanted.set_exception(error)
+            else:
+                assert made is not None
+                self._is_broken = False
+                wanted.set_result(made)
             self._changed.notify_all()

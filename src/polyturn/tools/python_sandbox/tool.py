@@ -4,7 +4,8 @@
     execute({"code": "x * 7"})   ->  "42\\n"
 
 A sandbox belongs to one episode and is killed with everything in it at the end. One that dies on the way (a limit, a crash)
-is replaced at the next call, and the model is told that its variables are gone.
+is replaced at the next call, and the model is told that its variables are gone. Where none can be started, which no code can
+bring about, the trajectory fails: what is ours to answer for is no observation and earns no reward.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from polyturn.core.errors import ConfigError, ToolError, did_you_mean
+from polyturn.core.errors import ConfigError, ToolError, ToolUnavailableError, did_you_mean
 from polyturn.tools.base import BaseTool
-from polyturn.tools.failures import ToolFailure
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
 from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_walls
 from polyturn.tools.python_sandbox.limits import Limits, RunResult
 from polyturn.tools.python_sandbox.pool import WarmPool
-from polyturn.tools.results import FAILURE
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from polyturn.tools.threads import DaemonThreads
 
@@ -95,19 +94,14 @@ class PythonSandbox(BaseTool):
 
         Raises:
             ToolError: there is none.
+            ToolUnavailableError: no sandbox can be started.
         """
         if "code" not in parameters:
             raise ToolError(f"the argument 'code' is missing; there are {sorted(parameters)}")
         code = parameters["code"]
         session = self._instance_dict[instance_id]
         result: RunResult = await self._threads.run(session.run, code if isinstance(code, str) else str(code))
-        metrics: dict[str, Any] = {
-            "status": result.status,
-            "duration_s": result.duration_s,
-            "failed": float(result.status == "sandbox_error"),
-        }
-        if result.status == "sandbox_error":
-            metrics[FAILURE] = ToolFailure.EXCEPTION.value
+        metrics: dict[str, Any] = {"status": result.status, "duration_s": result.duration_s}
         return ToolResponse(text=describe(result, self.limits)), None, metrics
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
@@ -134,7 +128,7 @@ class _Session:
             try:
                 self._interpreter = self._pool.take()
             except SandboxStartError as problem:
-                return RunResult(status="sandbox_error", stderr=str(problem), is_alive=False)
+                raise ToolUnavailableError(str(problem)) from problem
         if self._is_over:  # the episode ended while a sandbox was being taken
             self._let_go()
             return RunResult(status="killed", is_alive=False)
@@ -164,13 +158,12 @@ def describe(result: RunResult, limits: Limits) -> str:
         "timeout": f"The code took longer than {limits.timeout_s:g} s and was stopped.",
         "output": "The code printed without end and was stopped.",
         "killed": f"The code was killed (exit code {result.exit_code}), maybe for want of memory ({limits.memory_mb} MB).",
-        "sandbox_error": "The sandbox could not be started.",
     }
     said = [f"{result.stdout}{result.stderr}"]
     if result.is_truncated:
         said.append("[The rest of the output is left out.]")
     said.append(ends[result.status])
-    if not result.is_alive and result.status != "sandbox_error":
+    if not result.is_alive:
         said.append("Its variables are gone.")
     text = (
         said[0]
