@@ -1,6 +1,8 @@
-"""New weights reach the real servers over HTTP and over a process group too, every group of parameters of a tied model."""
+"""New weights reach the real servers over HTTP, as handles of memory and over a process group too, every group of parameters
+of a tied model; and a single bit that changes on the way is found by the checksums."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,7 @@ def client(place, model_folder, way):
     return SERVERS[kind](url, vocab_size=VOCAB, max_context=2048, model=model_folder, way=way)
 
 
-@pytest.mark.parametrize("way", ["http", "gloo"])
+@pytest.mark.parametrize("way", ["http", "ipc", "gloo"])
 async def test_weights_that_are_sent_pass_the_canary_and_each_later_sync(place, way, model_folder, monkeypatch):
     monkeypatch.setattr(f"polyturn.engines.{place[0]}.buckets", lambda weights: small_buckets(weights))
     engine = client(place, model_folder, way)
@@ -38,6 +40,7 @@ async def test_weights_that_are_sent_pass_the_canary_and_each_later_sync(place, 
         sync = WeightSync(engine, LocalPolicy(model, optim=OptimSettings(lr=1e-3)), vocab_size=VOCAB)
         report = await sync.start(0)
         assert report.canary < report.smallest_effect / 4
+        assert not left_in_memory()
         running = asyncio.create_task(engine.generate(ask("across", max_tokens=300)))
         await asyncio.sleep(0.1)
         with torch.no_grad():
@@ -76,6 +79,45 @@ async def test_weights_go_through_a_folder_on_disk(place, model_folder, tmp_path
         await engine.update_weights(2, weights=files.write(small_model().state_dict()))
     assert (await engine.generate(ask("disk", max_tokens=2))).policy_versions == ((0, 2),)
     await engine.close()
+
+
+async def test_a_bit_that_changes_on_the_way_stops_the_run_and_is_named_though_no_logprob_shows_it(place, model_folder):
+    engine = client(place, model_folder, "shared_memory")
+    try:
+        policy = LocalPolicy(small_model(), optim=OptimSettings(lr=1e-3))
+        sync = WeightSync(engine, policy, vocab_size=VOCAB)
+        await sync.start(0)
+        load, tensor = engine.update_weights, "model.layers.1.self_attn.k_proj.weight"
+
+        async def damaged(version, *, weights):
+            bits = weights[tensor].clone().view(torch.int32)
+            bits[0, 0] ^= 1
+            await load(version, weights={**weights, tensor: bits.view(torch.float32)})
+
+        engine.update_weights = damaged
+        with pytest.raises(EngineError, match=r"checksums differ in .*qkv_proj.* \(from .*layers\.1\.self_attn\.k_proj"):
+            await sync.publish(1)
+        engine.update_weights = load
+        await sync.publish(2)
+    finally:
+        await engine.close()
+
+
+async def test_checksums_cover_every_tensor_of_the_model(place, model_folder, caplog):
+    caplog.set_level("INFO", logger="polyturn")
+    engine = client(place, model_folder, "shared_memory")
+    try:
+        model = small_model()
+        await WeightSync(engine, LocalPolicy(model, optim=OptimSettings(lr=1e-3)), vocab_size=VOCAB).start(0)
+        total = len(dict(model.named_parameters()))
+        assert f"checksums of {total} of {total} tensors are compared" in caplog.text
+    finally:
+        await engine.close()
+
+
+def left_in_memory() -> list[str]:
+    """Return the files of shared memory that this process has handed over and nobody has let go."""
+    return [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
 
 
 def small_buckets(weights):

@@ -99,12 +99,10 @@ def _served(
     from polyturn.engines.weight_ways import choose_way
 
     config = place.config.engine
-    way = choose_way(config.weights, config.urls)
+    way = choose_way(config.weights, config.urls, has_gpu=_has_cuda())
     root = None if config.weights_folder is None else place.base / config.weights_folder
     if root is not None and not root.is_dir():
         raise ConfigError(f"engine.weights_folder is {root}, which is no folder; make it where the servers see it too")
-    if way == "nccl" and not _has_cuda():
-        raise ConfigError("engine.weights is nccl, which needs a GPU here; use gloo, http or shared_memory")
     order = make_policy(config.order, base=place.base, **config.order_kwargs)
     clients: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
     folder, is_temporary = _model_folder(place, model, tokenizer=tokenizer, media=media, checkpoint=checkpoint)

@@ -64,6 +64,8 @@ class ServerFacts(NamedTuple):
     max_context: int | None
     num_workers: int = 1
     """Processes that hold weights, each with its share of the model."""
+    checksums: bool = False
+    """vLLM: whether its workers know how to say what they hold."""
 
 
 class RemoteEngine(ABC):

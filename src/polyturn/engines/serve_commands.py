@@ -9,6 +9,7 @@ instructions of bfloat16 attention there are not in every virtual machine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,14 @@ def vllm_command(
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"),
         *("--worker-extension-cls", "polyturn_vllm_worker.WeightLoader", "--scheduling-policy", "priority"),
     ]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(SERVER_SIDE)}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     if device == "cpu":
         # A prompt in pieces makes vLLM rewind the request's random generator, which a CPU generator cannot: it would crash.
         flags += ["--enforce-eager", "--dtype", "float32", "--no-enable-chunked-prefill"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return LaunchSpec(
         command=(python, "-m", "vllm.entrypoints.openai.api_server", *flags, *args),
-        env={**environment, **(env or {})},
+        env={**environment, **(env or {}), "PYTHONPATH": _python_path(env)},
     )
 
 
@@ -63,7 +64,7 @@ def sglang_command(
         flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return LaunchSpec(
         command=(python, "-m", "sglang.launch_server", *flags, *args),
-        env={**environment, **(env or {})},
+        env={**environment, **(env or {}), "PYTHONPATH": _python_path(env)},
     )
 
 
@@ -93,6 +94,12 @@ def sglang_arguments(
         }
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
     return arguments, environment
+
+
+def _python_path(env: Mapping[str, str] | None) -> str:
+    """Return where the server finds our side of it, before whatever else it is to find."""
+    own = (env or {}).get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(SERVER_SIDE), *([own] if own else [])])
 
 
 SERVE_COMMANDS: Mapping[str, Callable[..., LaunchSpec]] = {"vllm": vllm_command, "sglang": sglang_command}

@@ -24,8 +24,10 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.continuation import version_runs
 from polyturn.engines.remote import Call, RemoteEngine, ServerFacts
+from polyturn.engines.weight_checksums import Held
 from polyturn.engines.weight_files import WrittenWeights
 from polyturn.engines.weight_group import WeightGroup
+from polyturn.engines.weight_handles import SharedBucket
 from polyturn.engines.weight_ways import buckets
 
 if TYPE_CHECKING:
@@ -69,6 +71,17 @@ class SglangEngine(RemoteEngine):
             max_context=found.get("context_length"),
             num_workers=int(found.get("tp_size") or 1) * int(found.get("pp_size") or 1),
         )
+
+    async def checksums(self) -> Held | None:
+        """Return the checksums of what each rank holds; None from a server without our plug-in: its own do not add up."""
+        await self._met()
+        try:
+            reply = await self._post("/weights_checker", {"action": "checksum"}, timeout_s=_LOAD_TIMEOUT_S)
+        except EngineLostError:
+            raise
+        except EngineError:
+            return None
+        return Held.read([rank["checksums"] for rank in (reply or {}).get("ranks") or ()])
 
     async def _look(self) -> None:
         await self._link.get("/health_generate", timeout_s=self._health_s)  # asks for a token unless tokens are coming
@@ -146,9 +159,7 @@ class SglangEngine(RemoteEngine):
         for bucket in buckets(weights):
             body: dict[str, Any] = {"flush_cache": False}
             if group is None:
-                data = await asyncio.to_thread(_encoded, bucket)
-                workers = 1 if self._facts is None else self._facts.num_workers
-                await self._told("/update_weights_from_tensor", body | {"serialized_named_tensors": [data] * workers})
+                await self._tell_tensors(bucket, body)
                 continue
             body |= {
                 "names": list(bucket),
@@ -161,6 +172,20 @@ class SglangEngine(RemoteEngine):
             await self._told("/end_weight_update", {})
         await self._post("/flush_cache")  # with no wait: what was running stands in the queue again
         await self._post("/update_weight_version", {"new_version": self.tag(version), "abort_all_requests": False})
+
+    async def _tell_tensors(self, bucket: Mapping[str, Tensor], body: dict[str, Any]) -> None:
+        """Send a bucket, or on this machine where it lies, in the server's own format: a pickle for each rank."""
+        workers = 1 if self._facts is None else self._facts.num_workers
+        path = "/update_weights_from_tensor"
+        if self._way != "ipc":
+            data = await asyncio.to_thread(_encoded, bucket)
+            await self._told(path, body | {"serialized_named_tensors": [data] * workers})
+            return
+        shared = await asyncio.to_thread(SharedBucket, bucket)
+        try:
+            await self._told(path, body | {"serialized_named_tensors": [shared.pickled() for _ in range(workers)]})
+        finally:
+            shared.close()
 
     async def _join(self, group: WeightGroup) -> None:
         where = {"master_address": group.host, "master_port": group.port, "rank_offset": 1, "world_size": group.size}

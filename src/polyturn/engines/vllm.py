@@ -22,7 +22,9 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.continuation import version_runs
 from polyturn.engines.remote import Call, RemoteEngine, ServerFacts
+from polyturn.engines.weight_checksums import Held
 from polyturn.engines.weight_files import WrittenWeights
+from polyturn.engines.weight_handles import SharedBucket
 from polyturn.engines.weight_ways import buckets
 
 if TYPE_CHECKING:
@@ -68,7 +70,15 @@ class VllmEngine(RemoteEngine):
             priorities=facts["policy"] == "priority",
             max_context=facts["max_model_len"],
             num_workers=len(found["results"]),
+            checksums=bool(facts.get("checksums")),
         )
+
+    async def checksums(self) -> Held | None:
+        """Return the checksums of what each worker holds; None from a server with an older copy of our worker."""
+        await self._met()
+        if self._facts is None or not self._facts.checksums:
+            return None
+        return Held.read((await self._rpc("polyturn_checksums"))["results"])
 
     async def _look(self) -> None:
         await self._link.get("/is_sleeping", timeout_s=self._health_s)  # answered by the engine between two steps
@@ -140,7 +150,9 @@ class VllmEngine(RemoteEngine):
             is_known=known,
         )
         for bucket in buckets(weights):
-            if group is None:
+            if self._way == "ipc":
+                await self._hand_over(bucket)
+            elif group is None:
                 data = await asyncio.to_thread(_encoded, bucket)
                 await self._rpc("polyturn_hold", data=data)
             else:
@@ -149,6 +161,15 @@ class VllmEngine(RemoteEngine):
                 await group.broadcast(list(bucket.values()), theirs)
         await self._rpc("polyturn_load_held")
         await self._renamed(version)
+
+    async def _hand_over(self, bucket: Mapping[str, Tensor]) -> None:
+        """Let the workers open the memory that `bucket` lies in; what they are told is plain values, no pickle."""
+        shared = await asyncio.to_thread(SharedBucket, bucket)
+        try:
+            workers = 1 if self._facts is None else self._facts.num_workers
+            await self._rpc("polyturn_open", handles=[shared.handle() for _ in range(workers)], places=shared.places)
+        finally:
+            shared.close()
 
     async def _leave_group(self, name: str) -> None:
         await self._rpc("polyturn_leave", name=name)

@@ -2,6 +2,7 @@
 
     shared_memory   a checkpoint in this machine's memory, which the server reads     the server runs on this machine
     disk            a checkpoint in a folder that both see                            a shared file system
+    ipc             handles of memory, in calls of the server, which opens it         the server runs on this machine
     http            the tensors themselves, in buckets, as calls of the server        wherever its address reaches
     gloo, nccl      a process group with the server's workers; a call names tensors,
                     and they are broadcast                                            a network between both, both ways
@@ -22,7 +23,7 @@ from polyturn.core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Way = Literal["shared_memory", "disk", "http", "gloo", "nccl"]
+Way = Literal["shared_memory", "disk", "ipc", "http", "gloo", "nccl"]
 WAYS: tuple[Way, ...] = get_args(Way)
 FOLDER_WAYS: frozenset[Way] = frozenset({"shared_memory", "disk"})
 """Those in which the server reads a folder by itself."""
@@ -31,21 +32,25 @@ BUCKET_BYTES = 256 * 2**20
 """So much is sent at once; a larger tensor goes alone."""
 
 
-def choose_way(way: Way | Literal["auto"], urls: Sequence[str]) -> Way:
+def choose_way(way: Way | Literal["auto", "group"], urls: Sequence[str], *, has_gpu: bool = False) -> Way:
     """Return the way to the servers at `urls`; none are servers that this process starts. `auto` is shared memory on this
-    machine, and HTTP where a server is on another.
+    machine, and HTTP where a server is on another; `group` is nccl where this process has a GPU, else gloo.
 
     Raises:
-        ConfigError: a server on another machine cannot read this one's memory.
+        ConfigError: a server on another machine cannot read this one's memory, or there is no GPU for nccl.
     """
     far = [url for url in urls if not is_here(url)]
     if way == "auto":
         return "http" if far else "shared_memory"
-    if way == "shared_memory" and far:
+    if way == "group":
+        return "nccl" if has_gpu else "gloo"
+    if way in {"shared_memory", "ipc"} and far:
         raise ConfigError(
-            f"engine.weights is shared_memory, and {far[0]} is another machine, which cannot read this one's memory; use "
-            "http, nccl, or disk with an engine.weights_folder that both machines see"
+            f"engine.weights is {way}, and {far[0]} is another machine, which cannot read this one's memory; use "
+            "http, group, or disk with an engine.weights_folder that both machines see"
         )
+    if way == "nccl" and not has_gpu:
+        raise ConfigError("engine.weights is nccl, which needs a GPU here; use group, gloo, http or shared_memory")
     return way
 
 

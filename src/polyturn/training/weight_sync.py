@@ -8,8 +8,9 @@ So the way itself is proved once, before training:
     canary    change every group of parameters so that a group which did not arrive shows 20 times the noise; push; compare
     then      push the true weights again, compare
 
-and after every later push a probe looks at the version tags and holds the logprobs to 3 times the noise. A group is the
-parameters of one name in all layers (`model.layers.*.mlp.up_proj.weight`).
+and after every later push a probe looks at the version tags and holds the logprobs to 3 times the noise, and checksums say
+that each tensor is the one that was sent (`held_weights.py`). A group is the parameters of one name in all layers
+(`model.layers.*.mlp.up_proj.weight`).
 
 Of a pool every server is looked at by itself. One that is wrong at the start ends the run; one that is wrong later is left
 out and brought up to date (`engines/recovery.py`), and only if none is right does the run end.
@@ -37,6 +38,7 @@ from polyturn.core.sample import TrainSample
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.replica import Replica
 from polyturn.tokens.multimodal import MediaProcessor
+from polyturn.training.held_weights import HeldWeights
 from polyturn.training.weight_probe import Record, WeightProbe
 
 logger = logging.getLogger(__name__)
@@ -121,6 +123,7 @@ class WeightSync:
             vocab_size=vocab_size, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed, media=media
         )
         self._to_checkpoint = to_checkpoint
+        self._held = HeldWeights()
         self._record: Record | None = None
         self._pushed = -1
         self.noise: float | None = None
@@ -139,13 +142,14 @@ class WeightSync:
         if self._pool is not None:
             self._pool.verify = self.verify
         with self._changed([s for own in samples.values() for s in own]) as changes:
-            await self._push(version)
+            sent = await self._push(version)
             seen = await self._sample(version)
             canaries = self._differences(seen)
             effects = {name: self._effects(changes, own) for name, own in seen.items()}
             for name, canary in canaries.items():
                 if canary > min(effects[name].values()) / 4:
                     raise EngineError(self._verdict(name, changes, seen[name], canary))
+            await self._held.learn(self._engines(), sent)
         await self.publish(version)
         report = SyncReport(
             noise=self.noise,
@@ -169,29 +173,32 @@ class WeightSync:
         Raises:
             EngineError: no engine serves them; with several, those that do not are left out and brought up to date.
         """
-        await self._push(version)
+        sent = await self._push(version)
         if self.noise is None:
             raise EngineError("nothing is known yet about this engine's noise; call `start` before `publish`")
         with first_error():
-            async with asyncio.TaskGroup() as tasks:  # both at once: this is time in which nobody trains
+            async with asyncio.TaskGroup() as tasks:  # all at once: this is time in which nobody trains
+                held = tasks.create_task(self._held.problems(version, sent, self._engines()))
                 sampled = tasks.create_task(self._sample(version))
                 recorded = tasks.create_task(self._take_record(version))
         found = self._differences(sampled.result())
         if max(found.values()) > self._limit:  # the largest of a few hundred differences may be a rare one
             again = self._differences(await self._sample(version))
             found = {name: min(value, again[name]) for name, value in found.items() if name in again}
-        wrong = {name: value for name, value in found.items() if value > self._limit}
-        for name, value in wrong.items():
-            problem = EngineError(
-                f"after the sync of version {version} the engine's logprobs differ from the trainer's by {value:.2e}, and "
-                f"before training they differed by {self.noise:.2e}; it does not serve the weights that were sent"
-            )
-            if len(wrong) == len(found) or self._pool is None:
-                raise problem
+        wrong = {name: self._outlier(version, value) for name, value in found.items() if value > self._limit} | held.result()
+        for name, problem in wrong.items():
+            if self._pool is None or set(found) <= set(wrong):
+                raise EngineError(f"{name}: {problem}") from problem
             self._exclude(name, problem)
         if recorded.result() in wrong:
             await self._take_record(version)
         return max(value for name, value in found.items() if name not in wrong)
+
+    def _outlier(self, version: int, value: float) -> EngineError:
+        return EngineError(
+            f"after the sync of version {version} the engine's logprobs differ from the trainer's by {value:.2e}, and "
+            f"before training they differed by {self.noise:.2e}; it does not serve the weights that were sent"
+        )
 
     async def verify(self, engine: Engine, version: int) -> None:
         """Hold an engine that came back to what the right weights of `version` say, or, in the middle of a sync, to the
@@ -200,6 +207,7 @@ class WeightSync:
         Raises:
             EngineError: it serves others, or nothing is known of that version.
         """
+        await self._held.check(engine, version)
         if self._record is not None and self._record.version == version:
             await self._probe.check(engine, self._record, limit=self._limit)
             return
@@ -216,14 +224,22 @@ class WeightSync:
     def _replicas(self) -> dict[str, Replica]:
         return {} if self._pool is None else {replica.name: replica for replica in self._pool.replicas if replica.is_live}
 
+    def _engines(self) -> dict[str, Engine]:
+        """Return name -> each engine, as `_sample` calls them."""
+        if self._pool is None:
+            return {"the engine": self._engine}
+        return {name: replica.engine for name, replica in self._replicas().items()}
+
     def _exclude(self, name: str, problem: EngineError) -> None:
         if self._pool is not None and (replica := self._replicas().get(name)) is not None:
             self._pool.exclude(replica, problem)
 
-    async def _push(self, version: int) -> None:
+    async def _push(self, version: int) -> Mapping[str, Tensor]:
         self._record, self._pushed = None, version
+        weights = self._to_checkpoint(self._source.weights())
         try:
-            await self._engine.update_weights(version, weights=self._to_checkpoint(self._source.weights()))
+            await self._engine.update_weights(version, weights=weights)
+            return weights
         finally:
             self._pushed = -1  # from here on the trainer's weights may be others
 

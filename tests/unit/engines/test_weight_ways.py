@@ -32,12 +32,23 @@ def test_auto_is_shared_memory_here_and_http_where_one_server_is_elsewhere():
     assert choose_way("auto", []) == "shared_memory"
     assert choose_way("auto", ["http://127.0.0.1:8000"]) == "shared_memory"
     assert choose_way("auto", ["http://127.0.0.1:8000", "http://192.0.2.7:8000"]) == "http"
-    assert choose_way("nccl", ["http://192.0.2.7:8000"]) == "nccl"
 
 
-def test_shared_memory_of_another_machine_is_refused_with_a_sentence():
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.7:8000 is another machine.*engine\.weights_folder"):
-        choose_way("shared_memory", ["http://192.0.2.7:8000"])
+def test_a_group_is_nccl_where_the_trainer_has_a_gpu_and_gloo_where_not():
+    assert choose_way("group", ["http://192.0.2.7:8000"], has_gpu=True) == "nccl"
+    assert choose_way("group", [], has_gpu=False) == "gloo"
+    assert choose_way("nccl", ["http://192.0.2.7:8000"], has_gpu=True) == "nccl"
+
+
+def test_nccl_without_a_gpu_is_refused_with_a_sentence():
+    with pytest.raises(ConfigError, match=r"engine\.weights is nccl, which needs a GPU here; use group, gloo"):
+        choose_way("nccl", [])
+
+
+@pytest.mark.parametrize("way", ["shared_memory", "ipc"])
+def test_the_memory_of_another_machine_is_refused_with_a_sentence(way):
+    with pytest.raises(ConfigError, match=rf"{way}, and .*192\.0\.2\.7:8000 is another machine.*engine\.weights_folder"):
+        choose_way(way, ["http://127.0.0.1:8000", "http://192.0.2.7:8000"])
 
 
 def test_a_server_on_this_machine_reaches_us_at_loopback():
@@ -52,7 +63,7 @@ def test_buckets_hold_at_most_so_much_and_a_larger_tensor_goes_alone():
 
 def test_the_config_and_the_guide_know_every_way_and_no_other():
     chosen = set(get_args(EngineConfig.model_fields["weights"].annotation))
-    assert chosen == {"auto", *WAYS}
+    assert chosen == {"auto", "group", *WAYS}
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")
     table = guide.split("## The way of the weights")[1].split("\n\n")[1]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == chosen

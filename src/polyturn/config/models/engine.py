@@ -64,9 +64,10 @@ class EngineConfig(Section):
     OrderPolicy."""
     order_kwargs: dict[str, Any] = {}
     """Arguments of the order's class, for instance {age: 2.0} of longest_first."""
-    weights: Literal["auto", "shared_memory", "disk", "http", "gloo", "nccl"] = "auto"
-    """The way of new weights to a server: this machine's memory, a folder that both see, tensors over HTTP, or a process
-    group (gloo between processors, nccl between GPUs). auto is shared_memory, and http where a server is elsewhere."""
+    weights: Literal["auto", "shared_memory", "disk", "ipc", "http", "group", "gloo", "nccl"] = "auto"
+    """The way of new weights to a server: a file in this machine's memory, a folder that both see, handles of memory that
+    the server opens (ipc; on a GPU they stay there), tensors over HTTP, or a process group (gloo between processors, nccl
+    between GPUs; group is nccl where the trainer has a GPU). auto is shared_memory, and http where a server is elsewhere."""
     weights_folder: str | None = None
     """For `weights: disk`: a folder that the servers see too, under the same path."""
     num_slots: int = Field(128, ge=1)

@@ -30,7 +30,20 @@ class WeightLoader:
             "logprobs_mode": str(config.model_config.logprobs_mode),
             "max_model_len": config.model_config.max_model_len,
             "policy": str(config.scheduler_config.policy),
+            "checksums": True,
         }
+
+    def polyturn_checksums(self):
+        """Return the checksum of each tensor, or of the matrix that it was packed from."""
+        from polyturn_weights import checksums
+
+        model = self.model_runner.get_model()
+        packed = {
+            f"{name}.weight (packed)": module.polyturn_checksum
+            for name, module in model.named_modules()
+            if "polyturn_checksum" in vars(module)
+        }
+        return {**checksums([*model.named_parameters(), *model.named_buffers()]), **packed}
 
     def polyturn_load_weights(self, folder):
         """Load the checkpoint in `folder`; return how many tied heads were tied anew."""
@@ -43,6 +56,13 @@ class WeightLoader:
         from safetensors.torch import load
 
         self._polyturn_hold_all(load(base64.b64decode(data)))
+
+    def polyturn_open(self, handles, places):
+        """Keep tensors that lie in memory of the trainer, which this process opens by its own one of `handles`."""
+        from polyturn_weights import cut, open_shared
+
+        memory = open_shared(handles[self.rank])
+        self._polyturn_hold_all({name: tensor.clone() for name, tensor in cut(memory, places).items()})
 
     def polyturn_join(self, host, port, size, name, backend):
         """Join a process group of which the trainer is rank 0."""

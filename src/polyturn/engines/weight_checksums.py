@@ -1,0 +1,184 @@
+"""What a server's tensors are made of, found out by checksums, so that later ones can be held to the trainer's.
+
+    the server's   layers.0.self_attn.qkv_proj.weight   = q_proj + k_proj + v_proj of the trainer's layer 0
+    on two ranks   sum over ranks                       = q_proj + 2 k_proj + 2 v_proj, where the keys' heads are on both
+
+Checksums are additive (`server_side/polyturn_weights.py`), so a fused or sharded tensor's is a small sum of those of its
+parts. Which sum is not looked up in anybody's list of models: while the canary's weights are served all tensors differ, and
+the one sum that comes out right is what that tensor is made of. A tensor that no sum explains (a quantised one, a packed
+copy) is not compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MODULUS = 2**64
+_MAX_PARTS = 3
+_SHOWN = 3
+
+Folds = Mapping[tuple[str, str], int]
+"""(the trainer's name, dtype) -> checksum of that tensor in that dtype."""
+
+
+class HeldTensor(NamedTuple):
+    """One tensor of a server, over all its processes."""
+
+    dtype: str
+    fold: int
+    """The sum over the processes that hold it, or a piece of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a server says that it holds."""
+
+    tensors: Mapping[str, HeldTensor]
+    num_workers: int
+
+    @classmethod
+    def read(cls, workers: Sequence[Mapping[str, str]]) -> Self | None:
+        """Return what each process of a server said; None where it said something else than our checksums."""
+        from polyturn.engines.server_side.polyturn_weights import PREFIX
+
+        tensors: dict[str, HeldTensor] = {}
+        for said in workers:
+            for name, text in said.items():
+                prefix, _, rest = text.partition(" ")
+                dtype, _, fold = rest.partition(" ")
+                if prefix != PREFIX:
+                    return None
+                before = tensors.get(name, HeldTensor(dtype, 0))
+                tensors[name] = HeldTensor(dtype, (before.fold + int(fold, 16)) % _MODULUS)
+        return cls(tensors=tensors, num_workers=max(1, len(workers))) if tensors else None
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """An engine that can say what weights it holds."""
+
+    async def checksums(self) -> Held | None:
+        """Return the checksums of its tensors; None where the server cannot say.
+
+        Raises:
+            EngineLostError: it did not answer.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of a server, as a sum of the trainer's."""
+
+    name: str
+    dtype: str
+    terms: tuple[tuple[int, str], ...]
+    """(how often, the trainer's name)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """What the tensors of one server are made of, as far as that is known."""
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def find(cls, held: Held, weights: Mapping[str, Tensor]) -> Self:
+        """Find out from what a server holds and the weights that it was given, all of which differ."""
+        weights = once_each(weights)
+        dtypes = {tensor.dtype for tensor in held.tensors.values()}
+        folds = fold_all(weights, ((name, dtype) for name in weights for dtype in dtypes))
+        known: dict[tuple[str, int], tuple[tuple[int, str], ...]] = {}
+        for dtype in dtypes:
+            for terms in _sums(list(weights), held.num_workers):
+                known.setdefault((dtype, _total(terms, dtype, folds)), terms)
+        explained = ((name, tensor, known.get((tensor.dtype, tensor.fold))) for name, tensor in held.tensors.items())
+        return cls(tuple(Part(name, tensor.dtype, terms) for name, tensor, terms in explained if terms is not None))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The trainer's tensors that are compared."""
+        return frozenset(name for part in self.parts for _, name in part.terms)
+
+    @property
+    def needed(self) -> frozenset[tuple[str, str]]:
+        """(the trainer's name, dtype) of each checksum that a comparison needs."""
+        return frozenset((name, part.dtype) for part in self.parts for _, name in part.terms)
+
+    def problem(self, held: Held, folds: Folds) -> str | None:
+        """Return which tensors are not what `folds` says; None if all are."""
+        wrong = [
+            f"{part.name} (from {' + '.join(_shown([name for _, name in part.terms]))})"
+            for part in self.parts
+            if (tensor := held.tensors.get(part.name)) is None
+            or tensor != HeldTensor(part.dtype, _total(part.terms, part.dtype, folds))
+        ]
+        if not wrong:
+            return None
+        return f"{', '.join(_shown(wrong))} of {len(self.parts)} tensors"
+
+
+def fold_all(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """Return the checksums of `wanted`, (name, dtype) each."""
+    import torch
+
+    from polyturn.engines.server_side.polyturn_weights import fold
+
+    return {
+        (name, dtype): fold(weights[name].detach().to(getattr(torch, dtype)))
+        for name, dtype in wanted
+        if weights[name].is_floating_point()
+    }
+
+
+def once_each(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of floating point, a tied one under its first name."""
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.numel():
+            first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+    return {name: weights[name] for name in first.values()}
+
+
+def _sums(names: Sequence[str], num_workers: int) -> Iterator[tuple[tuple[int, str], ...]]:
+    """Yield what a server may have made of the tensors of one module, the likeliest first."""
+    copies = [count for count in range(1, num_workers + 1) if num_workers % count == 0]
+    for parts in _modules(names):
+        for size in range(1, min(_MAX_PARTS, len(parts)) + 1):
+            for chosen in itertools.combinations(parts, size):
+                for count in copies:
+                    yield tuple((count, name) for part in chosen for name in part)
+                if size == 1:
+                    continue
+                for single in range(size):  # one of them cut over the ranks, the others on several of them
+                    for count in copies[1:]:
+                        yield tuple((1 if at == single else count, n) for at, part in enumerate(chosen) for n in part)
+
+
+def _modules(names: Sequence[str]) -> list[list[list[str]]]:
+    """Return for each module its parts: a tensor each, or all experts' tensors of one name.
+
+    layers.0.self_attn.{q_proj,k_proj,v_proj,o_proj}.weight  ->  one module of four parts
+    layers.0.mlp.experts.{0,1,…}.{gate_proj,up_proj,down_proj}.weight  ->  one module of three parts
+    """
+    modules: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for name in names:
+        part = re.sub(r"(?<=experts\.)\d+(?=\.)", "*", name)
+        path = part.split(".")
+        modules.setdefault((".".join(path[:-2]), path[-1]), {}).setdefault(part, []).append(name)
+    return [list(parts.values()) for parts in modules.values()]
+
+
+def _total(terms: Iterable[tuple[int, str]], dtype: str, folds: Folds) -> int:
+    return sum(count * folds[name, dtype] for count, name in terms) % _MODULUS
+
+
+def _shown(items: Sequence[str]) -> list[str]:
+    return [*items[:_SHOWN], *([f"{len(items) - _SHOWN} more"] if len(items) > _SHOWN else [])]

@@ -1,0 +1,108 @@
+"""Checksums add up: what a server fused, cut over ranks or padded is held to the trainer's tensors, to the bit."""
+
+import pytest
+import torch
+
+from polyturn.engines.server_side.polyturn_weights import checksums, fold
+from polyturn.engines.weight_checksums import Composition, Held, fold_all
+
+
+def weights(seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "embed_tokens.weight": (10, 8),
+        "norm.weight": (8,),
+        **{f"layers.{n}.self_attn.q_proj.weight": (16, 8) for n in range(2)},
+        **{f"layers.{n}.self_attn.k_proj.weight": (4, 8) for n in range(2)},
+        **{f"layers.{n}.self_attn.v_proj.weight": (4, 8) for n in range(2)},
+        **{f"layers.{n}.self_attn.o_proj.weight": (8, 16) for n in range(2)},
+        **{f"layers.1.mlp.experts.{e}.gate_proj.weight": (6, 8) for e in range(3)},
+        **{f"layers.1.mlp.experts.{e}.up_proj.weight": (6, 8) for e in range(3)},
+    }
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def served(own, dtype=torch.float32):
+    """Return what one process of a server makes of `own`: fused, stacked, padded."""
+    own = {name: tensor.to(dtype) for name, tensor in own.items()}
+    made = {"model.norm": own["norm.weight"]}
+    made["model.embed"] = torch.cat([own["embed_tokens.weight"], torch.zeros(6, 8, dtype=dtype)])
+    for n in range(2):
+        attention = [own[f"layers.{n}.self_attn.{part}_proj.weight"] for part in "qkv"]
+        made[f"model.layers.{n}.qkv"] = torch.cat(attention).t().contiguous()
+        made[f"model.layers.{n}.o"] = own[f"layers.{n}.self_attn.o_proj.weight"]
+    experts = [[own[f"layers.1.mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up")] for e in range(3)]
+    made["model.layers.1.w13"] = torch.stack([torch.cat(both) for both in experts])
+    return made
+
+
+def test_a_fold_ignores_order_adds_up_and_is_zero_for_zeros():
+    a, b = torch.randn(5, 7), torch.randn(3, 7)
+    assert fold(torch.cat([a, b, torch.zeros(2, 7)])) == (fold(a) + fold(b)) % 2**64
+    assert fold(a.t()) == fold(a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_single_bit_changes_it_and_taking_it_changes_nothing(dtype):
+    tensor = torch.randn(100).to(dtype)
+    before = tensor.clone()
+    first = fold(tensor)
+    assert tensor.view(torch.int8).equal(before.view(torch.int8))
+    tensor.view(torch.int8)[17] ^= 1
+    assert fold(tensor) != first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_tensor_is_found_in_what_a_server_made_of_them(dtype):
+    own = weights()
+    held = Held.read([checksums(served(own, dtype).items())])
+    made = Composition.find(held, own)
+    assert made.names == own.keys()
+    assert made.problem(held, fold_all(own, made.needed)) is None
+    later = weights(seed=1)
+    assert made.problem(Held.read([checksums(served(later, dtype).items())]), fold_all(later, made.needed)) is None
+
+
+def test_the_tensor_that_is_not_what_was_sent_is_named_with_its_parts():
+    own = weights()
+    made = Composition.find(Held.read([checksums(served(own).items())]), own)
+    later = weights(seed=1)
+    stale = later | {"layers.1.self_attn.v_proj.weight": own["layers.1.self_attn.v_proj.weight"]}
+    problem = made.problem(Held.read([checksums(served(stale).items())]), fold_all(later, made.needed))
+    assert problem.startswith("model.layers.1.qkv (from layers.1.self_attn.q_proj.weight + layers.1.self_attn.k_proj.weight")
+    assert problem.endswith("of 7 tensors")
+
+
+def test_ranks_that_share_a_tensor_out_or_hold_it_twice_are_added_up():
+    own = weights()
+    qkv = {n: [own[f"layers.{n}.self_attn.{part}_proj.weight"] for part in "qkv"] for n in range(2)}
+
+    def rank(number):
+        made = served(own)
+        for n, (q, k, v) in qkv.items():  # two key heads on four ranks: each is on two of them
+            made[f"model.layers.{n}.qkv"] = torch.cat([q.chunk(4)[number], k.chunk(2)[number // 2], v.chunk(2)[number // 2]])
+            made[f"model.layers.{n}.o"] = own[f"layers.{n}.self_attn.o_proj.weight"].chunk(4, dim=1)[number]
+        made["model.embed"] = made["model.embed"].chunk(4)[number]
+        made["model.layers.1.w13"] = made["model.layers.1.w13"].chunk(2, dim=2)[number % 2]
+        return checksums(made.items())
+
+    made = Composition.find(Held.read([rank(number) for number in range(4)]), own)
+    assert made.names == own.keys()
+    assert {count for part in made.parts for count, _ in part.terms} == {1, 2, 4}
+
+
+def test_a_tensor_that_nothing_explains_is_left_out():
+    own = weights()
+    made = served(own) | {"model.norm": torch.randn(8)}
+    assert Composition.find(Held.read([checksums(made.items())]), own).names == own.keys() - {"norm.weight"}
+
+
+def test_a_tied_head_counts_once():
+    own = weights()
+    own["lm_head.weight"] = own["embed_tokens.weight"]
+    assert Composition.find(Held.read([checksums(served(own).items())]), own).names == own.keys() - {"lm_head.weight"}
+
+
+def test_hashes_that_are_not_ours_are_no_checksums():
+    assert Held.read([{"model.norm": "00112233aabbccdd"}]) is None
+    assert Held.read([]) is None
