@@ -31,6 +31,8 @@ _WHERE = {
     "BaseInteraction": "polyturn.interactions.base",
     "BaseTool": "polyturn.tools.base",
     "tool": "polyturn.tools.function",
+    "FromTask": "polyturn.tools.function",
+    "ToolResponse": "polyturn.tools.schema",
     "MultiTurnScheduler": "polyturn.rollout.scheduler",
     "Reply": "polyturn.rollout.scheduler",
     "Episode": "polyturn.rollout.episode",
@@ -52,7 +54,8 @@ if TYPE_CHECKING:
     from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
     from polyturn.store.stored_run import open_store
     from polyturn.tools.base import BaseTool
-    from polyturn.tools.function import tool
+    from polyturn.tools.function import FromTask, tool
+    from polyturn.tools.schema import ToolResponse
 
 
 def __getattr__(name: str) -> Any:
