@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from polyturn.cli.console import Output
-from polyturn.cli.serve import server_rules
-from polyturn.core.errors import ConfigError, DataError
+from polyturn.cli.listening import needing, show_page
+from polyturn.cli.serve import ServeOptions
+from polyturn.core.errors import DataError
 from polyturn.interactions.desk import POLL_S, Desk
 from polyturn.interactions.terminal import Terminal, TerminalClosedError
 
@@ -29,41 +27,17 @@ def open_desk(folder: Path) -> Desk:
     return Desk(folder)
 
 
-def run(
-    folder: Path,
-    *,
-    host: str,
-    port: int,
-    token: str | None,
-    rate_limit: str | None = None,
-    allowed_hosts: Sequence[str] = (),
-) -> None:
+def run(folder: Path, options: ServeOptions) -> None:
     """Serve the page until interrupted.
 
     Raises:
         ConfigError: what the page needs is not installed, or the address cannot be used.
         DataError: the folder is no desk.
     """
-    try:
-        import uvicorn
-
-        from polyturn.serving.address import bind, is_loopback
-        from polyturn.serving.guard import http_config
+    with needing("view", what="the page"):
         from polyturn.viewer.desk_app import MAX_BODY_BYTES, create_desk_app
-    except ModuleNotFoundError as missing:
-        raise ConfigError(
-            f"{missing.name} is not installed; `pip install 'polyturn[view]'` brings what the page needs"
-        ) from None
     desk = open_desk(folder)
-    if not is_loopback(host) and token is None:
-        token = secrets.token_urlsafe(24)
-    rules = server_rules(host, token, rate_limit=rate_limit, allowed_hosts=allowed_hosts, max_body_bytes=MAX_BODY_BYTES)
-    bound = bind(host, port)
-    name, actual = bound.getsockname()[:2]
-    link = f"http://{f'[{name}]' if ':' in name else name}:{actual}/" + (f"?token={token}" if token else "")
-    Output().fact("answer at", link)
-    server = uvicorn.Server(http_config(create_desk_app(desk, rules=rules), rules))
-    asyncio.run(server.serve(sockets=[bound]))
+    show_page(lambda rules: create_desk_app(desk, rules=rules), options, label="answer at", max_body_bytes=MAX_BODY_BYTES)
 
 
 def run_terminal(folder: Path, *, terminal: Terminal | None = None, num: int | None = None) -> None:

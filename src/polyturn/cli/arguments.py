@@ -13,6 +13,9 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Override keys, for instance train.steps=10 rollout.limits.max_turns=4."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, for instance runs/quickstart.")]
+HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="The next free one is taken if it is in use.")]
+PageTokenFile = Annotated[Path | None, typer.Option(help="File with the token; else one is made where it is needed.")]
 RateLimitOption = Annotated[
     str | None, typer.Option(help="How often one client may ask: 20/s, 600/min, 600/min:50 (with bursts of 50).")
 ]

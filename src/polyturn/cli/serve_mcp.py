@@ -7,17 +7,11 @@ polyturn serve --mcp tools.yaml --stdio              as a client's own process
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from polyturn.cli.listening import listen, needing
 from polyturn.cli.serve import ServeOptions
 from polyturn.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from polyturn.serving.mcp import ToolServer
-
-logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024
 MAX_BODY_BYTES = 8 << 20
@@ -35,10 +29,8 @@ def run(source: Path, options: ServeOptions, *, stdio: bool = False, idle_s: flo
     Raises:
         ConfigError: the tools cannot be built, or the address would be open to others.
     """
-    try:
+    with needing("mcp,serve", what="a server of tools"):
         from polyturn.serving.mcp import ToolServer
-    except ModuleNotFoundError as missing:
-        raise ConfigError(f"{missing.name} is not installed; `pip install 'polyturn[mcp,serve]'` brings it") from None
     from polyturn.tools.executor import ToolBox
     from polyturn.tools.registry import initialize_tools_from_config, load_function_tools
 
@@ -50,20 +42,9 @@ def run(source: Path, options: ServeOptions, *, stdio: bool = False, idle_s: flo
     if stdio:
         asyncio.run(server.serve_stdio())
         return
-    _serve_http(server, options, idle_s=idle_s, names=[tool.name for tool in tools])
-
-
-def _serve_http(server: ToolServer, options: ServeOptions, *, idle_s: float, names: list[str]) -> None:
-    import uvicorn
-
-    from polyturn.serving.address import bind
-    from polyturn.serving.guard import guarded, http_config
+    from polyturn.serving.guard import guarded
 
     rules = options.rules(max_body_bytes=MAX_BODY_BYTES)
     app = server.http_app(idle_s=idle_s, max_sessions=MAX_SESSIONS, max_body_bytes=MAX_BODY_BYTES)
     guarded(app, rules)
-    bound = bind(options.host, options.port)
-    host, port = bound.getsockname()[:2]
-    logger.info("tools %s on http://%s:%d/mcp", ", ".join(names), host, port)
-    config = http_config(app, rules, lifespan="on", timeout_graceful_shutdown=int(options.grace_s))
-    uvicorn.Server(config).run(sockets=[bound])
+    listen(app, options, rules, what=f"tools {', '.join(tool.name for tool in tools)}", path="/mcp")

@@ -5,42 +5,22 @@
     GET /api/runs/0/trajectories   a page of the table: ?min_reward=1&split=train&sort=reward&offset=100
     GET /api/runs/0/trajectory     one: ?id=g5/2&step=12&split=train
 
-Text of the environment is never HTML: the page writes it as text, and the content policy lets no script run but its own.
-Who may look is decided by the rules that all servers share (`serving/rules.py`): on the loopback address this machine under
-a name of its own, elsewhere whoever has the token, from the link that is printed at the start.
+What is asked for a page itself, its files and its rules are those of all pages (`viewer/pages.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from polyturn.core.errors import PolyturnError, one_line
-from polyturn.serving.guard import guarded
 from polyturn.serving.rules import ServerRules
+from polyturn.viewer.pages import page_app
 from polyturn.viewer.run_view import RunView
 
-STATIC = Path(__file__).parent / "static"
-_FILES = {
-    "app.js": "text/javascript",
-    "charts.js": "text/javascript",
-    "pages.js": "text/javascript",
-    "style.css": "text/css",
-}
-COOKIE = "polyturn_viewer"
 MAX_BODY_BYTES = 1 << 20
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
 _PAGING = ("sort", "desc", "offset", "limit")
 MAX_LIMIT = 1000
 
@@ -52,34 +32,18 @@ def create_app(runs: Sequence[RunView], *, rules: ServerRules | None = None) -> 
         runs: What is shown, in this order.
         rules: What is demanded of every request; the token may come as `?token=` once and is kept in a cookie then.
     """
-    app = FastAPI(title="polyturn viewer", docs_url=None, redoc_url=None, openapi_url=None)
-    rules = rules or ServerRules(max_body_bytes=MAX_BODY_BYTES)
-    guarded(app, dataclasses.replace(rules, for_browsers=True, cookie=COOKIE))
-
-    @app.middleware("http")
-    async def with_headers(request: Request, call_next: Any) -> Response:
-        response: Response = await call_next(request)
-        response.headers.update(HEADERS)
-        return response
-
-    @app.exception_handler(PolyturnError)
-    async def refused(request: Request, problem: PolyturnError) -> Response:
-        return JSONResponse({"detail": one_line(problem)}, 422)
+    app = page_app(
+        "polyturn viewer",
+        page="index.html",
+        files=("app.js", "charts.js", "pages.js", "style.css"),
+        cookie="polyturn_viewer",
+        rules=rules or ServerRules(max_body_bytes=MAX_BODY_BYTES),
+    )
 
     def view(number: int) -> RunView:
         if not 0 <= number < len(runs):
             raise HTTPException(404, f"there is no run {number}; there are {len(runs)}")
         return runs[number]
-
-    @app.get("/")
-    def page() -> Response:
-        return FileResponse(STATIC / "index.html", media_type="text/html")
-
-    @app.get("/static/{name}")
-    def static(name: str) -> Response:
-        if name not in _FILES:
-            raise HTTPException(404, "there is no such file")
-        return FileResponse(STATIC / name, media_type=_FILES[name])
 
     @app.get("/api/runs")
     def all_runs() -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from polyturn.cli.arguments import AllowHosts, RateLimitOption, RunFolder
+from polyturn.cli.arguments import AllowHosts, HostOption, PageTokenFile, PortOption, RateLimitOption, RunFolder
 from polyturn.core.errors import ConfigError
 
 
@@ -68,20 +68,20 @@ def rescore(
 
 def view(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or a folder that holds runs.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The next free one is taken if it is in use.")] = 7860,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token; else one is made where it is needed.")
-    ] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 7860,
+    token_file: PageTokenFile = None,
     rate_limit: RateLimitOption = None,
     allow_host: AllowHosts = None,
 ) -> None:
     """Look at runs in the browser, while they train and after: curves, conversations, every token."""
     from polyturn.cli import view as command
-    from polyturn.cli.serve import read_token
+    from polyturn.cli.serve import ServeOptions
 
-    token = None if token_file is None else read_token(token_file)
-    command.run(runs, host=host, port=port, token=token, rate_limit=rate_limit, allowed_hosts=allow_host or [])
+    options = ServeOptions(
+        host=host, port=port, token_file=token_file, rate_limit=rate_limit, allowed_hosts=tuple(allow_host or ())
+    )
+    command.run(runs, options)
 
 
 def report(

@@ -12,7 +12,16 @@ from typing import Annotated
 
 import typer
 
-from polyturn.cli.arguments import AllowHosts, EmbedModelOption, EmbedOption, Overrides, RateLimitOption
+from polyturn.cli.arguments import (
+    AllowHosts,
+    EmbedModelOption,
+    EmbedOption,
+    HostOption,
+    Overrides,
+    PageTokenFile,
+    PortOption,
+    RateLimitOption,
+)
 from polyturn.core.errors import ConfigError
 
 
@@ -24,8 +33,8 @@ def serve(
     max_turns: Annotated[int | None, typer.Option(min=1, help="Turns of an episode at most.")] = None,
     plugins: Annotated[list[str] | None, typer.Option(help="Python file that registers plug-ins; may be repeated.")] = None,
     engine: Annotated[str | None, typer.Option(help="embedded, vllm or sglang.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The next free one is taken if it is in use.")] = 8000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
     token_file: Annotated[Path | None, typer.Option(help="File with the token; else POLYTURN_TOKEN is read.")] = None,
     openai: Annotated[
         bool,
@@ -113,20 +122,20 @@ def serve(
 def answer(
     desk: Annotated[Path, typer.Argument(help="The folder that `desk` of a human user names.")],
     terminal: Annotated[bool, typer.Option("--terminal", help="Answer here instead of on a page.")] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The next free one is taken if it is in use.")] = 7870,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token; else one is made where it is needed.")
-    ] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 7870,
+    token_file: PageTokenFile = None,
     rate_limit: RateLimitOption = None,
     allow_host: AllowHosts = None,
 ) -> None:
     """Answer conversations as their user: those of a run whose interaction is a human user at a desk."""
     from polyturn.cli import answer as command
-    from polyturn.cli.serve import read_token
+    from polyturn.cli.serve import ServeOptions
 
     if terminal:
         command.run_terminal(desk)
         return
-    token = None if token_file is None else read_token(token_file)
-    command.run(desk, host=host, port=port, token=token, rate_limit=rate_limit, allowed_hosts=allow_host or [])
+    options = ServeOptions(
+        host=host, port=port, token_file=token_file, rate_limit=rate_limit, allowed_hosts=tuple(allow_host or ())
+    )
+    command.run(desk, options)

@@ -1,0 +1,69 @@
+"""What the pages of this package have in common: static files, headers, rules, and problems as sentences.
+
+    GET /                the page           GET /static/{name}    what it loads
+    PolyturnError        422 {"detail": "there is no trajectory 'g9/9'; …"}
+
+Text of the environment is never HTML: the pages write it as text, and the content policy lets no script run but their own.
+Who may look is decided by the rules that all servers share (`serving/rules.py`): on the loopback address this machine under
+a name of its own, elsewhere whoever has the token, from the link that is printed at the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+
+from polyturn.core.errors import PolyturnError
+from polyturn.serving.guard import guarded
+from polyturn.serving.rules import ServerRules
+
+STATIC = Path(__file__).parent / "static"
+_TYPES = {".js": "text/javascript", ".css": "text/css"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def page_app(title: str, *, page: str, files: Sequence[str], cookie: str, rules: ServerRules) -> FastAPI:
+    """Return an application that serves a page and the files that it loads, without its data yet.
+
+    Args:
+        title: Its name.
+        page: The page, a file of the static folder.
+        files: The further files of that folder that may be asked for.
+        cookie: Keeps the token, which may come as `?token=` once.
+        rules: What is demanded of every request.
+    """
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
+    guarded(app, dataclasses.replace(rules, for_browsers=True, cookie=cookie))
+
+    @app.middleware("http")
+    async def with_headers(request: Request, call_next: Any) -> Response:
+        response: Response = await call_next(request)
+        response.headers.update(_HEADERS)
+        return response
+
+    @app.exception_handler(PolyturnError)
+    async def refused(request: Request, problem: PolyturnError) -> Response:
+        return JSONResponse({"detail": " ".join(str(problem).split())}, 422)
+
+    @app.get("/")
+    def index() -> Response:
+        return FileResponse(STATIC / page, media_type="text/html")
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, "there is no such file")
+        return FileResponse(STATIC / name, media_type=_TYPES[Path(name).suffix])
+
+    return app
