@@ -47,6 +47,9 @@ class Adapter:
     """Whether an action is all that the model wrote, for environments that score its form; else it has no reasoning."""
     takes_rows: bool = False
     """Whether an environment is made of a row, so that tasks come from data.train and not from seeds."""
+    replays: bool = False
+    """Whether the same seed and the same actions always draw the same answers, and cost nothing but time: a conversation in
+    flight then goes on after a restart, its environment reset and acted in again. An environment may say it as well."""
     score: str = "sum"
     """What an episode is worth where the config does not say: the `sum` of the rewards, or the `last` one."""
 

@@ -27,6 +27,8 @@ class _Closes(Protocol):
 class Gem(Adapter):
     """Environments of GEM."""
 
+    replays = True
+
     def __init__(self, name: str, id: str, kwargs: Mapping[str, Any], *, base: Path | None = None) -> None:
         super().__init__(name, id, kwargs, base=base)
         with _same_root_logger():

@@ -55,6 +55,8 @@ _WORD = re.compile(r"[A-Za-z_]+|\d+")
 class Gymnasium(Adapter):
     """Environments of Gymnasium."""
 
+    replays = True
+
     def __init__(self, name: str, id: str, kwargs: Mapping[str, Any], *, base: Path | None = None) -> None:
         super().__init__(name, id, kwargs, base=base)
         self._package: Any = require("gymnasium", install=INSTALL, needed_by=name)

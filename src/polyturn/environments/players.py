@@ -17,7 +17,7 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did_you_mean
 from polyturn.core.registry import import_attr
@@ -33,6 +33,15 @@ class Player(Protocol):
 
     def act(self, observation: str) -> str | Awaitable[str]:
         """Return its move; plain or async."""
+        ...
+
+
+@runtime_checkable
+class Recalls(Protocol):
+    """A player that can be put back into a game."""
+
+    def recall(self, observation: str, said: str) -> Any:
+        """Return its move again; what it `said` in an earlier process is to be the same. Plain or async."""
         ...
 
 
@@ -65,6 +74,10 @@ class RandomPlayer:
         self._offered = moves_in(observation) or self._offered
         return self._random.choice(self._offered)
 
+    def recall(self, observation: str, said: str) -> str:
+        """Draw it again."""
+        return self.act(observation)
+
 
 class WrittenPlayer:
     """A function of the observation, or an object that is called with it."""
@@ -74,6 +87,10 @@ class WrittenPlayer:
 
     def act(self, observation: str) -> Any:
         """Return what the function says."""
+        return self._play(observation)
+
+    def recall(self, observation: str, said: str) -> Any:
+        """Ask the function again, which may remember the game."""
         return self._play(observation)
 
 
@@ -96,6 +113,11 @@ class EndpointPlayer:
         except (KeyError, IndexError, TypeError) as problem:
             raise EngineError(f"{place.url} answered nothing that can be read as a move: {answer!r:.200}") from problem
         self._messages.append({"role": "assistant", "content": said})
+        return said
+
+    def recall(self, observation: str, said: str) -> str:
+        """Remember the move; the model is not asked again."""
+        self._messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": said}]
         return said
 
 

@@ -23,6 +23,7 @@ RETRY = "That is not right. Try again."
 class ReasoningGym(Adapter):
     """Data sets of Reasoning Gym."""
 
+    replays = True
     instructions = "Write your final answer between <answer> and </answer>."
     score = "last"
 

@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyturn.core.errors import DataError, SchedulerError, did_you_mean
+from polyturn.core.errors import DataError, NoSnapshotError, SchedulerError, SnapshotError, did_you_mean
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter
-from polyturn.environments.players import MakePlayer, Player
+from polyturn.environments.players import MakePlayer, Player, Recalls
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.env import EnvStep, Seated, observed
 from polyturn.rollout.env_session import EnvSession
@@ -91,6 +91,10 @@ class EnvScheduler(MultiTurnScheduler):
         self._opponents: dict[int, Player] = {}
         self._earned: dict[int, float] = {}
         """What each seat earned so far."""
+        self._moves: list[int | str] = []
+        """All actions: the policy's by their turns, opponents' as they said them."""
+        self._is_recorded = False
+        """Whether the latest answer is recorded with its turn already, in an earlier process."""
 
     def check_task(self, task: Task) -> None:
         """Refuse a task that names no environment of this run."""
@@ -103,17 +107,12 @@ class EnvScheduler(MultiTurnScheduler):
 
     async def on_trajectory_start(self, episode: Episode) -> None:
         """Make the environment, let opponents move who move first, and show what it shows."""
-        place = episode.task.extra[ENV]
-        stage = self._stages[place["name"]]
-        self._stage, self._seats, self._earned, self._ended = stage, {}, {}, None
-        make = functools.partial(stage.adapter.make_for, episode.task)
-        self._session = EnvSession(place["name"], make, {}, call=functools.partial(episode.call, self))
-        shown = await self._session.reset(seed=place["seed"])
+        place, session = self._begin(episode)
+        shown = await session.reset(seed=place["seed"])
         if not isinstance(shown, Seated):
             self._show_first(episode, shown, name=place["name"])
             return
-        players = enumerate(stage.players_of(episode.task))
-        self._opponents = {s: make(derive_seed(episode.id, SEAT, s)) for s, make in players if make is not None}
+        self._seat_opponents(episode)
         self._answer = EnvStep.of(shown, name=place["name"])
         await self._opponents_move(episode)
         if self._ended is None:
@@ -131,8 +130,9 @@ class EnvScheduler(MultiTurnScheduler):
             if own is None:
                 messages = _opened(episode.task.prompt, self._answer.observation)
                 own = self._seats[seat] = episode.fork(agent=_agent(seat), messages=messages)
-            elif own.turns:
+            elif own.turns and not self._is_recorded:
                 own.record(own.turns[-1], Reply(messages=self._answer.observation, goes_on=not self._answer.observation))
+            self._is_recorded = False
             if (limit := await own.prepare()) is not None:
                 return self._stopped(own, limit)
             turn = await own.generate()
@@ -146,6 +146,7 @@ class EnvScheduler(MultiTurnScheduler):
         if turn.message.tool_calls and episode.tool_schemas:
             return None  # a tool of the run is to answer first
         acting = self._answer.seat
+        self._moves.append(turn.index)
         await self._act(self._stage.action_of(turn))
         turn.scores["env"] = turn.scores.get("env", 0.0) + self._answer.reward
         turn.info.update(self._answer.info)
@@ -162,11 +163,82 @@ class EnvScheduler(MultiTurnScheduler):
             return await episode.call_tools(turn)
         return Reply(messages=self._answer.observation, goes_on=not self._answer.observation)
 
+    async def snapshot(self, episode: Episode) -> dict[str, Any]:
+        """Return what the environment keeps; or its trace, and the moves that lead there.
+
+        Raises:
+            NoSnapshotError: it offers neither, or an opponent cannot be put back into the game.
+        """
+        assert self._session is not None
+        stuck = next((seat for seat, player in self._opponents.items() if not isinstance(player, Recalls)), None)
+        if stuck is not None:
+            raise NoSnapshotError(f"the player of seat {stuck} cannot be put back into a game")
+        if self._seats and not self._session.replays:
+            raise NoSnapshotError(f"the game {self._session.name!r} is not declared to replay")
+        kept = {"trace": self._session.trace} if self._seats else await self._session.snapshot()
+        return {
+            **kept,
+            "moves": list(self._moves),
+            "seat": self._answer.seat if self._seats else None,
+            "earned": {str(seat): earned for seat, earned in self._earned.items()},
+        }
+
+    async def restore(self, episode: Episode, state: Mapping[str, Any]) -> None:
+        """Make the environment again, where `state` left it; one that is replayed answers as it did.
+
+        Raises:
+            SnapshotError: it does not, or an opponent moves otherwise.
+        """
+        place, session = self._begin(episode)
+        if state["seat"] is not None:
+            await self._replay(episode, session, state, seed=place["seed"])
+            self._seats, self._is_recorded = {state["seat"]: episode}, True
+        else:
+            turns = {turn.index: turn for turn in episode.turns}
+            actions = [self._stage.action_of(turns[m]) for m in state["moves"]]
+            await session.restore(state, seed=place["seed"], actions=actions)
+        self._moves = list(state["moves"])
+        self._earned = {int(seat): earned for seat, earned in state["earned"].items()}
+
+    async def _replay(self, episode: Episode, session: EnvSession, state: Mapping[str, Any], *, seed: int) -> None:
+        """Let a game be played again, up to where it stood."""
+        if "trace" not in state:
+            raise SnapshotError(f"the game {session.name!r} was kept in another way; it cannot be replayed")
+        self._seat_opponents(episode)
+        self._answer = EnvStep.of(await session.reset(seed=seed), name=session.name)
+        turns = {turn.index: turn for turn in episode.turns}
+        for move in state["moves"]:
+            if isinstance(move, str):
+                player, seen = self._opponents.get(self._answer.seat), "\n".join(m.text for m in self._answer.observation)
+                if not isinstance(player, Recalls):
+                    raise SnapshotError(f"the player of seat {self._answer.seat} cannot be put back into a game")
+                said = await episode.call(self, player.recall, seen, move, of=f"the player of seat {self._answer.seat}:")
+                if said != move:
+                    raise SnapshotError(f"the player of seat {self._answer.seat} moves otherwise when a game is replayed")
+                await self._act(move)
+            else:
+                await self._act(self._stage.action_of(turns[move]))
+        session.check_trace(state["trace"])
+
     async def on_trajectory_end(self, episode: Episode) -> None:
         """Close the environment."""
         self._seats, self._opponents = {}, {}
         if self._session is not None:
             await self._session.close()
+
+    def _begin(self, episode: Episode) -> tuple[Mapping[str, Any], EnvSession]:
+        """Return where the episode is acted out, and its environment, not made yet."""
+        place = episode.task.extra[ENV]
+        stage = self._stages[place["name"]]
+        self._stage, self._seats, self._opponents, self._earned, self._moves = stage, {}, {}, {}, []
+        self._ended, self._is_recorded = None, False
+        make, call = functools.partial(stage.adapter.make_for, episode.task), functools.partial(episode.call, self)
+        self._session = EnvSession(place["name"], make, {}, call=call, replays=stage.adapter.replays)
+        return place, self._session
+
+    def _seat_opponents(self, episode: Episode) -> None:
+        players = enumerate(self._stage.players_of(episode.task))
+        self._opponents = {s: make(derive_seed(episode.id, SEAT, s)) for s, make in players if make is not None}
 
     def _show_first(self, episode: Episode, shown: Any, *, name: str) -> None:
         if isinstance(shown, str):
@@ -189,6 +261,7 @@ class EnvScheduler(MultiTurnScheduler):
             said = await episode.call(self, player.act, seen, of=f"the player of seat {self._answer.seat}:")
             if not isinstance(said, str):
                 raise SchedulerError(f"the player of seat {self._answer.seat} answered {said!r:.100}; it must return a text")
+            self._moves.append(said)
             await self._act(said)
             self._credit()
 

@@ -32,6 +32,8 @@ MAX_PLAYERS = 16
 class TextArena(Adapter):
     """Games of TextArena."""
 
+    replays = True
+
     def __init__(self, name: str, id: str, kwargs: Mapping[str, Any], *, base: Path | None = None) -> None:
         super().__init__(name, id, kwargs, base=base)
         self._package: Any = require("textarena", install=INSTALL, needed_by=name)

@@ -3,18 +3,23 @@
 Separate from the scheduler that drives it because everything here is foreign code that may raise, hang or come too late. A
 plain method runs in a thread and no two of one environment run at once: one that is past its deadline still runs when the
 episode is over, so the thread it runs in closes the environment as soon as it comes back.
+
+After a restart an environment takes up what its own `snapshot` returned; or, where the same seed and the same actions always
+draw the same answers (`replays = True`), it is reset and acted in again, and its `trace`, a digest of all that it answered,
+says whether it stands where it stood.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from polyturn.core.errors import NoSnapshotError
+from polyturn.core.errors import NoSnapshotError, SnapshotError
 from polyturn.core.snapshots import Seam
 from polyturn.rollout.env import Env, EnvStep, first_shown
 
@@ -26,7 +31,13 @@ class EnvSession:
     """An environment from its making to its end."""
 
     def __init__(
-        self, name: str, make: Callable[..., Env], config: Mapping[str, Any], *, call: Callable[..., Awaitable[Any]]
+        self,
+        name: str,
+        make: Callable[..., Env],
+        config: Mapping[str, Any],
+        *,
+        call: Callable[..., Awaitable[Any]],
+        replays: bool = False,
     ) -> None:
         """Make nothing yet.
 
@@ -35,6 +46,7 @@ class EnvSession:
             make: Its class.
             config: Its arguments.
             call: Calls foreign code with a deadline, `Episode.call`.
+            replays: Whether the same seed and the same actions always draw the same answers.
         """
         self.name = name
         self._make = make
@@ -47,6 +59,23 @@ class EnvSession:
         self._num_busy = 0
         """Plain methods of it that run in a thread: one, or none."""
         self._is_over = False
+        self._replays = replays
+        self._answers = hashlib.blake2b(digest_size=8)
+
+    @property
+    def keeps_itself(self) -> bool:
+        """Whether the environment says itself how it survives a restart."""
+        return Seam.of(self._open, label="").why_not is None
+
+    @property
+    def replays(self) -> bool:
+        """Whether it stands where it stood once it is reset with the same seed and took the same actions."""
+        return self._replays or inspect.getattr_static(self._open, "replays", False) is True
+
+    @property
+    def trace(self) -> str:
+        """A digest of all that it answered so far."""
+        return self._answers.hexdigest()
 
     async def reset(self, *, seed: int) -> Any:
         """Make the environment and return what it shows first.
@@ -55,37 +84,59 @@ class EnvSession:
             SchedulerError: it raised or was late.
         """
         env = await self._ask(self.make)
-        return first_shown(await self._ask(env.reset, seed=seed))
+        shown = first_shown(await self._ask(env.reset, seed=seed))
+        self._answers.update(repr(shown).encode("utf-8", "replace"))
+        return shown
 
-    async def snapshot(self) -> Any:
-        """Return what the environment keeps; None where it keeps nothing.
-
-        Raises:
-            NoSnapshotError: it offers no snapshot.
-            SchedulerError: it raised or was late.
-        """
-        seam = self._seam()
-        return None if seam.snapshot is None else await self._ask(seam.snapshot)
-
-    async def restore(self, state: Any, *, seed: int) -> None:
-        """Make the environment again and let it take up `state`; one that keeps nothing is reset.
+    async def snapshot(self) -> Mapping[str, Any]:
+        """Return what the environment keeps, or else the trace of one that is replayed.
 
         Raises:
-            NoSnapshotError: it offers no snapshot any more.
+            NoSnapshotError: it offers neither.
             SchedulerError: it raised or was late.
         """
-        env = await self._ask(self.make)
-        restore = self._seam().restore
-        if restore is None:
-            await self._ask(env.reset, seed=seed)
-        else:
-            await self._ask(restore, state)
-
-    def _seam(self) -> Seam:
         seam = Seam.of(self._open, label=f"the environment {self.name!r}")
+        if seam.why_not is None:
+            return {"state": None if seam.snapshot is None else await self._ask(seam.snapshot)}
+        if not self.replays:
+            raise NoSnapshotError(seam.why_not)
+        return {"trace": self.trace}
+
+    async def restore(self, kept: Mapping[str, Any], *, seed: int, actions: Iterable[str]) -> None:
+        """Make the environment again and let it take up what `snapshot` returned; one that keeps nothing is reset.
+
+        Args:
+            kept: What `snapshot` returned.
+            seed: What it was reset with.
+            actions: All that it took, for one that is replayed.
+
+        Raises:
+            SnapshotError: it offers no snapshot any more, or answers otherwise than it did.
+            SchedulerError: it raised or was late.
+        """
+        if "trace" in kept:
+            await self.reset(seed=seed)
+            for action in actions:
+                await self.step(action)
+            self.check_trace(kept["trace"])
+            return
+        env = await self._ask(self.make)
+        seam = Seam.of(env, label=f"the environment {self.name!r}")
         if seam.why_not is not None:
             raise NoSnapshotError(seam.why_not)
-        return seam
+        if seam.restore is None:
+            await self._ask(env.reset, seed=seed)
+        else:
+            await self._ask(seam.restore, kept["state"])
+
+    def check_trace(self, trace: str) -> None:
+        """Check that all that it answered is what it answered before.
+
+        Raises:
+            SnapshotError: it is not.
+        """
+        if self.trace != trace:
+            raise SnapshotError(f"the environment {self.name!r} answered otherwise when its actions were replayed")
 
     async def step(self, action: str) -> EnvStep:
         """Take an action.
@@ -94,7 +145,10 @@ class EnvSession:
             SchedulerError: it raised, was late, or answered something that cannot be understood.
         """
         assert self._open is not None
-        return EnvStep.of(await self._ask(self._open.step, action), name=self.name)
+        answer = EnvStep.of(await self._ask(self._open.step, action), name=self.name)
+        said = answer._replace(info={}, rewards=dict(sorted(answer.rewards.items())))
+        self._answers.update(repr(said).encode("utf-8", "replace"))
+        return answer
 
     async def close(self) -> None:
         """Close the environment, if there is one; one that is busy past its deadline is closed when it comes back.

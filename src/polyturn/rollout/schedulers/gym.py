@@ -85,14 +85,14 @@ class Gym(MultiTurnScheduler):
         return Reply(messages=self._answer.observation, goes_on=not self._answer.observation)
 
     async def snapshot(self, episode: Episode) -> Any:
-        """Return what the environment keeps."""
+        """Return what the environment keeps, or its trace."""
         assert self._session is not None
         return await self._session.snapshot()
 
     async def restore(self, episode: Episode, state: Any) -> None:
         """Make the environment again, where `state` left it."""
         self._session, seed = self._new_session(episode)
-        await self._session.restore(state, seed=seed)
+        await self._session.restore(state, seed=seed, actions=[turn.text for turn in episode.turns])
 
     async def on_trajectory_end(self, episode: Episode) -> None:
         """Close the environment."""
