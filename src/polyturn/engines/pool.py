@@ -27,7 +27,7 @@ from polyturn.engines.continuation import nothing
 from polyturn.engines.order import OrderPolicy, make_policy
 from polyturn.engines.recovery import Revivable, Served, Verify, recover
 from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Replica, Waiting
-from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 
 logger = logging.getLogger(__name__)
 
@@ -265,6 +265,8 @@ class EnginePool:
                 self._served = Served(version, None)
         finally:
             self._coming, self._is_pushing = self._served.version, False
+            if isinstance(weights, WrittenWeights):
+                weights.settle()  # who comes back later gets what was written
         self._admit()
 
     async def _one_is_live(self) -> bool:

@@ -23,16 +23,29 @@ _IN_MEMORY = Path("/dev/shm")
 
 
 class WrittenWeights(Mapping[str, Any]):
-    """Weights that lie in a checkpoint already: name -> tensor for whoever wants tensors, a folder for a server."""
+    """Weights that lie in a checkpoint already: name -> tensor for whoever wants tensors, a folder for a server.
 
-    def __init__(self, folder: Path) -> None:
+    While they are pushed for the first time the trainer's own tensors are at hand as well, and tensors are these: what is
+    on a GPU goes from there to servers that take tensors. After `settle` they are the file's.
+    """
+
+    def __init__(self, folder: Path, *, live: Mapping[str, Tensor] | None = None) -> None:
         self.folder = folder
+        self._live = live
+
+    def settle(self) -> None:
+        """Forget the trainer's own tensors, which are about to change."""
+        self._live = None
 
     @cached_property
-    def _tensors(self) -> Mapping[str, Tensor]:
+    def _file(self) -> Mapping[str, Tensor]:
         from safetensors.torch import load_file
 
         return load_file(self.folder / "model.safetensors")
+
+    @property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        return self._file if self._live is None else self._live
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -71,10 +84,11 @@ class WeightFolder:
         self._number += 1
         folder.mkdir()
         shutil.copy(self._config, folder / "config.json")
-        save_file(_once_each(weights), folder / "model.safetensors")
+        live = _once_each(weights)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in live.items()}, folder / "model.safetensors")
         self.drop()
         self._last = folder
-        return WrittenWeights(folder)
+        return WrittenWeights(folder, live=live)
 
     def drop(self) -> None:
         """Remove what was written last."""
@@ -99,4 +113,4 @@ def _once_each(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     first: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, tensor in weights.items():
         first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-    return {name: weights[name].detach().cpu().contiguous() for name in first.values()}
+    return {name: weights[name].detach() for name in first.values()}

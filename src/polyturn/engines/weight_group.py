@@ -13,10 +13,12 @@ from collections.abc import Awaitable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.errors import EngineLostError, one_line
+from polyturn.core.aio import OneThread
+from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.engines.weight_ways import address_towards
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _TIMEOUT = timedelta(seconds=120)
@@ -26,16 +28,23 @@ class WeightGroup:
     """This process's end of a group."""
 
     def __init__(self, url: str, *, name: str, backend: str, num_workers: int) -> None:
-        """Open the meeting point at which the server's workers are to join; `name` must be new to the server."""
+        """Open the meeting point at which the server's workers are to join; `name` must be new to the server.
+
+        Raises:
+            EngineError: the backend cannot work in this process.
+        """
         from torch.distributed import TCPStore
 
         self.name = name
         self.backend = backend
         self.size = 1 + num_workers
         self.host = address_towards(url)
+        self._device = _device(backend)
         self._store = TCPStore(self.host, 0, self.size, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
         self.port = self._store.port
         self._group: Any = None
+        self._thread = OneThread("polyturn-weight-group")
+        """Holds nobody up at the end, if it still waits for a server that has died."""
 
     async def join(self, theirs: Awaitable[Any]) -> None:
         """Make the group; `theirs` is the call in which the server joins.
@@ -57,7 +66,7 @@ class WeightGroup:
 
     async def _together(self, ours: Any, theirs: Awaitable[Any]) -> None:
         """Do both ends at once; where theirs fails, ours is left to its time limit."""
-        own = asyncio.create_task(asyncio.to_thread(ours))
+        own = self._thread.submit(ours)
         other = asyncio.ensure_future(theirs)
         await asyncio.wait({own, other}, return_when=asyncio.FIRST_EXCEPTION)
         if other.done() and (problem := other.exception()) is not None:
@@ -71,9 +80,12 @@ class WeightGroup:
         await other
 
     def _join(self) -> None:
+        import torch
         from torch.distributed import PrefixStore
         from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         store = PrefixStore(self.name, self._store)
         self._group, _ = _new_process_group_helper(
             self.size, 0, [], Backend(self.backend), store, group_name=GroupName(self.name), timeout=_TIMEOUT
@@ -84,12 +96,15 @@ class WeightGroup:
         import torch
         from torch.distributed import BroadcastOptions
 
-        device = torch.device("cuda" if self.backend == "nccl" else "cpu")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # this thread's; a new one starts at the first GPU
         options = BroadcastOptions()
         options.rootRank = 0
-        sent = [tensor.to(device).contiguous() for tensor in tensors]
+        sent = [tensor.to(self._device).contiguous() for tensor in tensors]
         for work in [self._group.broadcast([tensor], options) for tensor in sent]:
             work.wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # before the optimizer changes what is being sent
 
     def close(self) -> None:
         """Leave the group."""
@@ -98,3 +113,21 @@ class WeightGroup:
 
             group, self._group = self._group, None
             destroy_process_group(group)
+
+
+def _device(backend: str) -> torch.device:
+    """Return where this process's end of a group has its tensors.
+
+    Raises:
+        EngineError: this process has no GPU, or a torch without nccl.
+    """
+    import torch
+    from torch.distributed import is_nccl_available
+
+    if backend != "nccl":
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or not is_nccl_available():
+        raise EngineError(
+            "a group over nccl needs a GPU and a torch built with nccl here; set engine.weights to gloo or http"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
