@@ -66,8 +66,15 @@ def changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
         if isinstance(value, Mapping) and isinstance(default, Mapping) and value != default:
             differ[key] = changed(value, default)
         elif key not in defaults or value != default:
-            differ[key] = value
+            differ[key] = written(value) if default is None else value
     return differ
+
+
+def written(section: Any) -> Any:
+    """Return a section that is absent by default without what nobody set: null, and empty mappings."""
+    if not isinstance(section, Mapping):
+        return section
+    return {key: written(value) for key, value in section.items() if value is not None and value != {}}
 
 
 def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ A run that is damaged, half written, empty or of an older version is shown as fa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,14 +20,19 @@ from rich.table import Table
 from rich.text import Text
 
 from polyturn.cli.console import Output
-from polyturn.core.errors import DataError
+from polyturn.core.errors import DataError, did_you_mean
 from polyturn.core.messages import Message
+from polyturn.core.task import Task
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory
 from polyturn.store.schema import StoredTrajectory
 from polyturn.store.stored_run import StoredRun, open_store
-from polyturn.viewer.tokens import TokenTexts, why
+from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, why
 
 COLOURS = {"system": "dim", "user": "cyan", "tool": "yellow", "assistant": "green"}
+BAD = (("failed", "error", "error is not null"), ("with a tool call that failed", "num_tool_errors", "num_tool_errors > 0"))
+"""What is counted beneath a list: its name, the column that tells, and how to list these alone."""
+MAX_TRUTH = 200
+"""Characters of a ground truth that are shown; programs and their tests are longer."""
 TRAINED, UNTRAINED = "black on green", "green"
 TOKEN_COLOURS = {SpanSource.PROMPT: "cyan", SpanSource.OBSERVATION: "yellow"}
 
@@ -91,7 +97,8 @@ def show_one(console: Console, trajectory: Trajectory) -> None:
             _say(console, message.role, _with_media(message), note=failed.get(message.tool_call_id or "", ""))
     reward = trajectory.reward
     error = f": {escape(_clean(trajectory.error))}" if trajectory.error else ""
-    console.print(f"[bold]stopped[/] {trajectory.stop_reason.value}{error}")
+    stopped = trajectory.stop_reason
+    console.print(f"[bold]stopped[/] {stopped.value}{error}[dim]  {STOPPED[stopped]}[/]", soft_wrap=True)
     if reward is not None:
         parts = "  ".join(f"{escape(name)} {value:g}" for name, value in reward.components.items())
         console.print(f"[bold]reward[/] {reward.total:g}   {parts}")
@@ -145,7 +152,34 @@ def _one(out: Output, stored: StoredRun, folder: Path, trajectory: str, *, split
     if tokens:
         show_tokens(out.console, record, TokenTexts(folder))
         return
+    out.text(f"task {_clean(_task(record.trajectory.task))}", style="dim")
     show_one(out.console, record.trajectory)
+    if record.split.startswith("train"):
+        out.text(f"{_learnt(record)}; token by token: polyturn show {folder} {_clean(trajectory)} --tokens", style="dim")
+
+
+def _task(task: Task) -> str:
+    """Return what a reader needs to know of a task to judge its episode."""
+    parts = [task.id]
+    if task.data_source is not None:
+        parts.append(f"of {task.data_source}")
+    if task.ground_truth is not None:
+        truth = str(task.ground_truth)
+        parts.append(f"ground truth {truth[:MAX_TRUTH]}{'…' if len(truth) > MAX_TRUTH else ''}")
+    if task.interaction is not None:
+        parts.append(f"interaction {task.interaction.name}")
+    return "  ".join(parts)
+
+
+def _learnt(record: StoredTrajectory) -> str:
+    """Return what training made of an episode."""
+    trained = record.trained
+    if trained.dropped is not None:
+        return f"not trained: {DROPPED.get(trained.dropped, trained.dropped)}"
+    if record.trajectory.is_failed or trained.advantages is None or not len(trained.advantages):
+        return "not trained"
+    low, high = float(trained.advantages.min()), float(trained.advantages.max())
+    return f"trained with advantage {low:.3g}" if low == high else f"trained with advantages from {low:.3g} to {high:.3g}"
 
 
 def _list(out: Output, folder: Path, rows: Sequence[dict[str, object]], *, limit: int) -> None:
@@ -154,7 +188,13 @@ def _list(out: Output, folder: Path, rows: Sequence[dict[str, object]], *, limit
     for row in rows[-limit:]:
         table.add_row(*(Text(_cell(row[name])) for name in columns))
     out.table(table)
-    out.text(f"{len(rows)} trajectories; one of them: polyturn show {folder} {rows[-1]['id']}")
+    out.text(f"{len(rows)} trajectories; one of them: polyturn show {folder} {_clean(str(rows[-1]['id']))}")
+    ends = Counter(str(row["stop_reason"]) for row in rows)
+    facts = [f"{number} {_clean(reason)}" for reason, number in ends.most_common()]
+    for name, column, condition in BAD:
+        if number := sum(bool(row[column]) for row in rows):
+            facts.append(f'{number} {name} (--where "{condition}")')
+    out.text(f"of these: {', '.join(facts)}", style="dim")
 
 
 def _cell(value: object) -> str:
@@ -166,6 +206,9 @@ def _nothing(folder: Path, stored: StoredRun, *, split: str | None, where: str |
         return f"{folder}: not one of its {len(stored.problems)} parts of trajectories can be read"
     asked = (f" of the split {split!r}" if split else "") + (f" where {where}" if where else "")
     hint = "" if asked else "; if it has just begun, they come with its first step"
+    if split is not None and where is None:
+        hint = did_you_mean(split, {str(name) for name in stored.table(["split"])["split"].to_pylist()})
+        hint = f".{hint}"
     return f"{folder} has no trajectories{asked}{hint}"
 
 

@@ -24,7 +24,7 @@ from polyturn.core.trajectory import SpanSource, ToolResult, Trajectory
 from polyturn.store.parquet_store import FOLDER
 from polyturn.store.schema import INDEX_COLUMNS, StoredTrajectory
 from polyturn.store.stored_run import StoredRun
-from polyturn.viewer.tokens import TokenTexts, why, why_weight
+from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, why, why_weight
 
 MAX_TOKENS = 20_000
 """Tokens of one segment that a page shows; the rest is counted."""
@@ -209,8 +209,10 @@ class RunView:
             "task": _cut(_plain(to_json(task))),
             "reward": reward,
             "stop_reason": one.stop_reason.value,
+            "stop_meaning": STOPPED[one.stop_reason],
             "error": one.error,
             "dropped": record.trained.dropped,
+            "dropped_meaning": DROPPED.get(record.trained.dropped or "", record.trained.dropped),
             "metrics": _plain(to_json(one.metrics)),
             "messages": list(_conversation(one)),
             "segments": [self._segment(record, number) for number in range(len(one.segments))],

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyturn.core.errors import one_line
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory
 from polyturn.store.schema import Trained
 
@@ -26,6 +27,19 @@ DROPPED = {
     "not_taken": "its group was not among those that the step trained on",
 }
 """`Trained.dropped` -> what a reader is told; another reason is shown as it is."""
+
+STOPPED = {
+    StopReason.STOP: "the model finished, and nothing answered",
+    StopReason.ENV_DONE: "an interaction, a tool, the environment or the scheduler ended it",
+    StopReason.LENGTH: "a completion was cut, at rollout.limits.max_tokens_per_turn",
+    StopReason.MAX_TURNS: "no turn is left, of rollout.limits.max_turns or max_user_turns",
+    StopReason.MAX_TOKENS: "no token is left, of rollout.limits.max_tokens",
+    StopReason.CONTEXT_FULL: "the context is full: rollout.limits.max_context, or what the model holds",
+    StopReason.TIMEOUT: "the time of rollout.limits.timeout_s is over",
+    StopReason.ERROR: "it failed, and is left out of the loss",
+    StopReason.ABORTED: "it was cut off, and is left out of the loss",
+}
+"""Why a trajectory ended -> what a reader is told."""
 
 
 class TokenTexts:

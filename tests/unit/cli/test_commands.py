@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from polyturn.build import model_folder
 from polyturn.cli import console as console_module
 from polyturn.cli import train as train_command
 from polyturn.cli.main import main
-from polyturn.cli.runs import model_folder, new_run_folder
+from polyturn.cli.runs import new_run_folder
 from polyturn.core.errors import CheckpointError
 from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import Called, call_command, write_tiny_run
@@ -127,7 +129,7 @@ def test_dry_run_shows_the_first_task_with_its_tokens_and_the_cost_and_writes_no
         "TFLOP",
     ):
         assert words in called.out
-    assert "clip_low" not in called.out, "a default is no news"
+    assert "clip_low" not in called.out and "null" not in called.out, "a default is no news"
     assert "6 to train on; evaluation sets: greedy (2 tasks)" in called.out
     assert not (tmp_path / "runs").exists() and is_quiet(called)
 
@@ -188,8 +190,14 @@ def test_show_lists_trajectories_and_shows_one_as_a_conversation(trained: tuple[
     listed = call("show", run_of(config), "--split", "train", "-n", 4)
     assert listed.code == 0 and len([x for x in listed.out.splitlines() if x.startswith("g")]) == 4
     assert "18 trajectories; one of them: polyturn show" in listed.out
+    assert re.search(r"of these: (\d+ \w+(, )?)+", listed.out), "why they ended, and how many"
     one = call("show", run_of(config), "g0/0")
     assert "How loud is mouse" in one.out and "turn 0" in one.out and "reward" in one.out
+    assert re.search(r"task mouse-\d  of tiny .*interaction coach", one.out)
+    assert re.search(r"stopped \w+  (a completion was cut|no turn is left|the model finished)", one.out)
+    assert re.search(r"trained with advantage|not trained: every member of its group had the same reward", one.out)
+    no_split = call("show", run_of(config), "--split", "eval")
+    assert "no trajectories of the split 'eval'. Known: 'eval/greedy', 'train'." in no_split.err
     unknown = call("show", run_of(config), "g0/9")
     assert unknown.code == 2 and "no trajectory 'g0/9'" in unknown.err
     nowhere = call("show", config.parent / "nothing")

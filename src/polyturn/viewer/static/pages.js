@@ -171,11 +171,11 @@ export async function one(run, values) {
 }
 
 function heading(data) {
-  const facts = [["step", data.step], ["split", data.split], ["group", data.group], ["task", data.task.id], ["stopped", data.stop_reason], ["reward", data.reward ? short(data.reward.total) : "–"]];
+  const facts = [["step", data.step], ["split", data.split], ["group", data.group], ["task", data.task.id], ["stopped", `${data.stop_reason} (${data.stop_meaning})`], ["reward", data.reward ? short(data.reward.total) : "–"]];
   const parts = data.reward ? Object.entries(data.reward.components) : [];
   return el("div", {}, el("h2", {}, `Trajectory ${data.id}`), el("div", { class: "facts" }, ...facts.map(([k, v]) => el("span", {}, `${k} `, el("b", {}, String(v)))), ...parts.map(([k, v]) => el("span", { class: "muted" }, `${k} ${short(v)}`))),
     data.error ? el("div", { class: "problem" }, data.error) : null,
-    data.dropped ? el("div", { class: "problem" }, `Left out of training: ${data.dropped}`) : null);
+    data.dropped ? el("div", { class: "problem" }, `Left out of training: ${data.dropped_meaning}`) : null);
 }
 
 function message(m, differs = false) {
