@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import re
 from collections.abc import Sequence
-from typing import overload
 
 from polyturn.build.place import Place
 from polyturn.config.models import EnvConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
-from polyturn.data.dataset import Changed, WithSystem
+from polyturn.data.sequences import Changed, Joined, WithSystem
 from polyturn.environments.base import Adapter, at_stage
 from polyturn.environments.players import seat_players
 from polyturn.environments.registry import find_adapter
@@ -118,32 +116,6 @@ class Staged(Changed):
 
     def __init__(self, tasks: Sequence[Task], *, split: str, score: str) -> None:
         super().__init__(tasks, at_stage(split=split, score=score))
-
-
-class Joined(Sequence[Task]):
-    """The tasks of several environments, one behind the other."""
-
-    def __init__(self, parts: Sequence[Sequence[Task]]) -> None:
-        self._parts = parts
-        self._ends = list(itertools.accumulate(len(p) for p in parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        start = 0
-        for part, end in zip(self._parts, self._ends, strict=True):
-            if place < end:
-                return part[place - start]
-            start = end
-        raise IndexError(f"task {index} of {len(self)}")
 
 
 def _adapter(one: EnvConfig, place: Place) -> Adapter:

@@ -24,9 +24,10 @@ from polyturn.core.errors import ConfigError, DataError, TemplateError
 from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.data.dataset import DatasetSummary, Subset, TaskDataset, WithSystem, check_tasks, generate_tasks
+from polyturn.data.dataset import DatasetSummary, TaskDataset, check_tasks, generate_tasks
 from polyturn.data.mix import MixSettings, MixState, TaskMix
 from polyturn.data.sampler import Curriculum, TaskSampler
+from polyturn.data.sequences import Subset, WithSystem
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.interactions.scene import check_row, check_setup
 from polyturn.rollout.context import RolloutContext

@@ -11,26 +11,25 @@ everything once, before any training time is spent.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import glob
 import inspect
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
-from polyturn.core.messages import Message
 from polyturn.core.registry import import_attr
 from polyturn.core.task import Task, select_tools
 from polyturn.data.rows import task_from_row
+from polyturn.data.sequences import TaskSequence
 from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
 
 
@@ -114,7 +113,7 @@ class DatasetSummary:
     """How many tasks may call at least one of the configured tools."""
 
 
-class TaskDataset(Sequence[Task]):
+class TaskDataset(TaskSequence):
     """The tasks of one or more files, in the order of the files."""
 
     def __init__(self, parts: Sequence[_Part], *, split: str) -> None:
@@ -146,79 +145,11 @@ class TaskDataset(Sequence[Task]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self._task(i) for i in range(*index.indices(len(self)))]
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"task {index} of {len(self)}")
-        return self._task(position)
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self._task(i) for i in range(len(self)))
-
     def _task(self, index: int) -> Task:
         part = bisect.bisect_right(self._ends, index)
         number = index - (self._ends[part - 1] if part else 0)
         source = self._parts[part]
         return task_from_row(source.row(number), index=index, split=self.split, source=str(source.path), row_number=number)
-
-
-class Changed(Sequence[Task]):
-    """Tasks, each changed when it is looked at."""
-
-    def __init__(self, tasks: Sequence[Task], change: Callable[[Task], Task]) -> None:
-        self._tasks = tasks
-        self._change = change
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self._change(task) for task in self._tasks[index]]
-        return self._change(self._tasks[index])
-
-
-class WithSystem(Changed):
-    """Tasks, with a system message where they have none."""
-
-    def __init__(self, tasks: Sequence[Task], system: str) -> None:
-        self._message = Message(role="system", content=system)
-        super().__init__(tasks, self._with)
-
-    def _with(self, task: Task) -> Task:
-        if task.prompt[0].role in ("system", "developer"):
-            return task
-        return dataclasses.replace(task, prompt=(self._message, *task.prompt))
-
-
-class Subset(Sequence[Task]):
-    """Some of the tasks of a sequence."""
-
-    def __init__(self, tasks: Sequence[Task], indices: Sequence[int]) -> None:
-        self._tasks = tasks
-        self._indices = list(indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self._tasks[i] for i in self._indices[index]]
-        return self._tasks[self._indices[index]]
 
 
 def generate_tasks(path: str, *, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:

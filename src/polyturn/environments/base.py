@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from polyturn.core.errors import ConfigError, MissingModuleError, SchedulerError
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
+from polyturn.data.sequences import TaskSequence
 from polyturn.rollout.env import Env
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
@@ -116,7 +117,7 @@ class Adapter:
         """Let go of what the run shares, such as a server. Called once, when the run ends."""
 
 
-class SeedTasks(Sequence[Task]):
+class SeedTasks(TaskSequence):
     """A task for each seed, made when asked for."""
 
     def __init__(self, name: str, seeds: Sequence[int], *, prompt: str = "") -> None:
@@ -127,20 +128,8 @@ class SeedTasks(Sequence[Task]):
     def __len__(self) -> int:
         return len(self._seeds)
 
-    def __iter__(self) -> Iterator[Task]:
-        return (self._task(seed) for seed in self._seeds)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self._task(seed) for seed in self._seeds[index]]
-        return self._task(self._seeds[index])
-
-    def _task(self, seed: int) -> Task:
-        return env_task(self._name, seed=seed, prompt=self._prompt)
+    def _task(self, index: int) -> Task:
+        return env_task(self._name, seed=self._seeds[index], prompt=self._prompt)
 
 
 def env_task(name: str, *, seed: int, prompt: Sequence[Message], **fields: Any) -> Task:

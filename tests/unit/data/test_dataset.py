@@ -13,7 +13,8 @@ import pytest
 from polyturn.core.errors import ConfigError, DataError, MissingAttributeError
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
-from polyturn.data.dataset import TaskDataset, WithSystem, check_tasks, generate_tasks
+from polyturn.data.dataset import TaskDataset, check_tasks, generate_tasks
+from polyturn.data.sequences import WithSystem
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:

@@ -1,0 +1,97 @@
+"""TaskSequence: tasks that are made, read or changed only when somebody looks at them, and what can be made of such ones.
+
+    WithSystem(Subset(TaskDataset.open("train.parquet", split="train"), [4, 7]), "Be brief.")[1]   ->  Task(id="train-7", …)
+
+Separate because a sequence has a length, slices and negative indices whatever its tasks come from. A class here says how
+many there are and what one is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
+
+from polyturn.core.messages import Message
+from polyturn.core.task import Task
+
+
+class TaskSequence(Sequence[Task]):
+    """Tasks, each made when it is looked at; a subclass has `__len__` and `_task`."""
+
+    @abstractmethod
+    def _task(self, index: int) -> Task:
+        """Return task `index`, which is one of `range(len(self))`."""
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self._task(i) for i in range(len(self))[index]]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        return self._task(index % len(self))
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self._task(i) for i in range(len(self)))
+
+
+class Changed(TaskSequence):
+    """Tasks, each changed when it is looked at."""
+
+    def __init__(self, tasks: Sequence[Task], change: Callable[[Task], Task]) -> None:
+        self._tasks = tasks
+        self._change = change
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def _task(self, index: int) -> Task:
+        return self._change(self._tasks[index])
+
+
+class WithSystem(Changed):
+    """Tasks, with a system message where they have none."""
+
+    def __init__(self, tasks: Sequence[Task], system: str) -> None:
+        self._message = Message(role="system", content=system)
+        super().__init__(tasks, self._with)
+
+    def _with(self, task: Task) -> Task:
+        if task.prompt[0].role in ("system", "developer"):
+            return task
+        return dataclasses.replace(task, prompt=(self._message, *task.prompt))
+
+
+class Subset(TaskSequence):
+    """Some of the tasks of a sequence."""
+
+    def __init__(self, tasks: Sequence[Task], indices: Sequence[int]) -> None:
+        self._tasks = tasks
+        self._indices = list(indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def _task(self, index: int) -> Task:
+        return self._tasks[self._indices[index]]
+
+
+class Joined(TaskSequence):
+    """The tasks of several sequences, one behind the other."""
+
+    def __init__(self, parts: Sequence[Sequence[Task]]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(len(p) for p in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _task(self, index: int) -> Task:
+        part = bisect.bisect_right(self._ends, index)
+        return self._parts[part][index - (self._ends[part - 1] if part else 0)]
