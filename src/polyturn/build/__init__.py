@@ -19,7 +19,8 @@ from polyturn.build.parts import (
     build_scheduler,
     build_tools,
 )
-from polyturn.build.place import Place
+from polyturn.build.place import Place, model_folder
+from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.build.ranks import check_ranks, follow_leader, lead
 from polyturn.build.tasks import (
     RunTasks,
@@ -37,6 +38,7 @@ from polyturn.build.tasks import (
 from polyturn.build.training import build_estimator, build_policy, build_trainer, exporter, warm_start_samples
 
 __all__ = [
+    "FurtherPolicies",
     "Parts",
     "Place",
     "RunTasks",
@@ -49,6 +51,7 @@ __all__ = [
     "build_media",
     "build_model",
     "build_parts",
+    "build_policies",
     "build_policy",
     "build_records",
     "build_rewarder",
@@ -69,6 +72,7 @@ __all__ = [
     "follow_leader",
     "for_endpoint",
     "lead",
+    "model_folder",
     "settle",
     "warm_start_samples",
 ]

@@ -34,6 +34,11 @@ def cluster_parts(place: Place) -> Parts:
             f"engine has kind {config.engine.kind!r}, process {config.engine.process!r}, update {config.engine.update!r}; "
             "on a cluster the replicas are embedded engines with in_flight updates, so leave these at their defaults"
         )
+    if config.policies:
+        raise ConfigError(
+            f"policies names {', '.join(map(repr, config.policies))} and the run is on a Ray cluster, where each worker "
+            "would hold them again; serve them beside the run and give their addresses (base_url, url), or drop --ray"
+        )
     try:
         from polyturn.cluster.clients import RayPool
         from polyturn.cluster.placement import Cluster, Need

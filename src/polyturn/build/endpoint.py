@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from polyturn.build.parts import build_interactions, build_rewarder, build_scheduler, build_tools, build_watchdog
 from polyturn.build.place import Place
+from polyturn.build.policies import build_policies
 from polyturn.build.tasks import check_use
 from polyturn.core.errors import ConfigError
 from polyturn.core.generation import SamplingParams
@@ -44,14 +45,16 @@ def build_endpoint_context(place: Place, endpoint: Endpoint) -> RolloutContext:
         logger.info("rollout.limits.max_tokens is not applied: only the server counts its tokens")
     codec = text_codec()
     tools = build_tools(place, codec=codec)
-    scheduler = build_scheduler(place)
+    policies = build_policies(place)
+    scheduler = build_scheduler(place, policies)
     return RolloutContext(
         engine=ChatEngine(dataclasses.replace(endpoint, max_tokens=limits.max_tokens_per_turn)),
         codec=codec,
         parser=build_parser(codec, "hermes", needs_calls=bool(tools.tools)) if tools.tools else HermesParser(),
         tools=tools,
-        interactions=build_interactions(place),
-        rewarder=build_rewarder(place, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward),
+        also=tuple(one.engine for one in policies.by_name.values()),
+        interactions=build_interactions(place, policies),
+        rewarder=build_rewarder(place, policies, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward),
         scheduler=scheduler,
         limits=Limits(
             max_turns=limits.max_turns,

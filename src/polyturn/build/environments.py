@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from polyturn.build.place import Place
+from polyturn.build.policies import FurtherPolicies
 from polyturn.config.models import EnvConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.protocols import Tool
@@ -38,7 +39,7 @@ def env_configs(place: Place) -> list[EnvConfig]:
     return found
 
 
-def build_env_scheduler(place: Place) -> MultiTurnScheduler:
+def build_env_scheduler(place: Place, policies: FurtherPolicies) -> MultiTurnScheduler:
     """Make what drives the episodes of the run's environments.
 
     Raises:
@@ -58,7 +59,7 @@ def build_env_scheduler(place: Place) -> MultiTurnScheduler:
         adapter = _adapter(one, place)
         if (scheduler := adapter.scheduler()) is not None:
             own[one.name] = scheduler
-        stages[one.name] = _stage(one, adapter, place)
+        stages[one.name] = _stage(one, adapter, place, policies)
     if own and len(stages) > 1:
         raise ConfigError(
             f"env {next(iter(own))!r} drives its episodes itself, so it must be the only environment of a run; env names "
@@ -125,11 +126,11 @@ def _adapter(one: EnvConfig, place: Place) -> Adapter:
     return place.adapters[one.name]
 
 
-def _stage(one: EnvConfig, adapter: Adapter, place: Place) -> Stage:
+def _stage(one: EnvConfig, adapter: Adapter, place: Place, policies: FurtherPolicies) -> Stage:
     if adapter.num_seats == 1 and (one.seats or one.eval_seats):
         raise ConfigError(f"env {one.name!r} has one player and env.seats is {one.seats or one.eval_seats!r:.200}; drop it")
     seats, eval_seats = (
-        seat_players(given, num_seats=adapter.num_seats, name=one.name, base=place.base)
+        seat_players(given, num_seats=adapter.num_seats, name=one.name, base=place.base, policies=policies.by_name)
         for given in (one.seats, one.eval_seats or one.seats)
     )
     return Stage(

@@ -14,6 +14,7 @@ from polyturn.build.engine import build_engine
 from polyturn.build.environments import build_env_scheduler, build_env_tools
 from polyturn.build.model import build_codec, build_media, build_model
 from polyturn.build.place import Place
+from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.config.models import (
     LimitsConfig,
     OverlongConfig,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from polyturn.engines.process import ProcessEngine
     from polyturn.training.team import Team
 
+NO_POLICIES = FurtherPolicies()
 _NUM_TRIALS = 9
 """Random dialogues that a run tries its template with, besides the canned ones; `polyturn check` tries more."""
 
@@ -71,10 +73,17 @@ class Parts:
     context: RolloutContext
     template: TemplateReport
     max_context: int
+    policies: FurtherPolicies = NO_POLICIES
+    """Those that speak and are not trained."""
     team: Team | None = None
     """The ranks that train together; None where this process trains alone."""
     pool: RayPool | None = None
     """The workers of a cluster that run the episodes; None where this process runs them."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent generating so far, by all policies."""
+        return self.engine.busy_s + self.policies.busy_s
 
 
 def build_parts(place: Place, *, checkpoint: Path | None = None, engine: Any = None) -> Parts:
@@ -105,7 +114,8 @@ def build_parts(place: Place, *, checkpoint: Path | None = None, engine: Any = N
     template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)
     template.require()
     media = build_media(place, codec, model)
-    scheduler = build_scheduler(place)
+    policies = build_policies(place, model=model, codec=codec)
+    scheduler = build_scheduler(place, policies)
     engine = engine or build_engine(
         place, model, tokenizer=tokenizer, media=media, max_context=max_context, checkpoint=checkpoint
     )
@@ -122,8 +132,9 @@ def build_parts(place: Place, *, checkpoint: Path | None = None, engine: Any = N
             base=place.base,
         ),
         tools=tools,
-        interactions=build_interactions(place),
-        rewarder=build_rewarder(place, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward),
+        also=tuple(one.engine for one in policies.by_name.values()),
+        interactions=build_interactions(place, policies),
+        rewarder=build_rewarder(place, policies, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward),
         scheduler=scheduler,
         limits=_limits(config.rollout.limits, max_context),
         sampling=sampling_params(config.rollout.sampling, config.rollout.limits),
@@ -145,6 +156,7 @@ def build_parts(place: Place, *, checkpoint: Path | None = None, engine: Any = N
         context=context,
         template=template,
         max_context=max_context,
+        policies=policies,
     )
 
 
@@ -189,17 +201,19 @@ def build_watchdog(config: RolloutConfig) -> LoopWatchdog | None:
     return None if config.watchdog_s is None else LoopWatchdog(limit_s=config.watchdog_s)
 
 
-def build_interactions(place: Place) -> Mapping[str, Any]:
+def build_interactions(place: Place, policies: FurtherPolicies = NO_POLICIES) -> Mapping[str, Any]:
     """Make the interactions of the file or the list."""
     source = place.config.rollout.interactions
     if source is None:
         return {}
     if isinstance(source, str):
-        return initialize_interactions_from_config(place.base / source)
-    return initialize_interactions_from_config({"interaction": source}, base=place.base)
+        return initialize_interactions_from_config(place.base / source, policies=policies.by_name)
+    return initialize_interactions_from_config({"interaction": source}, base=place.base, policies=policies.by_name)
 
 
-def build_rewarder(place: Place, *, scores_turns: bool = False, may_be_given: bool = False) -> RewardRouter:
+def build_rewarder(
+    place: Place, policies: FurtherPolicies = NO_POLICIES, *, scores_turns: bool = False, may_be_given: bool = False
+) -> RewardRouter:
     """Make what scores finished trajectories; the flags say what the run's scheduler scores."""
     reward = place.config.reward
     return RewardRouter(
@@ -225,6 +239,7 @@ def build_rewarder(place: Place, *, scores_turns: bool = False, may_be_given: bo
         ),
         scores_turns=scores_turns,
         may_be_given=may_be_given,
+        policies=policies.by_name,
         base=place.base,
     )
 
@@ -250,14 +265,14 @@ def _overlong(config: OverlongConfig, limits: LimitsConfig) -> Overlong | None:
     return Overlong(max_tokens=limit, buffer=config.buffer, penalty=config.penalty)
 
 
-def build_scheduler(place: Place) -> MultiTurnScheduler:
+def build_scheduler(place: Place, policies: FurtherPolicies = NO_POLICIES) -> MultiTurnScheduler:
     """Make the scheduler.
 
     Raises:
         ConfigError: the name leads to none, it does not take its arguments, or nothing would end its episodes.
     """
     if place.config.env is not None:
-        return build_env_scheduler(place)
+        return build_env_scheduler(place, policies)
     rollout = place.config.rollout
     name, kwargs = rollout.scheduler or "default", dict(rollout.scheduler_kwargs)
     limits = rollout.limits
@@ -278,8 +293,9 @@ def build_scheduler(place: Place) -> MultiTurnScheduler:
         from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 
         return AgentLoopScheduler(found)
-    if callable(found) and has_parameter(found, "base"):
-        kwargs.setdefault("base", place.base)
+    for key, value in (("base", place.base), ("policies", policies.by_name)):
+        if callable(found) and has_parameter(found, key):
+            kwargs.setdefault(key, value)
     try:
         inspect.signature(found).bind(**kwargs)
     except TypeError as problem:

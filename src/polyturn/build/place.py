@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.config.models import (
     RunConfig,
 )
+from polyturn.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from polyturn.environments.base import Adapter
@@ -32,3 +33,19 @@ def folder_or_name(source: str, base: Path) -> str:
     """Return a folder relative to the config where there is one, else the name of a model on the hub."""
     local = base / source
     return str(local) if local.is_dir() else source
+
+
+def model_folder(path: Path | None) -> Path | None:
+    """Return the Hugging Face folder that a checkpoint's name means: a model's, a checkpoint's, or a run's latest.
+
+    Raises:
+        CheckpointError: there is no model there.
+    """
+    if path is None:
+        return None
+    steps = [*path.glob("step-*/model"), *path.glob("checkpoints/step-*/model")]
+    candidates = [path, path / "model", *sorted(steps, reverse=True)]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():
+            return candidate
+    raise CheckpointError(f"there is no model in {path}; name a folder with config.json, a checkpoint, or a run's folder")

@@ -58,6 +58,8 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.training.checkpoint import Checkpoints
     from polyturn.training.flights import FOLDER, Flights
+    from polyturn.training.followers import Followers
+    from polyturn.training.hf import plain_weights
     from polyturn.training.loop import Trainer
     from polyturn.training.state import LoopSettings
 
@@ -102,11 +104,12 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         freeze=functools.partial(_frozen_export, parts),
         flights=flights if parts.pool is None else None,
         observer=observer,
-        engine_busy_s=lambda: parts.engine.busy_s,
+        engine_busy_s=lambda: parts.busy_s,
         engine_metrics=_engine_metrics(parts),
         channel=_gated(parts, _channel(parts, policy)),
         fingerprint=parts.context.codec.fingerprint,
         sampler=build_sampler(place, tasks.train),
+        followers=Followers(parts.policies.followers, weights=functools.partial(plain_weights, parts.model)),
         trains_in_thread=not isinstance(parts.engine, EmbeddedEngine),
     )
 
@@ -178,10 +181,11 @@ def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
 
 
 def _engine_metrics(parts: Parts) -> Callable[[], Mapping[str, float]]:
-    """Return what tells how the engine's servers fared since it was last asked."""
+    """Return what tells how the engine's servers fared since it was last asked, and what further policies did."""
     from polyturn.engines.pool import EnginePool
 
-    return parts.engine.read_metrics if isinstance(parts.engine, EnginePool) else dict
+    of_servers = parts.engine.read_metrics if isinstance(parts.engine, EnginePool) else dict
+    return lambda: {**of_servers(), **parts.policies.read_metrics()}
 
 
 def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from polyturn import build
 from polyturn.cli.console import Output, stderr_console
-from polyturn.cli.runs import keep_tokenizer, model_folder, new_run_folder, open_place
+from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
@@ -50,7 +50,7 @@ def run(
     given = [] if model is None else _model_overrides(str(Path(model).resolve()) if Path(model).is_dir() else model)
     place, resolved = open_place(path, [*given, *overrides])
     sets = _sets(place)
-    parts = build.build_parts(place, checkpoint=model_folder(checkpoint))
+    parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
     tasks = build.fitting(parts, sets[0].tasks, name="evaluation.data")
     sets = [dataclasses.replace(one, tasks=tasks) for one in sets]
     build.check_run(parts, tasks, name="evaluation.data")
@@ -118,7 +118,7 @@ async def _all(
             found = statistics(result.groups, success_at=which.success_at, seed=config.seed)
             out[which.name] = Found(report=result.report, statistics=found)
     finally:
-        await engine.close()
+        await context.close()
     return out
 
 

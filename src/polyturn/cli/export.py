@@ -13,7 +13,7 @@ from pathlib import Path
 
 from polyturn import build
 from polyturn.cli.console import Output
-from polyturn.cli.runs import model_folder, open_place
+from polyturn.cli.runs import open_place
 from polyturn.core.errors import CheckpointError, ConfigError
 
 
@@ -31,7 +31,7 @@ def run(source: Path, *, out: Path, config: Path | None = None) -> None:
     """
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise ConfigError(f"{out} is there already; name a new folder, or remove it")
-    model = model_folder(source)
+    model = build.model_folder(source)
     assert model is not None
     if (model / "config.json").is_file():
         _copy(model, out)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyturn import build
 from polyturn.cli.console import Output, stderr_console
-from polyturn.cli.runs import keep_tokenizer, model_folder, new_run_folder, open_place
+from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.cli.show import trajectory_table
 from polyturn.config.load import write_resolved
 from polyturn.core.task import Task
@@ -34,7 +34,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_ta
     """Run `num_tasks` groups of `train.group_size` members and record them."""
     place, resolved = open_place(path, overrides)
     config = place.config
-    parts = build.build_parts(place, checkpoint=model_folder(checkpoint))
+    parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
     tasks = build.build_train_tasks(place)
     tasks = some_of(build.fitting(parts, tasks, name="data.train"), num_tasks, of_each=isinstance(config.env, list))
     build.check_run(parts, tasks, name="data.train")
@@ -53,7 +53,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_ta
             GroupSpec(id=f"g{i}", task=task, size=config.train.group_size, seed=config.seed) for i, task in enumerate(tasks)
         ]
         groups = await pool.run(specs)
-        await parts.engine.close()
+        await parts.context.close()
         return groups
 
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:

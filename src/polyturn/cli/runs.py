@@ -1,4 +1,4 @@
-"""What several commands need: opening a config, the folder of a run, the weights that an option names."""
+"""What several commands need: opening a config, the folder of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from polyturn.build import Parts, Place
 from polyturn.cli.console import quiet_transformers
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import CheckpointError
 
 
 def open_place(path: Path, overrides: Sequence[str]) -> tuple[Place, dict[str, Any]]:
@@ -28,22 +27,6 @@ def new_run_folder(wanted: Path) -> Path:
         folder = wanted.with_name(f"{wanted.name}-{number}")
     folder.mkdir(parents=True)
     return folder
-
-
-def model_folder(path: Path | None) -> Path | None:
-    """Return the Hugging Face folder that `--checkpoint` means: a model's, a checkpoint's, or a run's latest.
-
-    Raises:
-        CheckpointError: there is no model there.
-    """
-    if path is None:
-        return None
-    steps = [*path.glob("step-*/model"), *path.glob("checkpoints/step-*/model")]
-    candidates = [path, path / "model", *sorted(steps, reverse=True)]
-    for candidate in candidates:
-        if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():
-            return candidate
-    raise CheckpointError(f"there is no model in {path}; name a folder with config.json, a checkpoint, or a run's folder")
 
 
 def keep_tokenizer(parts: Parts, folder: Path) -> None:

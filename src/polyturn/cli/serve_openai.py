@@ -67,7 +67,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
         try:
             await service.serve(bind(options.host, options.port), until, grace_s=options.grace_s)
         finally:
-            await parts.engine.close()
+            await parts.context.close()
 
     with ExitStack() as held:
         record = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polyturn import build
 from polyturn.cli.console import Output, stderr_console
-from polyturn.cli.runs import model_folder, new_run_folder, open_place
+from polyturn.cli.runs import new_run_folder, open_place
 from polyturn.cli.train import warm_start
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
@@ -20,7 +20,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     place, resolved = open_place(path, overrides)
     if place.config.warm_start.steps == 0:
         raise ConfigError("warm_start.steps is 0: there is nothing to train; set it, for instance warm_start.steps=200")
-    parts = build.build_parts(place, checkpoint=model_folder(checkpoint))
+    parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
     folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-sft")
     write_resolved(resolved, folder / "config.yaml")
     out = Output()

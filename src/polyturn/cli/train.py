@@ -181,9 +181,9 @@ def _train(
     except PolyturnError as problem:
         curve = f"none: {problem}"
     wall, trained = time.monotonic() - began, warm.train_s + trainer.policy.train_seconds
-    other = 1 - (parts.engine.busy_s + trained) / wall
+    other = 1 - (parts.busy_s + trained) / wall
     out.fact("steps", f"{state.step} in {wall:.0f} s")
-    out.fact("time", f"generation {parts.engine.busy_s:.0f} s, training {trained:.0f} s, the rest {100 * other:.0f} %")
+    out.fact("time", f"generation {parts.busy_s:.0f} s, training {trained:.0f} s, the rest {100 * other:.0f} %")
     out.fact("curve", curve)
     out.fact("checkpoint", trainer.checkpoints.latest())
     if state.best > 0 and (best := trainer.checkpoints.best()) not in (None, trainer.checkpoints.latest()):
@@ -307,4 +307,4 @@ async def _until_done(trainer: Trainer, parts: build.Parts, *, again: str) -> Lo
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-        await parts.engine.close()
+        await parts.context.close()

@@ -17,7 +17,7 @@ import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
 from polyturn.engines.answer_cache import AnswerCache
@@ -96,6 +96,39 @@ class Said:
     completion_tokens: int = 0
     is_cached: bool = False
     """Whether nobody was asked."""
+    version: int | None = None
+    """Of a policy of the run: the version of its weights."""
+
+
+class Voice(Protocol):
+    """Who says one thing at a time: a model behind an endpoint (`ChatVoice`) or a policy of the run (`PolicyVoice`)."""
+
+    num_asked: int
+    """Answers that were given and were in no cache."""
+
+    def require(self) -> None:
+        """Refuse a voice that cannot answer.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        ...
+
+    def in_use(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Keep open between answers what is worth it."""
+        ...
+
+    async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int, session: str | None = None) -> Said:
+        """Answer messages; a session is the id of a conversation that goes on.
+
+        Raises:
+            EngineError: there is no answer.
+        """
+        ...
+
+    async def end(self, session: str) -> None:
+        """Forget a conversation."""
+        ...
 
 
 class ChatVoice:
@@ -147,7 +180,7 @@ class ChatVoice:
         async with self._client.in_use():
             yield
 
-    async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int) -> Said:
+    async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int, session: str | None = None) -> Said:
         """Return what the model says to `messages`, which is the same for the same seed where there is a cache.
 
         Raises:
@@ -177,6 +210,9 @@ class ChatVoice:
         if self._cache is None:
             return said
         return Said(**{**await self._cache.put(asked, asdict(said)), "is_cached": False})
+
+    async def end(self, session: str) -> None:
+        """Forget nothing: an endpoint is told whole conversations."""
 
 
 def without_thoughts(text: str) -> str:

@@ -4,10 +4,12 @@
     seats: [policy, random]                          any move that the game offers in '[brackets]'
     seats: [policy, "opponents.py:careful"]          a function of the observation, or a class that is called with it (and
                                                      made with a `seed`, where it takes one)
+    seats: [policy, opponent]                        a further policy of the run, a key of the section `policies`
+    seats: [policy, {policy: opponent, temperature: 0.5, system: "Play badly."}]
     seats: [policy, {url: "http://…/v1", model: m}]  a model behind an OpenAI-compatible endpoint
 
 An opponent is made for each episode and seat, so it may remember. It is shown the same observations that the policy would be
-shown in its place.
+shown in its place; a further policy of the run also the same prompt before them, and its words are read in the same way.
 """
 
 from __future__ import annotations
@@ -16,16 +18,35 @@ import inspect
 import random
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did_you_mean
+from polyturn.core.generation import SamplingParams
+from polyturn.core.messages import Message
 from polyturn.core.registry import import_attr
+from polyturn.core.seeds import derive_seed
 from polyturn.core.signature import has_parameter
 from polyturn.engines.chat_client import ChatClient, Endpoint, key_from
+from polyturn.engines.other_policy import SAMPLED_WITH, OtherPolicy, Policies, policy_named, sampled_with
+from polyturn.rollout.schedulers.gym import with_text
 
 POLICY = "policy"
 RANDOM = "random"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A place in a game, for the length of one episode."""
+
+    id: str
+    """Unique among those of live episodes."""
+    seed: int
+    prompt: tuple[Message, ...] = ()
+    """What the policy is shown there before what the game shows."""
+    action_of: Callable[[str, Message], str]
+    """Finds the action in what a policy wrote: all of it, and the same read as a message."""
 
 
 class Player(Protocol):
@@ -45,8 +66,17 @@ class Recalls(Protocol):
         ...
 
 
-MakePlayer = Callable[[int], Player]
-"""From the seed of an episode's seat to its player."""
+@runtime_checkable
+class Leaves(Protocol):
+    """A player that holds something until the game is over."""
+
+    async def leave(self) -> None:
+        """Give it back."""
+        ...
+
+
+MakePlayer = Callable[[Seat], Player]
+"""From an episode's seat to its player."""
 
 _MOVE = re.compile(r"\[([^\[\]]{1,40})\]")
 
@@ -65,8 +95,8 @@ def moves_in(observation: str) -> list[str]:
 class RandomPlayer:
     """Makes any of the moves that it was last offered."""
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+    def __init__(self, seat: Seat) -> None:
+        self._random = random.Random(seat.seed)
         self._offered: list[str] = ["[pass]"]
 
     def act(self, observation: str) -> str:
@@ -121,8 +151,63 @@ class EndpointPlayer:
         return said
 
 
+class PolicyPlayer:
+    """A further policy of the run, in the place of the one that is trained."""
+
+    def __init__(self, policy: OtherPolicy, seat: Seat, *, sampling: SamplingParams, system: str | None) -> None:
+        self.name = policy.name
+        self.version: int | None = None
+        """The version of its weights that moved last."""
+        self._policy = policy
+        self._seat = seat
+        self._sampling = sampling
+        self._system = system
+        self._messages: list[Message] = []
+        self._num_moves = 0
+
+    async def act(self, observation: str) -> str:
+        """Return the action in what it says next.
+
+        Raises:
+            EngineError: the game is longer than its context, or its engine is lost.
+        """
+        seat = self._seat
+        self._see(observation)
+        seed = derive_seed(seat.seed, "move", self._num_moves)
+        said = await self._policy.say(self._messages, seed=seed, session=seat.id, sampling=self._sampling)
+        self._messages.append(said.message)
+        self._num_moves += 1
+        self.version = said.version
+        return seat.action_of(said.text, said.message)
+
+    def recall(self, observation: str, said: str) -> str:
+        """Remember the move; it is not asked again."""
+        self._see(observation)
+        self._messages.append(Message(role="assistant", content=said))
+        self._num_moves += 1
+        return said
+
+    def _see(self, observation: str) -> None:
+        if self._messages:
+            self._messages.append(Message(role="user", content=observation))
+            return
+        prompt = tuple(m for m in self._seat.prompt if m.text.strip())
+        if self._system is not None:
+            prompt = (Message(role="system", content=self._system), *(m for m in prompt if m.role != "system"))
+        self._messages += with_text(prompt or (Message(role="user", content=""),), observation)
+
+    async def leave(self) -> None:
+        """Let its engine forget the game."""
+        await self._policy.end(self._seat.id)
+
+
 def seat_players(
-    seats: Sequence[str | Mapping[str, Any]], *, num_seats: int, name: str, base: Path | None
+    seats: Sequence[str | Mapping[str, Any]],
+    *,
+    num_seats: int,
+    name: str,
+    base: Path | None,
+    policies: Policies | None = None,
 ) -> tuple[MakePlayer | None, ...]:
     """Return for each seat what makes its opponent, None where the policy plays. No seats at all: the policy plays them all.
 
@@ -135,28 +220,26 @@ def seat_players(
         raise ConfigError(
             f"env {name!r} is a game of {num_seats} and env.seats has {len(seats)}, {list(seats)!r:.200}; name one each"
         )
-    found = tuple(_maker(seat, name=name, base=base) for seat in seats)
+    found = tuple(_maker(seat, name=name, base=base, policies=policies or {}) for seat in seats)
     if all(maker is not None for maker in found):
         raise ConfigError(f"env {name!r}: the policy plays no seat of {list(seats)!r:.200}; put 'policy' in one of them")
     return found
 
 
-def _maker(seat: str | Mapping[str, Any], *, name: str, base: Path | None) -> MakePlayer | None:
+def _maker(seat: str | Mapping[str, Any], *, name: str, base: Path | None, policies: Policies) -> MakePlayer | None:
     if isinstance(seat, Mapping):
-        return _endpoint_maker(seat, name=name)
+        return _policy_maker(seat, name=name, policies=policies) if "policy" in seat else _endpoint_maker(seat, name=name)
     if seat == POLICY:
         return None
     if seat == RANDOM:
         return RandomPlayer
-    if seat.startswith(POLICY):
-        raise ConfigError(
-            f"env {name!r}: the seat {seat!r} asks for another policy, and a run trains one; let {POLICY!r} play several "
-            "seats, or serve the other model and give its address as {url: …, model: …}"
-        )
+    if seat in policies:
+        return _policy_maker({"policy": seat}, name=name, policies=policies)
     if ":" not in seat and "." not in seat:
+        hint = did_you_mean(seat, [POLICY, RANDOM, *policies])
         raise UnknownNameError(
-            f"env {name!r}: there is no player {seat!r}.{did_you_mean(seat, [POLICY, RANDOM])} Or name a function, "
-            "'file.py:function'"
+            f"env {name!r}: there is no player {seat!r}.{hint} Or name a further model in the section `policies`, or a "
+            "function, 'file.py:function'"
         )
     play: Any = import_attr(seat, base=base)
     if not callable(play):
@@ -165,9 +248,25 @@ def _maker(seat: str | Mapping[str, Any], *, name: str, base: Path | None) -> Ma
         )
     play_or_class: Any = play
     if not inspect.isclass(play):
-        return lambda seed: WrittenPlayer(play_or_class)
+        return lambda seat: WrittenPlayer(play_or_class)
     takes_seed = has_parameter(play_or_class, "seed")
-    return lambda seed: WrittenPlayer(play_or_class(seed=seed) if takes_seed else play_or_class())
+    return lambda seat: WrittenPlayer(play_or_class(seed=seat.seed) if takes_seed else play_or_class())
+
+
+_POLICY_KEYS = ("policy", "system", *SAMPLED_WITH)
+
+
+def _policy_maker(given: Mapping[str, Any], *, name: str, policies: Policies) -> MakePlayer:
+    who = f"env {name!r}, a seat"
+    for key in given:
+        if key not in _POLICY_KEYS:
+            raise UnknownNameError(f"{who}: a further policy of the run has no {key!r}.{did_you_mean(key, _POLICY_KEYS)}")
+    policy = policy_named(given["policy"], policies, who=who)
+    system = given.get("system")
+    if system is not None and (not isinstance(system, str) or not system.strip()):
+        raise ConfigError(f"{who}: system is {system!r:.100}; give a text")
+    sampling = sampled_with(policy, given, who=who)
+    return lambda seat: PolicyPlayer(policy, seat, sampling=sampling, system=system)
 
 
 _ENDPOINT_KEYS = (
@@ -187,4 +286,5 @@ def _endpoint_maker(seat: Mapping[str, Any], *, name: str) -> MakePlayer:
     place = Endpoint(url=str(seat["url"]), model=str(seat["model"]), key=key_from(seat.get("api_key_env")), **passed)
     client = ChatClient(place)
     options = {"temperature": seat["temperature"]} if "temperature" in seat else {}
-    return lambda seed: EndpointPlayer(client, system=seat.get("system"), options=options)
+    system = seat.get("system")
+    return lambda place: EndpointPlayer(client, system=system, options=options)

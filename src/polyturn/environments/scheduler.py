@@ -25,7 +25,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter
-from polyturn.environments.players import MakePlayer, Player, Recalls
+from polyturn.environments.players import Leaves, MakePlayer, Player, PolicyPlayer, Recalls, Seat
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.env import EnvStep, Seated, observed
 from polyturn.rollout.env_session import EnvSession
@@ -63,9 +63,9 @@ class Stage:
         first = int(task.extra[ENV]["seed"]) % len(named) if self.rotates else 0
         return named[-first:] + named[:-first] if first else named
 
-    def action_of(self, turn: LiveTurn) -> str:
-        """Return the action that a turn is."""
-        return self.action_in(turn.text if self.adapter.reads_reasoning else turn.message.text)
+    def action_of(self, text: str, message: Message) -> str:
+        """Return the action that a turn is, from all that was written and from the same read as a message."""
+        return self.action_in(text if self.adapter.reads_reasoning else message.text)
 
     def action_in(self, text: str) -> str:
         """Return the part of a text that is the action; all of it where none is found, which the environment refuses."""
@@ -147,7 +147,7 @@ class EnvScheduler(MultiTurnScheduler):
             return None  # a tool of the run is to answer first
         acting = self._answer.seat
         self._moves.append(turn.index)
-        await self._act(self._stage.action_of(turn))
+        await self._act(self._stage.action_of(turn.text, turn.message))
         turn.scores["env"] = turn.scores.get("env", 0.0) + self._answer.reward
         turn.info.update(self._answer.info)
         if self._seats:
@@ -195,7 +195,7 @@ class EnvScheduler(MultiTurnScheduler):
             self._seats, self._is_recorded = {state["seat"]: episode}, True
         else:
             turns = {turn.index: turn for turn in episode.turns}
-            actions = [self._stage.action_of(turns[m]) for m in state["moves"]]
+            actions = [self._stage.action_of(turns[m].text, turns[m].message) for m in state["moves"]]
             await session.restore(state, seed=place["seed"], actions=actions)
         self._moves = list(state["moves"])
         self._earned = {int(seat): earned for seat, earned in state["earned"].items()}
@@ -217,14 +217,19 @@ class EnvScheduler(MultiTurnScheduler):
                     raise SnapshotError(f"the player of seat {self._answer.seat} moves otherwise when a game is replayed")
                 await self._act(move)
             else:
-                await self._act(self._stage.action_of(turns[move]))
+                await self._act(self._stage.action_of(turns[move].text, turns[move].message))
         session.check_trace(state["trace"])
 
     async def on_trajectory_end(self, episode: Episode) -> None:
         """Close the environment."""
-        self._seats, self._opponents = {}, {}
-        if self._session is not None:
-            await self._session.close()
+        opponents, self._seats, self._opponents = self._opponents, {}, {}
+        try:
+            for player in opponents.values():
+                if isinstance(player, Leaves):
+                    await player.leave()
+        finally:
+            if self._session is not None:
+                await self._session.close()
 
     def _begin(self, episode: Episode) -> tuple[Mapping[str, Any], EnvSession]:
         """Return where the episode is acted out, and its environment, not made yet."""
@@ -238,7 +243,7 @@ class EnvScheduler(MultiTurnScheduler):
 
     def _seat_opponents(self, episode: Episode) -> None:
         players = enumerate(self._stage.players_of(episode.task))
-        self._opponents = {s: make(derive_seed(episode.id, SEAT, s)) for s, make in players if make is not None}
+        self._opponents = {n: make(_seat(episode, self._stage, n)) for n, make in players if make is not None}
 
     def _show_first(self, episode: Episode, shown: Any, *, name: str) -> None:
         if isinstance(shown, str):
@@ -272,6 +277,8 @@ class EnvScheduler(MultiTurnScheduler):
             worth = -1.0 if self._seats else 0.0
         if worth and self._ended is None and reason.is_truncation and own.turns:
             own.turns[-1].scores["env"] = own.turns[-1].scores.get("env", 0.0) + worth
+        if (last := self._last_turn()) is not None:
+            self._tell_opponents(last)
         return reason
 
     def _credit(self) -> None:
@@ -280,10 +287,28 @@ class EnvScheduler(MultiTurnScheduler):
             turns = self._seats[seat].turns if seat in self._seats else []
             if turns:
                 turns[-1].scores["env"] = turns[-1].scores.get("env", 0.0) + reward
-        if self._ended is not None:
-            last = max((e.turns[-1] for e in self._seats.values() if e.turns), key=lambda t: t.index, default=None)
-            if last is not None:
-                last.info["earned"] = {str(seat): earned for seat, earned in sorted(self._earned.items())}
+        if self._ended is not None and (last := self._last_turn()) is not None:
+            last.info["earned"] = {str(seat): earned for seat, earned in sorted(self._earned.items())}
+            self._tell_opponents(last)
+
+    def _last_turn(self) -> LiveTurn | None:
+        """Return the policy's latest turn, in whichever seat."""
+        return max((e.turns[-1] for e in self._seats.values() if e.turns), key=lambda t: t.index, default=None)
+
+    def _tell_opponents(self, turn: LiveTurn) -> None:
+        """Record with a game's last turn which further policies played, and which version of each."""
+        others = {s: p for s, p in sorted(self._opponents.items()) if isinstance(p, PolicyPlayer)}
+        if others:
+            turn.info["opponents"] = {str(s): {"policy": p.name, "version": p.version} for s, p in others.items()}
+
+
+def _seat(episode: Episode, stage: Stage, number: int) -> Seat:
+    return Seat(
+        id=f"{episode.id}:{SEAT} {number}",
+        seed=derive_seed(episode.id, SEAT, number),
+        prompt=episode.task.prompt,
+        action_of=stage.action_of,
+    )
 
 
 def _agent(seat: int) -> str:

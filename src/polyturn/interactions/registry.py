@@ -33,13 +33,17 @@ def get_interaction_class(cls_name: str, *, base: Path | None = None) -> type[An
 
 
 def initialize_interactions_from_config(
-    interaction_config_file: str | Path | Mapping[str, Any], *, base: Path | None = None
+    interaction_config_file: str | Path | Mapping[str, Any],
+    *,
+    base: Path | None = None,
+    policies: Mapping[str, Any] | None = None,
 ) -> dict[str, BaseInteraction]:
     """Build every interaction of a YAML or JSON file, or of a mapping with the same content.
 
     Args:
         interaction_config_file: The file, or {"interaction": [{"class_name": ..., "name": ..., "config": {...}}]}.
         base: The folder that relative paths start from; the file's own folder by default.
+        policies: The run's further policies, for a class that has a parameter of that name.
 
     Returns:
         name -> interaction, in the file's order; the name is also in the interaction's config.
@@ -58,7 +62,8 @@ def initialize_interactions_from_config(
                 f"Duplicate interaction name '{name}' found in {entry.where}; give each interaction its own `name`"
             )
         try:
-            more = {"base": file.base} if has_parameter(cls, "base") else {}
+            offered = {"base": file.base, "policies": policies or {}}
+            more = {key: value for key, value in offered.items() if has_parameter(cls, key)}
             out[name] = cls({**entry.config, "name": name}, **more)
         except Exception as problem:
             raise ConfigError(f"{entry.where}: {entry.class_name}(config) raised {one_line(problem)}") from problem

@@ -5,8 +5,9 @@
 
     row: "interaction": {"name": "user", "goal": "Book a table for two.", "persona": "In a hurry, writes little."}
 
-The model behind it is at an OpenAI-compatible endpoint, or it is the run's own (`model: policy`), whose words are then kept
-under an agent name of their own and not trained. Nothing of a conversation is remembered between two replies but how often
+The model behind it is at an OpenAI-compatible endpoint, a further policy of the run (`policy: NAME`, a key of the section
+`policies`), or the policy that is trained itself (`model: policy`), whose words are then kept under an agent name of their
+own and not trained. Nothing of a conversation is remembered between two replies but how often
 was asked: who it is and how far it got follows from the messages, so branches of a conversation cannot disturb each other.
 """
 
@@ -26,6 +27,7 @@ from polyturn.core.seeds import derive_seed
 from polyturn.engines.chat_voice import (
     ChatVoice,
     Said,
+    Voice,
     VoiceSettings,
     check_positive,
     check_within,
@@ -33,6 +35,7 @@ from polyturn.engines.chat_voice import (
     refuse_unknown,
     without_thoughts,
 )
+from polyturn.engines.other_policy import Policies, PolicyVoice
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.roles import flipped
 from polyturn.interactions.scene import Scene, VoiceOptions
@@ -91,25 +94,29 @@ class UserSettings:
 class SimulatedUser(BaseInteraction):
     """A user that a model plays."""
 
-    def __init__(self, config: dict[str, Any], *, base: Path | None = None) -> None:
-        """Read the config.
+    def __init__(self, config: dict[str, Any], *, base: Path | None = None, policies: Policies | None = None) -> None:
+        """Read the config; `policies` are the run's further ones.
 
         Raises:
             ConfigError: a setting is unknown or cannot work.
         """
         super().__init__(config)
         who = f"the simulated user {self.name!r}"
-        refuse_unknown(config, ["name", *names_of(UserSettings), *names_of(VoiceSettings)], who=who)
+        refuse_unknown(config, ["name", "policy", *names_of(UserSettings), *names_of(VoiceSettings)], who=who)
         self._who = who
         self._settings = _user_settings(config, who=who)
         self.reply_timeout_s: float | None = math.inf  # of the run's own engine, which has deadlines
-        self._voice: ChatVoice | None = None
-        if config.get("model") == POLICY:
+        self._voice: Voice | None = None
+        self._policy: str | None = None
+        if config.get("policy") is not None:
+            self._voice = PolicyVoice.read({"max_tokens": 256, **config}, policies or {}, who=who)
+            self._policy = self._voice.policy.name
+            self._refuse_train(self._policy, who=who)
+        elif config.get("model") == POLICY:
             self._options = _policy_options(config, self._settings, who=who)
         else:
             voice = VoiceSettings.read({"max_tokens": 256, **config}, who=who)
-            if self._settings.train:
-                raise ConfigError(f"{who}: train is on and {voice.model!r} is not the run's own model; set model: {POLICY}")
+            self._refuse_train(voice.model, who=who)
             self._voice = ChatVoice(voice, who=who, base=base)
             self.reply_timeout_s = MAX_EMPTY * voice.deadline_s + 5.0
         self._predicate: Predicate | None = None
@@ -165,11 +172,13 @@ class SimulatedUser(BaseInteraction):
             text, why = text.replace(settings.stop_marker, "").strip(), "marker"
         elif self._predicate is not None and await self._stops([*messages, {"role": "user", "content": text}]):
             why = "predicate"
-        used = {
+        used: dict[str, Any] = {
             "user_tokens": said.completion_tokens,
             "user_prompt_tokens": said.prompt_tokens,
             "user_cached": said.is_cached,
         }
+        if self._policy is not None:
+            used |= {"user_policy": self._policy, "user_policy_version": said.version}
         if why is not None:
             return self._end(text, why=why, number=number, **used)
         return False, text, settings.other_score, {"user_turn": number, **used}
@@ -181,6 +190,9 @@ class SimulatedUser(BaseInteraction):
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """Forget the episode; an id that was never started is a KeyError."""
         live = self._live.pop(instance_id)  # type: ignore[arg-type]
+        if self._voice is not None:
+            for place in live.num_calls:
+                await self._voice.end(self._session(place))
         await live.held.aclose()
 
     async def snapshot(self, instance_id: str) -> dict[str, Any]:
@@ -199,7 +211,8 @@ class SimulatedUser(BaseInteraction):
             live.num_calls[place] = live.num_calls.get(place, 0) + 1
             if self._voice is not None:
                 start = (place, self._settings.seed) if scene is None else (scene.seed, self._settings.seed)
-                said = await self._voice.say(shown, seed=derive_seed(*start, "user", number, attempt))
+                seed = derive_seed(*start, "user", number, attempt)
+                said = await self._voice.say(shown, seed=seed, session=self._session(place))
             elif scene is None:
                 raise InteractionError(f"{self._who} speaks with the run's own model (model: {POLICY}) and there is no run")
             else:
@@ -210,6 +223,13 @@ class SimulatedUser(BaseInteraction):
         raise InteractionError(
             f"{self._who}: its model answered nothing, {MAX_EMPTY} times; raise max_tokens if it thinks first"
         )
+
+    def _session(self, place: str) -> str:
+        return f"{self.name}/{place}"
+
+    def _refuse_train(self, model: str, *, who: str) -> None:
+        if self._settings.train:
+            raise ConfigError(f"{who}: train is on and {model!r} is not the run's own model; set model: {POLICY}")
 
     def _end(self, text: str, *, why: str, number: int, **info: Any) -> tuple[bool, str, float | None, dict[str, Any]]:
         is_own = why in ("marker", "predicate")

@@ -3,6 +3,8 @@
     reward:
       function: {name: judge, kwargs: {base_url: "http://127.0.0.1:8000/v1", model: judge, rubric: "…", low: 0, high: 10}}
 
+    reward: {function: {name: judge, kwargs: {policy: critic, rubric: "…"}}}      a further policy of the run
+
     {"score": 7, "reason": "…"}  or  7      ->  7.0, recorded with its reason
     "I would say seven", 11 of 10, NaN      ->  asked again, then a RewardError; never 0.0
 
@@ -27,12 +29,14 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.engines.chat_voice import (
     ChatVoice,
+    Voice,
     VoiceSettings,
     check_positive,
     names_of,
     refuse_unknown,
     without_thoughts,
 )
+from polyturn.engines.other_policy import Policies, PolicyVoice
 
 RUBRIC = (
     "How well did the assistant serve the user: did the user get what it wanted, correctly, and with as little effort of "
@@ -87,21 +91,32 @@ class Verdict:
 class ConversationJudge:
     """Scores conversations."""
 
-    def __init__(self, config: Mapping[str, Any], *, who: str = "the judge", base: Path | None = None) -> None:
-        """Read the config.
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        who: str = "the judge",
+        base: Path | None = None,
+        policies: Policies | None = None,
+    ) -> None:
+        """Read the config; `policies` are the run's further ones.
 
         Raises:
             ConfigError: a setting is unknown or cannot work.
         """
-        refuse_unknown(config, [*names_of(JudgeSettings), *names_of(VoiceSettings)], who=who)
+        refuse_unknown(config, ["policy", *names_of(JudgeSettings), *names_of(VoiceSettings)], who=who)
         self._who = who
         self.settings = _settings(config, who=who)
-        self._voice = ChatVoice(VoiceSettings.read({"temperature": 0.0, **config}, who=who), who=who, base=base)
+        self._voice: Voice
+        if config.get("policy") is not None:
+            self._voice = PolicyVoice.read({"temperature": 0.0, "max_tokens": 512, **config}, policies or {}, who=who)
+        else:
+            self._voice = ChatVoice(VoiceSettings.read({"temperature": 0.0, **config}, who=who), who=who, base=base)
         self._is_required = False
 
     @property
     def num_asked(self) -> int:
-        """Answers that its endpoint gave."""
+        """Answers that it gave and that were in no cache."""
         return self._voice.num_asked
 
     def require(self) -> None:
@@ -198,8 +213,9 @@ def read_verdict(text: str, *, low: float, high: float) -> tuple[float, str]:
 class Judges:
     """The judges of a run, one for each set of arguments."""
 
-    def __init__(self, *, base: Path | None = None) -> None:
+    def __init__(self, *, base: Path | None = None, policies: Policies | None = None) -> None:
         self._base = base
+        self._policies = policies
         self._made: dict[str, ConversationJudge] = {}
 
     def get(self, config: Mapping[str, Any]) -> ConversationJudge:
@@ -210,7 +226,7 @@ class Judges:
         """
         key = json.dumps(config, sort_keys=True, default=str)
         if key not in self._made:
-            self._made[key] = ConversationJudge(config, base=self._base)
+            self._made[key] = ConversationJudge(config, base=self._base, policies=self._policies)
         return self._made[key]
 
 

@@ -28,6 +28,7 @@ from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNam
 from polyturn.core.reward import AGENTS, Reward
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
+from polyturn.engines.other_policy import Policies
 from polyturn.rewards.calls import CallOptions, Running
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import RewardFunction
@@ -78,6 +79,7 @@ class RewardRouter:
         sandbox: Sandbox | None = None,
         scores_turns: bool = False,
         may_be_given: bool = False,
+        policies: Policies | None = None,
         base: Path | None = None,
     ) -> None:
         """Resolve every route.
@@ -95,6 +97,7 @@ class RewardRouter:
             sandbox: Where programs run, for functions that have a parameter `sandbox`.
             scores_turns: Whether the run's scheduler scores turns, for tasks that nothing else scores.
             may_be_given: Whether the run's scheduler may say what an episode is worth, so that tasks need nothing else.
+            policies: The run's further policies, for the judge and for functions that have a parameter `policies`.
             base: The folder that relative file paths start from.
 
         Raises:
@@ -113,13 +116,12 @@ class RewardRouter:
         self.running = Running()
         """The episodes that run; whoever runs one holds `running.one()` until it is scored."""
         options, sandbox = calls or CallOptions(), sandbox or Sandbox(url=None)
-        resolve = _Resolver(options=options, sandbox=sandbox, base=base, running=self.running)
+        resolve = _Resolver(options=options, sandbox=sandbox, policies=policies, base=base, running=self.running)
         self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
         self._function = None if function is None else resolve(function)
         # What is shipped asks no service that has a rate.
-        resolve = _Resolver(
-            options=dataclasses.replace(options, rate=None), sandbox=sandbox, base=base, running=self.running
-        )
+        unhurried = dataclasses.replace(options, rate=None)
+        resolve = _Resolver(options=unhurried, sandbox=sandbox, policies=policies, base=base, running=self.running)
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
 
     def route(self, data_source: str) -> RewardFunction | str:
@@ -253,12 +255,15 @@ def _of_agents(scores: Any, shared: float, weights: Mapping[str, float]) -> dict
 class _Resolver:
     """Turns route targets into reward functions."""
 
-    def __init__(self, *, options: CallOptions, sandbox: Sandbox, base: Path | None, running: Running) -> None:
+    def __init__(
+        self, *, options: CallOptions, sandbox: Sandbox, policies: Policies | None, base: Path | None, running: Running
+    ) -> None:
         self._running = running
         self._options = options
         self._sandbox = sandbox
         self._base = base
-        self._judges = Judges(base=base)
+        self._policies = policies or {}
+        self._judges = Judges(base=base, policies=self._policies)
 
     def __call__(self, wanted: Target) -> RewardFunction | str:
         target, kwargs = (wanted.target, dict(wanted.kwargs)) if isinstance(wanted, RewardRef) else (wanted, {})
@@ -266,12 +271,12 @@ class _Resolver:
             if kwargs:
                 raise ConfigError(f"the reward {target!r} is no function and takes no kwargs; it has {sorted(kwargs)}")
             return target
-        function = rewards.resolve(target, base=self._base) if isinstance(target, str) else target
+        function = rewards.resolve(target, base=self._base, key="reward") if isinstance(target, str) else target
         if isinstance(target, str):
             name = target
         else:
             name = target.__name__ if inspect.isfunction(target) else type(target).__name__
-        supplies = {"sandbox": self._sandbox, "judges": self._judges}
+        supplies = {"sandbox": self._sandbox, "judges": self._judges, "policies": self._policies}
         return RewardFunction(
             function, name=name, kwargs=kwargs, supplies=supplies, options=self._options, running=self._running
         )

@@ -53,6 +53,8 @@ class RolloutContext:
     parser: ToolCallParser
     tools: ToolBox
     interactions: Mapping[str, Interaction]
+    also: tuple[Engine, ...] = ()
+    """Engines of further policies, which only those know that let them speak; closed with the run's own."""
     rewarder: RewardRouter
     scheduler: MultiTurnScheduler
     """The prototype; an episode gets a copy unless the scheduler says `shared = True`."""
@@ -152,6 +154,11 @@ class RolloutContext:
             bounded=self._bounded[ref.name],
             seam=Seam.of(self.interactions[ref.name], label=f"interaction {ref.name!r}"),
         )
+
+    async def close(self) -> None:
+        """Close the engines."""
+        for engine in (self.engine, *self.also):
+            await engine.close()
 
     def scheduler_for_episode(self) -> MultiTurnScheduler:
         """Return the scheduler that runs one episode."""

@@ -58,4 +58,4 @@ async def serve(
         await server.serve(sockets=[bound])
     finally:
         await service.stop(0.0)
-        await service.context.engine.close()
+        await service.context.close()

@@ -166,6 +166,9 @@ MEANINGS: dict[str, str] = {
     "tool/<name>/waited_s": "Mean seconds that a call waited for its turn, where the tool or its host has a limit.",
     "tool/<name>/time_s": "Mean seconds of its calls.",
     "tool/<name>/<measured>": "Mean of a number that the tool's `execute` returned.",
+    # further policies
+    "policies/<name>/tokens": "Tokens that this policy sampled, which is not the trained one.",
+    "policies/<name>/version": "The step whose weights this copy of the trained policy has.",
     # evaluation
     "eval/<set>/num_trajectories": "Trajectories of the evaluation set.",
     "eval/<set>/success": "Share whose outcome reached 1.",

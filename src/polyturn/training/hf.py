@@ -9,6 +9,7 @@ while a folder is being replaced leaves the former one beside it, under a name t
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import uuid
@@ -33,7 +34,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as _SEEING
 
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean, one_line
 from polyturn.training import lora
 
 
@@ -89,6 +90,37 @@ def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revisi
             "config.json and weights, or a name on the hub"
         ) from problem
     return model
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy that shares no memory with `model` and wants no gradients, an adapter merged into it."""
+    if lora.has_lora(model):
+        with torch.random.fork_rng():
+            plain: PreTrainedModel = type(model)(model.config)
+        copied = plain.to(device=model.device, dtype=model.dtype)  # type: ignore[call-arg]  # a mixin hides the signature
+        write_weights(copied, plain_weights(model))
+    else:
+        copied = copy.deepcopy(model)
+    return copied.requires_grad_(False).eval()
+
+
+def plain_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the weights of `model` under the names of one without an adapter, which is merged into them; live tensors
+    where nothing is."""
+    return lora.merged_weights(model) if lora.has_lora(model) else lora.base_weights(model)
+
+
+def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write weights into `model`, in place.
+
+    Raises:
+        CheckpointError: they are those of another model.
+    """
+    try:
+        with torch.no_grad():
+            model.load_state_dict(dict(weights))
+    except RuntimeError as problem:
+        raise CheckpointError(f"the weights do not fit {type(model).__name__}: {one_line(problem)[:300]}") from problem
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

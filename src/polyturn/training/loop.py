@@ -36,6 +36,7 @@ from polyturn.rollout.context import derive_seed
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.flights import Flights
+from polyturn.training.followers import Followers
 from polyturn.training.optim import on_cpu
 from polyturn.training.producer import Producer
 from polyturn.training.resume import identity_of, require_same_identity
@@ -66,6 +67,7 @@ class Trainer:
         fingerprint: str = "",
         sampler: Callable[[], TaskSampler] | None = None,
         flights: Flights | None = None,
+        followers: Followers | None = None,
         trains_in_thread: bool = False,
     ) -> None:
         """Take the parts; `trains_in_thread` is for an engine that does not sample from the trainer's own parameters, and
@@ -83,6 +85,7 @@ class Trainer:
         self._freeze = freeze
         self._saver = Saver(checkpoints)
         self._flights = flights
+        self._followers = followers or Followers()
         self._observer = observer
         self._engine_busy_s = engine_busy_s
         self._engine_metrics = engine_metrics
@@ -102,6 +105,7 @@ class Trainer:
             TrainingError, RolloutError: training cannot go on.
         """
         await self._channel.start(self.state.step)
+        await self._followers.start(self.state.step)
         try:
             if self.state.step == 0:
                 self._save()
@@ -140,6 +144,7 @@ class Trainer:
         require_same_identity(saved.get("identity", {}), identity_of(self.settings, self._tasks), path=path)
         self.policy.load_state_dict(saved["policy"])
         self.update.load_state_dict(saved.get("update", {}))
+        self._followers.load_state_dict(saved.get("followers", {}))
         self.state = LoopState(**saved["loop"])
         self._pending = list(saved.get("pending", ()))
         if self._flights is not None:
@@ -193,6 +198,7 @@ class Trainer:
                     if cancelled is not None:
                         raise cancelled
                     await self._channel.publish(state.step)
+                    await self._followers.follow(state.step)
                 finally:  # the step was taken, so it is recorded, also when the run is cancelled here
                     metrics["time/step_s"], metrics["time/generate_s"] = clock.read()
                     metrics["time/other_share"] = _other_share(metrics)
@@ -330,6 +336,8 @@ class Trainer:
             "identity": identity_of(self.settings, self._tasks),
         }
         step = self.state.step
+        if followers := self._followers.state_dict(step):
+            state["followers"] = on_cpu(followers)
         if self._flights is not None:
             self._flights.begin(step)
         frozen = self._freeze(policy) if in_thread else None

@@ -249,7 +249,7 @@ async def test_a_player_whom_a_limit_stops_forfeits_the_game(forfeit: float | No
     [
         (["policy"], ConfigError, "a game of 2 and env.seats has 1"),
         (["random", "random"], ConfigError, "the policy plays no seat"),
-        (["policy", "policy:b"], ConfigError, "asks for another policy, and a run trains one"),
+        (["policy", "policy2"], UnknownNameError, "name a further model in the section `policies`"),
         (["policy", "randm"], UnknownNameError, "there is no player 'randm'. Did you mean 'random'?"),
         (["policy", {"url": "http://x/v1"}], ConfigError, "needs url and model"),
         (["policy", {"url": "http://x/v1", "model": "m", "temprature": 1}], UnknownNameError, "Did you mean 'temperature'?"),

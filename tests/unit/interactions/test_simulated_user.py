@@ -14,18 +14,24 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import ConfigError, DataError, EngineError, InteractionError
+from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.snapshots import Seam
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.engines.chat_voice import without_thoughts
+from polyturn.engines.other_policy import OtherPolicy
+from polyturn.engines.scripted import ScriptedEngine
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.interactions.roles import OPENING, SILENCE, flipped
 from polyturn.interactions.simulated_user import SimulatedUser
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
-from polyturn.testing.episodes import scripted_context, task
+from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 from polyturn.testing.services import serve
 from polyturn.testing.suites.interaction import check_interaction
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.parsers import HermesParser
 
 GOAL = "Book a table for two."
 TALK = [{"role": "user", "content": "A table, please."}, {"role": "assistant", "content": "For how many?"}]
@@ -327,3 +333,55 @@ async def test_a_conversation_with_the_runs_own_model_is_let_go_at_once() -> Non
         assert seen[0]() is None and context.num_live_interactions == 0
     finally:
         gc.enable()
+
+
+# A further policy of the run.
+
+
+def further(*says: str) -> tuple[SimulatedUser, ScriptedEngine]:
+    """Return a user that a further policy of the run plays, and its engine."""
+    engine = ScriptedEngine([turn_ids(said) for said in says], version=8)
+    policy = OtherPolicy(
+        "guest",
+        engine=engine,
+        encoder=DeltaEncoder(tiny_codec()),
+        parser=HermesParser(),
+        sampling=SamplingParams(max_tokens=64),
+        max_context=2048,
+    )
+    return SimulatedUser({"name": "user", "policy": "guest", "max_user_turns": 2}, policies={"guest": policy}), engine
+
+
+async def test_a_further_policy_of_the_run_plays_the_user() -> None:
+    partner, engine = further("<think>Two.</think>For two.", "Yes. [[DONE]]")
+    context = scripted_context(["For how many?", "Is eight fine?"], interactions={"user": partner})
+    found = await run_episode(context, about_goal(), id="e")
+    assert found.stop_reason is StopReason.ENV_DONE and found.error is None
+    assert [t.info.get("user_stop") for t in found.turns] == [None, "marker"]
+    assert {t.info["user_policy"] for t in found.turns} == {"guest"} and found.turns[0].info["user_policy_version"] == 8
+    assert found.turns[0].info["user_tokens"] > 0 and not found.turns[0].info["user_cached"]
+    assert {s.agent for s in found.segments} == {"assistant"}, "its words are observations, its tokens no segment"
+    observed = [s.ids for segment in found.segments for s in segment.spans if s.source is SpanSource.OBSERVATION]
+    assert "For two." in str(tiny_codec().decode([i for ids in observed for i in ids.tolist()]))
+    assert engine.ended_sessions == ["user/e"], "one conversation, which ends with the episode"
+
+
+async def test_a_user_of_a_further_policy_goes_on_after_a_restart() -> None:
+    partner, _ = further("For two.")
+    assert Seam.of(partner, label="user").snapshot is not None
+    await reply(partner)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"policy": "guest"}, "the run has no policy 'guest' beside the one that it trains. It has none"),
+        ({"policy": "guest", "train": True}, "train is on and 'guest' is not the run's own model"),
+        ({"policy": "guest", "base_url": "http://h/v1"}, "base_url is for a model at an endpoint, and policy is 'guest'"),
+        ({"policy": "guest", "model": "policy"}, "model is for a model at an endpoint, and policy is 'guest'"),
+    ],
+)
+def test_a_further_policy_that_cannot_play_the_user_is_refused(config: dict[str, Any], said: str) -> None:
+    known = {} if "has none" in said else {"guest": further("a")[0]._voice.policy}  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=said):
+        SimulatedUser(config, policies=known)

@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import ConfigError
+from polyturn.core.generation import SamplingParams
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import Trajectory
+from polyturn.engines.other_policy import OtherPolicy
+from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rewards.judge import read_verdict
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.lifespan import run_episode
-from polyturn.testing.episodes import scripted_context, task
+from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 from polyturn.testing.services import Served, serve
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.parsers import HermesParser
 
 
 def answers(*texts: str) -> Any:
@@ -150,3 +155,35 @@ def test_it_is_checked_before_a_run() -> None:
         check(model="j", base_url="http://127.0.0.1:9/v1", rubrik="x")
     with pytest.raises(ConfigError, match="scores from 1 to 1 are no range"):
         check(model="j", base_url="http://127.0.0.1:9/v1", low=1)
+
+
+def policies(*says: str) -> dict[str, OtherPolicy]:
+    """Return a further policy of the run that says what is written."""
+    engine = ScriptedEngine([turn_ids(said) for said in says])
+    sampling = SamplingParams(max_tokens=9, temperature=1.0)
+    encoder = DeltaEncoder(tiny_codec())
+    return {
+        "critic": OtherPolicy(
+            "critic", engine=engine, encoder=encoder, parser=HermesParser(), sampling=sampling, max_context=4096
+        )
+    }
+
+
+async def test_a_further_policy_of_the_run_may_judge() -> None:
+    ref = RewardRef(target="judge", kwargs={"policy": "critic", "low": 0, "high": 10})
+    router = RewardRouter(function=ref, policies=policies("Seven.", '{"reason": "right", "score": 7}'))
+    context = dataclasses.replace(scripted_context(["It is 4."]), rewarder=router)
+    found = await run_episode(context, dataclasses.replace(task("2+2?", data_source=None), interaction=None), id="e")
+    assert found.reward is not None and found.reward.total == 7.0, "asked again where the answer was no score"
+    assert found.reward.info["judge_reason"] == "right" and found.reward.info["judge_tokens"] > 0
+
+
+async def test_a_reward_function_may_ask_a_further_policy() -> None:
+    async def kind(trajectory: Trajectory, policies: dict[str, OtherPolicy]) -> float:
+        said = await policies["critic"].say([{"role": "user", "content": trajectory.turns[-1].message.text}], seed=0)
+        return float(said.message.text)
+
+    router = RewardRouter(function=kind, policies=policies("0.5"))
+    context = dataclasses.replace(scripted_context(["Hello."]), rewarder=router)
+    found = await run_episode(context, dataclasses.replace(task("Hi", data_source=None), interaction=None), id="e")
+    assert found.reward is not None and found.reward.total == 0.5

@@ -1,7 +1,8 @@
 """The configuration of a run, as frozen pydantic models. Every key, its type, its default and its meaning are here.
 
     run.py     RunConfig: the root, a key for each section
-               model  data  env  rollout (tools)  engine  reward  algorithm  train (optim)  evaluation  cluster  records
+               model  data  env  policies  rollout (tools)  engine  reward  algorithm  train (optim)  evaluation  cluster
+               records
     base.py    what all sections have in common
 
 A config file is YAML with these keys; `config/load.py` reads it, and `build` is the only place that turns it into
@@ -19,6 +20,7 @@ from polyturn.config.models.env import EnvConfig
 from polyturn.config.models.evaluation import EvalConfig, EvalSetConfig
 from polyturn.config.models.model import LoraConfig, ModelConfig, TrainTokenizerConfig
 from polyturn.config.models.optim import OptimConfig
+from polyturn.config.models.policies import PolicyConfig
 from polyturn.config.models.records import DumpConfig, StoreConfig, TrackerConfig
 from polyturn.config.models.reward import OverlongConfig, RewardConfig, RewardFunctionConfig, RewardRateConfig, SandboxConfig
 from polyturn.config.models.rollout import LimitsConfig, RolloutConfig, SamplingConfig
@@ -50,6 +52,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "OverlongConfig",
+    "PolicyConfig",
     "RewardConfig",
     "RewardFunctionConfig",
     "RewardRateConfig",

@@ -39,7 +39,8 @@ class EnvConfig(Section):
     score: Literal["sum", "last"] | None = None
     """What an episode is worth: the sum of its rewards or the last one; null for what suits the environment."""
     seats: list[str | dict[str, Any]] = []
-    """Who plays each seat of a game: policy, random, `file.py:function`, {url: …, model: …}. Empty: the policy, each."""
+    """Who plays each seat of a game: policy, random, one of `policies` by its name or as {policy: …, temperature: …},
+    `file.py:function`, {url: …, model: …}. Empty: the policy, each."""
     eval_seats: list[str | dict[str, Any]] = []
     """The same in evaluation; empty: as in training."""
     rotate: bool = True

@@ -10,7 +10,9 @@ A rule about keys of one section stands with that section; a rule about keys of 
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+import re
+
+from pydantic import Field, field_validator, model_validator
 
 from polyturn.config.models.algorithm import AlgorithmConfig
 from polyturn.config.models.base import Section
@@ -20,10 +22,14 @@ from polyturn.config.models.engine import EngineConfig
 from polyturn.config.models.env import EnvConfig
 from polyturn.config.models.evaluation import EvalConfig
 from polyturn.config.models.model import ModelConfig
+from polyturn.config.models.policies import SELF, PolicyConfig
 from polyturn.config.models.records import DumpConfig, StoreConfig, TrackerConfig
 from polyturn.config.models.reward import RewardConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.models.train import SftConfig, TrainConfig
+
+TAKEN = ("policy", "random", SELF)
+"""Names that no further policy may have."""
 
 
 class CompatConfig(Section):
@@ -52,6 +58,8 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     env: str | EnvConfig | list[str | EnvConfig] | None = None
     """An environment, or several, instead of `data`, `rollout.scheduler` and a reward: `textarena:GuessTheNumber-v0`."""
+    policies: dict[str, PolicyConfig] = {}
+    """Further policies, which speak and are not trained: a name of one stands for a player, a simulated user or a judge."""
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
@@ -65,6 +73,15 @@ class RunConfig(Section):
     tracking: list[str | TrackerConfig] = []
     """Trackers beside metrics.jsonl: names, or {name: wandb, project: …} with keys of the tracker's own."""
     compat: CompatConfig = CompatConfig()
+
+    @field_validator("policies")
+    @classmethod
+    def _names(cls, policies: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
+        for name in policies:
+            if name in TAKEN or not re.fullmatch(r"[A-Za-z_][\w-]*", name):
+                what = "means something else where players are named" if name in TAKEN else "is no name"
+                raise ValueError(f"a policy is called {name!r}, which {what}; call it something like 'opponent'")
+        return policies
 
     @model_validator(mode="after")
     def _promises(self) -> RunConfig:

@@ -63,17 +63,19 @@ class Lookahead(MultiTurnScheduler):
         train_forks: bool = False,
         reward: str = "turns",
         base: Path | None = None,
+        policies: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the judge.
 
         Args:
-            judge: The arguments of the reward `judge`: base_url, model, rubric, …
+            judge: The arguments of the reward `judge`: base_url and model, or policy; rubric, …
             num_repeat_rollouts: Continuations of each turn.
             window: How many turns of the model a continuation has at most; 0 judges the user's reaction alone.
             train_forks: Train the continuations too, each of their turns with the score of the continuation.
             reward: "turns" rewards an episode with the mean of its turns' scores; "run" leaves it to the run's reward
                 functions, as far as the continuations are not trained.
             base: The folder that relative paths start from.
+            policies: The run's further policies, one of which may judge.
 
         Raises:
             ConfigError: an argument cannot work.
@@ -89,8 +91,8 @@ class Lookahead(MultiTurnScheduler):
                 "last of them for the answer; use reward: turns"
             )
         if not isinstance(judge, Mapping):
-            raise ConfigError(f"lookahead: judge is {judge!r:.99}; give a judge's arguments: base_url, model and more")
-        self._judge = ConversationJudge(judge, who="lookahead's judge", base=base)
+            raise ConfigError(f"lookahead: judge is {judge!r:.99}; give a judge's arguments: base_url and model, or policy")
+        self._judge = ConversationJudge(judge, who="lookahead's judge", base=base, policies=policies)
         self._count = num_repeat_rollouts
         self._window = window
         self._train_forks = train_forks

@@ -1,0 +1,158 @@
+"""From the `policies` section to further policies of the run: each a model, a tokenizer and an engine of its own.
+
+opponent  ->  model.py, engine.py as for the run itself, with the sections `model` and `engine` in its place
+past      ->  a copy of the trained model, the run's own tokenizer, and a `Follower` that training keeps up
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.build.engine import build_engine
+from polyturn.build.model import build_codec, build_model
+from polyturn.build.place import Place, folder_or_name, model_folder
+from polyturn.config.models import EngineConfig, ModelConfig, PolicyConfig, RolloutConfig
+from polyturn.config.models.policies import SELF
+from polyturn.core.errors import ConfigError, PolyturnError
+from polyturn.core.generation import SamplingParams
+from polyturn.engines.other_policy import OtherPolicy
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.parsers import build_parser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from polyturn.training.followers import Follower
+
+MAX_TOKENS = 512
+"""What a policy says at once where nothing limits it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FurtherPolicies:
+    """The further policies of a run."""
+
+    by_name: dict[str, OtherPolicy] = dataclasses.field(default_factory=dict)
+    followers: tuple[Follower, ...] = ()
+    """Those that are copies of the trained one."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that their engines spent generating."""
+        engines: list[Any] = [one.engine for one in self.by_name.values()]
+        return float(sum(engine.busy_s for engine in engines))
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return what they did since it was last asked."""
+        found = {f"policies/{name}/tokens": float(one.read_tokens()) for name, one in self.by_name.items()}
+        return found | {f"policies/{one.name}/version": float(one.version or 0) for one in self.followers}
+
+
+def build_policies(place: Place, *, model: PreTrainedModel | None = None, codec: Codec | None = None) -> FurtherPolicies:
+    """Make the further policies of a run.
+
+    Args:
+        place: The configuration.
+        model: The model that is trained; None where it is not here, so that nothing can be a copy of it.
+        codec: Its tokenizer and template.
+
+    Raises:
+        ConfigError: one of them cannot be loaded, or cannot be.
+    """
+    by_name: dict[str, OtherPolicy] = {}
+    followers: list[Follower] = []
+    for name, one in place.config.policies.items():
+        try:
+            if one.model != SELF:
+                by_name[name] = _frozen(name, one, place)
+                continue
+            if model is None or codec is None:
+                raise ConfigError("it is a copy of the policy that is trained, which is not here; name its checkpoint")
+            follower, by_name[name] = _follower(name, one, place, model=model, codec=codec)
+            followers.append(follower)
+        except (ConfigError, PolyturnError) as problem:
+            raise ConfigError(f"policies.{name}: {problem}") from problem
+    return FurtherPolicies(by_name=by_name, followers=tuple(followers))
+
+
+def _frozen(name: str, one: PolicyConfig, place: Place) -> OtherPolicy:
+    checkpoint = None if one.checkpoint is None else model_folder(place.base / Path(one.checkpoint).expanduser())
+    own = _own_place(one, place, _model_config(one, place, checkpoint))
+    codec = build_codec(own, checkpoint=checkpoint)
+    model = build_model(own, codec.tokenizer, checkpoint=checkpoint).requires_grad_(False).eval()
+    _to_device(model)
+    max_context = _max_context(one, model, default=4096)
+    engine = build_engine(own, model, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=checkpoint)
+    return _policy(name, one, place, engine=engine, codec=codec, max_context=max_context)
+
+
+def _follower(
+    name: str, one: PolicyConfig, place: Place, *, model: PreTrainedModel, codec: Codec
+) -> tuple[Follower, OtherPolicy]:
+    from polyturn.training.followers import Follower
+    from polyturn.training.hf import frozen_copy
+
+    copied = frozen_copy(model)
+    max_context = _max_context(one, copied, default=place.config.rollout.limits.max_context or 4096)
+    own = _own_place(one, place, place.config.model)
+    engine = build_engine(own, copied, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=None)
+    follower = Follower(name=name, model=copied, engine=engine, refresh_every=one.refresh_every)
+    return follower, _policy(name, one, place, engine=engine, codec=codec, max_context=max_context)
+
+
+def _policy(name: str, one: PolicyConfig, place: Place, *, engine: Any, codec: Codec, max_context: int) -> OtherPolicy:
+    rollout = place.config.rollout
+    sampling = one.sampling or rollout.sampling
+    return OtherPolicy(
+        name,
+        engine=engine,
+        encoder=DeltaEncoder(codec, escape_prompts=rollout.escape_prompts, escape_observations=rollout.escape_observations),
+        parser=build_parser(codec),
+        sampling=SamplingParams(
+            max_tokens=one.max_tokens or rollout.limits.max_tokens_per_turn or MAX_TOKENS,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        ),
+        max_context=max_context,
+    )
+
+
+def _own_place(one: PolicyConfig, place: Place, model: ModelConfig) -> Place:
+    """Return the place of a run whose only policy this one is; how others are sampled is none of its engine's business."""
+    config = place.config
+    engine = one.engine or (config.engine if config.engine.kind == "embedded" else EngineConfig())
+    changed = config.model_copy(update={"model": model, "engine": engine, "rollout": RolloutConfig()})
+    return Place(config=changed, base=place.base)
+
+
+def _model_config(one: PolicyConfig, place: Place, checkpoint: Path | None) -> ModelConfig:
+    own = place.config.model
+    if isinstance(one.model, ModelConfig):
+        return one.model
+    if one.model is not None:
+        path = folder_or_name(one.model, place.base)
+        return ModelConfig(path=path, dtype=own.dtype)
+    assert checkpoint is not None  # the config model requires one of the two
+    if (checkpoint / "config.json").is_file():
+        return ModelConfig(path=str(checkpoint), dtype=own.dtype, template_kwargs=own.template_kwargs)
+    return own
+
+
+def _max_context(one: PolicyConfig, model: PreTrainedModel, *, default: int) -> int:
+    own = int(model.config.get_text_config().max_position_embeddings)
+    wanted = one.max_context or min(own, default)
+    if wanted > own:
+        raise ConfigError(f"max_context is {wanted} and the model has {own} positions; lower it")
+    return wanted
+
+
+def _to_device(model: PreTrainedModel) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature

@@ -1,0 +1,176 @@
+"""A seat that a further policy of the run plays: what it is shown, how its words are read, and what is recorded of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from polyturn.core.errors import ConfigError, UnknownNameError
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.core.messages import Message
+from polyturn.core.trajectory import Trajectory
+from polyturn.engines.other_policy import OtherPolicy
+from polyturn.engines.scripted import ScriptedEngine
+from polyturn.environments.base import Adapter, at_stage
+from polyturn.environments.players import Recalls, Seat, seat_players
+from polyturn.environments.scheduler import EnvScheduler, Stage
+from polyturn.rollout.env import Seated
+from polyturn.rollout.lifespan import run_episode
+from polyturn.testing.episodes import scripted_context, tiny_codec, turn_ids
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.parsers import HermesParser
+
+
+class Race:
+    """Two players name numbers in turn, two each; whoever's sum is higher wins. What is no number counts as none."""
+
+    def reset(self, *, seed: int) -> Seated:
+        self.named: list[int] = []
+        return Seated(seat=0, observation="You are 0. Begin.")
+
+    def step(self, action: str) -> Seated:
+        self.named.append(int(action) if action.isdigit() else 0)
+        done, seat = len(self.named) == 4, len(self.named) % 2
+        won = (sum(self.named[::2]) > sum(self.named[1::2])) * 2.0 - 1.0
+        rewards = {0: won, 1: -won} if done else {}
+        return Seated(seat=seat, observation=f"The other said {self.named[-1]}.", rewards=rewards, terminated=done)
+
+    def close(self) -> None: ...
+
+
+class Races(Adapter):
+    num_seats = 2
+    instructions = "Say a number."
+
+    def make(self) -> Race:
+        return Race()
+
+
+class Opponent(OtherPolicy):
+    """A policy that says what is written, and notes what it was shown."""
+
+    def __init__(self, *says: str) -> None:
+        self.shown: list[str] = []
+        self.asked: list[GenerateRequest] = []
+        super().__init__(
+            "past",
+            engine=_Noting(self, says),
+            encoder=DeltaEncoder(tiny_codec()),
+            parser=HermesParser(),
+            sampling=SamplingParams(max_tokens=64),
+            max_context=512,
+        )
+
+
+class _Noting(ScriptedEngine):
+    def __init__(self, opponent: Opponent, says: Sequence[str]) -> None:
+        super().__init__([turn_ids(said) for said in says], version=12)
+        self._opponent = opponent
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self._opponent.asked.append(request)
+        self._opponent.shown.append(str(tiny_codec().decode(request.prompt_ids)))
+        return await super().generate(request)
+
+
+async def race(opponent: OtherPolicy, *says: str, seats: Sequence[Any] = ("policy", "past"), **stage: Any) -> Trajectory:
+    players = seat_players(seats, num_seats=2, name="races:Race", base=None, policies={"past": opponent})
+    adapter = Races("races:Race", "Race", {})
+    made = Stage(adapter=adapter, players=players, rotates=False, **stage)
+    context = scripted_context(list(says), scheduler=EnvScheduler({"races:Race": made}))
+    task = at_stage(split="train", score="sum")(adapter.tasks(split="train", seeds=range(1))[0])
+    return await run_episode(context, task, id="e")
+
+
+async def test_it_is_shown_what_the_policy_would_be_shown_in_its_place_and_remembers_the_game() -> None:
+    opponent = Opponent("2", "4")
+    t = await race(opponent, "1", "3")
+    assert t.error is None and t.reward is not None and t.reward.total == -1.0
+    first, second = opponent.shown
+    assert first.count("<|im_start|>user") == 1 and "Say a number." in first and "The other said 1." in first
+    assert second.startswith(first + "2") and "The other said 3." in second
+    shown = "".join(str(tiny_codec().decode(s.token_ids)) for s in t.segments)
+    assert "Say a number." in shown and "The other said 2." in shown
+
+
+async def test_its_words_are_observations_and_none_of_its_tokens_are_in_a_sample() -> None:
+    t = await race(Opponent("2", "4"), "1", "3")
+    assert {s.agent for s in t.segments} == {"seat 0"} and len(t.turns) == 2
+    sampled = [str(tiny_codec().decode(t.span(ref).ids)) for turn in t.turns for ref in turn.spans[:1]]
+    assert [text.removesuffix("<|im_end|>") for text in sampled] == ["1", "3"]
+
+
+async def test_the_record_says_who_played_and_which_version_of_it() -> None:
+    t = await race(Opponent("2", "4"), "1", "3")
+    assert t.turns[-1].info["opponents"] == {"1": {"policy": "past", "version": 12}}
+
+
+async def test_an_opponent_that_begins_is_shown_the_prompt_too() -> None:
+    opponent = Opponent("9", "9")
+    t = await race(opponent, "1", "3", seats=("past", "policy"))
+    assert "Say a number." in opponent.shown[0] and "You are 0. Begin." in opponent.shown[0]
+    assert t.reward is not None and t.reward.total == -1.0
+
+
+async def test_its_action_is_found_as_the_policys_is_and_not_in_its_reasoning() -> None:
+    opponent = Opponent("<think>Not [1]!</think>I say [2].", "I think [1], no, [4].")
+    t = await race(opponent, "[1]", "[3]", action=re.compile(r"\[(\d)\]"))
+    assert t.reward is not None and t.reward.total == -1.0
+    assert "I say [2]." in opponent.shown[1]
+
+
+async def test_its_conversation_is_one_session_that_ends_with_the_game() -> None:
+    opponent = Opponent("2", "4")
+    await race(opponent, "1", "3")
+    sessions = {asked.session_id for asked in opponent.asked}
+    assert sessions == {"e:seat 1"} and opponent.engine.ended_sessions == ["e:seat 1"]  # type: ignore[attr-defined]
+    assert len({asked.sampling.seed for asked in opponent.asked}) == 2
+    again = Opponent("2", "4")
+    await race(again, "1", "3")
+    assert [a.sampling.seed for a in again.asked] == [a.sampling.seed for a in opponent.asked], "games repeat"
+
+
+async def test_a_seat_may_say_how_it_is_sampled_and_what_it_is_told_first() -> None:
+    opponent = Opponent("2", "4")
+    seat = {"policy": "past", "temperature": 0.25, "max_tokens": 5, "system": "Play badly."}
+    await race(opponent, "1", "3", seats=("policy", seat))
+    assert "system\nPlay badly." in opponent.shown[0]
+    assert {(a.sampling.temperature, a.sampling.max_tokens) for a in opponent.asked} == {(0.25, 5)}
+
+
+async def test_a_game_goes_on_after_a_restart_without_asking_it_for_its_moves_again() -> None:
+    opponent = Opponent("4")
+    make = seat_players(["policy", "past"], num_seats=2, name="x", base=None, policies={"past": opponent})[1]
+    assert make is not None
+    prompt = (Message(role="user", content="Say a number."),)
+    player: Any = make(Seat(id="e:seat 1", seed=0, prompt=prompt, action_of=lambda text, message: message.text))
+    assert isinstance(player, Recalls) and player.recall("The other said 1.", "2") == "2"
+    assert await player.act("The other said 3.") == "4"
+    (shown,) = opponent.shown
+    assert re.sub(r"\W+", " ", shown).endswith(
+        "The other said 1 im_end im_start assistant 2 im_end im_start user The other said 3 im_end im_start assistant "
+    )
+
+
+async def test_an_opponent_whose_engine_is_lost_fails_the_game_and_is_not_won_against() -> None:
+    t = await race(Opponent("2"), "1", "3")
+    assert t.error is not None and "has no answer left" in t.error and t.reward is None
+
+
+@pytest.mark.parametrize(
+    ("seats", "error", "says"),
+    [
+        (["policy", "pst"], UnknownNameError, "there is no player 'pst'. Did you mean 'past'?"),
+        (["policy", {"policy": "pst"}], UnknownNameError, "has no policy 'pst' beside the one that it trains. Did you mean"),
+        (["policy", {"policy": "past", "temprature": 1}], UnknownNameError, "Did you mean 'temperature'?"),
+        (["policy", {"policy": "past", "temperature": -1}], ConfigError, "temperature is -1"),
+        (["policy", {"policy": "past", "system": 5}], ConfigError, "system is 5; give a text"),
+        (["past", "past"], ConfigError, "the policy plays no seat"),
+    ],
+)
+def test_seats_that_no_policy_can_play_are_refused(seats: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=re.escape(says)):
+        seat_players(seats, num_seats=2, name="races:Race", base=None, policies={"past": Opponent("1")})

@@ -1,0 +1,162 @@
+"""From the section `policies` to further policies: which model, tokenizer and engine each has, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from polyturn import build
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError, PolyturnError
+from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.engines.pool import EnginePool
+from polyturn.engines.process import ProcessEngine
+from polyturn.testing.runs import write_tiny_run
+from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+
+
+def place(folder: Path, policies: dict[str, Any], *overrides: str, **sections: Any) -> build.Place:
+    config = write_tiny_run(folder)
+    data = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump({**data, "policies": policies, **sections}))
+    return build.Place(config=load_config(RunConfig, config, overrides).config, base=folder)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of another tokenizer and template than the run's."""
+    folder = tmp_path / "opponent"
+    tokenizer = tiny_tokenizer(vocab_size=320)
+    tiny_model(tokenizer, max_positions=1024).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_its_own_has_a_tokenizer_a_template_and_an_engine_of_its_own(tmp_path: Path, model: Path) -> None:
+    parts = build.build_parts(place(tmp_path, {"opponent": {"model": "opponent"}}, "engine.num_slots=3"))
+    one: Any = parts.policies.by_name["opponent"]
+    assert isinstance(one.engine, EmbeddedEngine) and one.engine is not parts.engine
+    assert one.engine.capabilities.max_context == 1024
+    assert one._encoder.codec.fingerprint != parts.context.codec.fingerprint
+    assert one.sampling.max_tokens == 6 and one.sampling.temperature == 1.0
+    assert parts.context.also == (one.engine,) and parts.policies.followers == ()
+
+
+def test_a_copy_of_the_trained_policy_has_its_weights_its_tokenizer_and_memory_of_its_own(tmp_path: Path) -> None:
+    parts = build.build_parts(place(tmp_path, {"past": {"model": "self", "refresh_every": 2}}, "engine.deterministic=true"))
+    one: Any = parts.policies.by_name["past"]
+    assert one._encoder.codec is parts.context.codec
+    (follower,) = parts.policies.followers
+    own, copied = dict(parts.model.named_parameters()), dict(follower.model.named_parameters())
+    assert all(torch.equal(own[name], copied[name]) and own[name].data_ptr() != copied[name].data_ptr() for name in own)
+    assert follower.refresh_every == 2 and follower.engine is one.engine
+    assert one.engine._deterministic, "an engine that nobody describes is as the run's own"
+
+
+def test_a_checkpoint_may_be_named_by_its_run(tmp_path: Path, model: Path) -> None:
+    step = tmp_path / "old/checkpoints/step-000004"
+    step.mkdir(parents=True)
+    model.rename(step / "model")
+    parts = build.build_parts(place(tmp_path, {"earlier": {"checkpoint": "old", "max_context": 64, "max_tokens": 3}}))
+    one = parts.policies.by_name["earlier"]
+    assert one.engine.capabilities.max_context == 64 and one.sampling.max_tokens == 3
+
+
+def test_an_adapter_is_put_on_the_runs_own_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lora = ["model.lora={rank: 2}"]
+    first = build.build_parts(place(tmp_path, {}, *lora))
+    with torch.no_grad():
+        for name, parameter in first.model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.3)
+    build.exporter(first, adapter_only=True)(tmp_path / "adapter")
+    parts = build.build_parts(place(tmp_path, {"earlier": {"checkpoint": "adapter"}}, *lora))
+    one: Any = parts.policies.by_name["earlier"]
+    saved, held = dict(first.model.named_parameters()), dict(one.engine.module.named_parameters())
+    assert all(torch.equal(saved[name], held[name]) for name in saved)
+
+
+def test_engines_are_described_as_the_runs_own_is(tmp_path: Path, model: Path) -> None:
+    policies = {
+        "served": {"model": "opponent", "engine": {"kind": "sglang", "urls": ["http://127.0.0.1:1"]}},
+        "apart": {"model": "opponent", "engine": {"process": "own"}},
+        "sampled": {"model": "opponent", "sampling": {"temperature": 0.3, "top_p": 0.9}},
+    }
+    found: Any = build.build_parts(place(tmp_path, policies)).policies.by_name
+    assert isinstance(found["served"].engine, EnginePool) and isinstance(found["apart"].engine, ProcessEngine)
+    assert (found["sampled"].sampling.temperature, found["sampled"].sampling.top_p) == (0.3, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("policies", "says"),
+    [
+        ({"opponent": {}}, "a policy needs a model"),
+        ({"policy": {"model": "x"}}, "a policy is called 'policy', which means something else where players are named"),
+        ({"random": {"model": "x"}}, "'random', which means something else"),
+        ({"a.b": {"model": "x"}}, "'a.b', which is no name"),
+        ({"a": {"model": "x", "refresh_every": 3}}, "refresh_every is 3 and model is not self"),
+        ({"a": {"model": "self", "refresh_every": 0}}, "refresh_every"),
+        ({"a": {"model": "self", "checkpoint": "x"}}, "model is self and checkpoint is 'x'"),
+        ({"a": {"model": "self", "engine": {"kind": "vllm"}}}, "model is self and engine.kind is 'vllm'"),
+        ({"a": {"model": "x", "train": True}}, "a run trains one policy"),
+        ({"a": {"modle": "x"}}, "policies.a.model"),
+    ],
+)
+def test_policies_that_cannot_be_are_refused_when_the_config_is_read(
+    tmp_path: Path, policies: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        place(tmp_path, policies)
+
+
+@pytest.mark.parametrize(
+    ("one", "says"),
+    [
+        ({"model": "./nowhere"}, "policies.opponent: there is no folder"),
+        ({"checkpoint": "nowhere"}, "policies.opponent: there is no model in"),
+        (
+            {"model": "opponent", "max_context": 4096},
+            "opponent: max_context is 4096 and the model has 1024 positions",
+        ),
+    ],
+)
+def test_policies_that_cannot_be_made_are_refused_by_name(
+    tmp_path: Path, model: Path, one: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        build.build_parts(place(tmp_path, {"opponent": one}))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {
+            "rollout": {
+                "interactions": [
+                    {
+                        "class_name": "polyturn.interactions.simulated_user.SimulatedUser",
+                        "config": {"goal": "x", "policy": "opponnt"},
+                    }
+                ]
+            }
+        },
+        {"reward": {"function": {"name": "judge", "kwargs": {"policy": "opponnt"}}}},
+    ],
+)
+def test_a_name_that_no_policy_has_is_told_with_the_nearest_one(
+    tmp_path: Path, model: Path, sections: dict[str, Any]
+) -> None:
+    where = place(tmp_path, {"opponent": {"model": "opponent"}}, **sections)
+    with pytest.raises(PolyturnError, match=r"no policy 'opponnt' .* Did you mean 'opponent'"):
+        check(where)
+
+
+def check(where: build.Place) -> None:
+    build.check_run(build.build_parts(where), build.build_train_tasks(where), name="data.train")
