@@ -11,6 +11,7 @@ from polyturn.testing.runs import write_tiny_run
 PLUGINS = '''
 
 import os
+import time
 from pathlib import Path
 
 from polyturn.core.messages import ToolCall
@@ -36,6 +37,8 @@ def shout(text: str) -> str:
     """
     with (HERE / "calls.log").open("a") as log:
         log.write(f"{os.getpid()}\\n")
+    if (HERE / "slow").exists():
+        time.sleep(0.3)
     return text.upper()
 
 

@@ -23,6 +23,9 @@ CRITIC = ["algorithm.advantage=gae"]
 STEERED_KL = ["algorithm.kl_coef=0.01", "algorithm.kl_target=1.0", "algorithm.kl_horizon=12"]
 
 
+ENDLESS = ["train.steps=100000", "warm_start.steps=0"]
+
+
 def command(*arguments):
     return [sys.executable, "-m", "polyturn", *map(str, arguments)]
 
@@ -68,6 +71,10 @@ def test_two_ranks_train_an_adapter_and_one_process_goes_on_with_it(tmp_path):
     assert (run / "checkpoints" / "step-000002" / "model" / "adapter_model.safetensors").is_file()
     called = call_command(main, "train", config, *lora, "--resume", "train.steps=3")
     assert called.code == 0, called.err
+    exported = call_command(main, "export", run, "-o", tmp_path / "exported")
+    assert exported.code == 0, exported.err
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert not any("lora" in name for name in whole.state_dict()), "merged"
 
 
 @pytest.mark.timeout(240)
@@ -104,6 +111,47 @@ def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tm
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.model_type == "qwen3"
     again = call_command(main, "export", tmp_path / "runs" / "tiny", "-o", tmp_path / "exported")
     assert again.code == 2 and "is there already" in again.err
+
+
+@pytest.mark.slow
+def test_a_killed_leader_ends_the_run_and_the_other_ranks(tmp_path):
+    run, ranks = started(tmp_path, command("train", write_run(tmp_path), "--nproc", 2, *ENDLESS))
+    try:
+        (leader,) = [pid for pid in ranks if rank_of(pid) == "0"]
+        os.kill(leader, signal.SIGKILL)
+        assert "rank 0 was killed by SIGKILL" in run.communicate(timeout=30)[0]
+        wait_until(lambda: not any(is_alive(pid) for pid in ranks), seconds=5)
+    finally:
+        run.kill()
+    assert run.returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_killed_under_torchrun_ends_the_run_in_bounded_time(tmp_path, rank):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "polyturn"]
+    run, ranks = started(tmp_path, [*torchrun, "train", str(write_run(tmp_path)), *ENDLESS])
+    try:
+        (victim,) = [pid for pid in ranks if rank_of(pid) == rank]
+        os.kill(victim, signal.SIGKILL)
+        said = run.communicate(timeout=60)[0]
+        wait_until(lambda: not any(is_alive(pid) for pid in ranks), seconds=5)
+    finally:
+        run.kill()
+    assert run.returncode == 1
+    assert f"(local_rank: {rank})" in said and "SIGKILL" in said
+
+
+def started(folder, command):
+    """Start a run and return it and its ranks, once it has taken a step."""
+    run = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = folder / "runs" / "tiny" / "metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.is_file() and "loss/grad_norm" in metrics.read_text(), seconds=120)
+    except BaseException:
+        run.kill()
+        raise
+    return run, children_of(run.pid)
 
 
 @pytest.mark.timeout(240)

@@ -1,6 +1,7 @@
 """`polyturn train --ray ADDRESS` on a local cluster of two nodes: ranks on one, engine and rollout worker on the other.
 
-A rank that dies ends the run with its log, or starts it again from its latest checkpoint.
+A rank that dies ends the run with its log, or starts it again from its latest checkpoint; so does the last worker or engine
+replica. One of several takes nothing with it: its conversations go on elsewhere.
 """
 
 import os
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from cluster_run import assert_each_call_ran_once, metrics_of, write_run
+from transformers import AutoModelForCausalLM
 
 from polyturn.cli.main import main
-from polyturn.testing.runs import call_command
+from polyturn.testing.runs import SEVERAL_TURNS, call_command
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
 pytestmark = pytest.mark.timeout(300)
@@ -56,26 +58,48 @@ def test_two_ranks_train_with_engine_and_tools_on_another_node(address, tmp_path
     assert_each_call_ran_once(tmp_path, "tiny")
 
 
-def kill_a_rank_after_a_step(checkpoints, mark):
-    """Kill one trainer rank of the cluster that bears `mark`, once there is a checkpoint of the first step."""
+def kill_after_a_step(folder, mark, *kinds):
+    """Kill an actor of each of `kinds` in the cluster that bears `mark`, once there is a checkpoint of the first step.
+
+    Of the workers it is one that a tool is running on, in the middle of conversations.
+    """
 
     def watch():
-        deadline = time.monotonic() + 120
-        while not any(p.name >= "step-000001" for p in checkpoints.glob("step-*")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.kill(max(ranks_of(mark)), signal.SIGKILL)
+        checkpoints = folder / "runs" / "tiny" / "checkpoints"
+        wait_until(lambda: any(p.name >= "step-000001" for p in checkpoints.glob("step-*")))
+        for kind in kinds:
+            os.kill(called_last(folder) if kind == "RolloutActor" else max(actors_of(mark, kind)), signal.SIGKILL)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
 
 
-def ranks_of(mark):
+def called_last(folder):
+    """Let the tool take its time, and return the process that it runs in once conversations have a few turns."""
+    (folder / "slow").touch()
+    log, before = folder / "calls.log", len(calls_of(folder))
+    wait_until(lambda: len(calls_of(folder)) >= before + 12)
+    (folder / "slow").unlink()
+    return int(log.read_text().split()[-1])
+
+
+def calls_of(folder):
+    return (folder / "calls.log").read_text().split()
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 120
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def actors_of(mark, kind):
     found = []
     for process in Path("/proc").iterdir():
         try:
-            is_rank = process.name.isdigit() and b"RankActor" in (process / "cmdline").read_bytes()
-            if is_rank and mark.encode() in (process / "environ").read_bytes():
+            is_one = process.name.isdigit() and kind.encode() in (process / "cmdline").read_bytes()
+            if is_one and mark.encode() in (process / "environ").read_bytes():
                 found.append(int(process.name))
         except OSError:
             continue  # it ended meanwhile
@@ -83,20 +107,57 @@ def ranks_of(mark):
 
 
 @pytest.mark.slow
-def test_a_dead_rank_ends_the_run_with_its_log(address, mark, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "name"), [("RankActor", "trainer rank"), ("RolloutActor", "rollout worker"), ("EngineActor", "engine replica")]
+)
+def test_a_dead_rank_and_the_last_of_a_kind_end_the_run_with_their_logs(address, mark, tmp_path, kind, name):
     config = write_run(tmp_path)
-    thread = kill_a_rank_after_a_step(tmp_path / "runs" / "tiny" / "checkpoints", mark)
-    many = ["train.steps=100000", "train.checkpoint_every=1", "warm_start.steps=0"]
+    thread = kill_after_a_step(tmp_path, mark, kind)
+    many = ["train.steps=100000", "train.checkpoint_every=1", "rollout.max_failed_share=1"]
     done = call_command(main, "train", config, "--ray", address, *many, *PLACES)
     thread.join()
     assert done.code == 2
-    assert "trainer rank" in done.err and "died. The last lines of its log" in done.err
+    assert f"{name} " in done.err and "died. The last lines of its log" in done.err
+
+
+@pytest.mark.slow
+def test_one_of_two_workers_and_engines_may_die_and_its_conversations_go_on(address, mark, tmp_path):
+    config = write_run(tmp_path)
+    thread = kill_after_a_step(tmp_path, mark, "RolloutActor", "EngineActor")
+    places = [f"cluster.{kind}={{count: 2, resources: {{rollout: 0.5}}}}" for kind in ("engines", "workers")]
+    many = ["train.steps=12", "train.checkpoint_every=1", "warm_start.steps=0", *SEVERAL_TURNS]
+    done = call_command(main, "train", config, "--ray", address, *many, *PLACES[:2], *places)
+    thread.join()
+    assert done.code == 0, done.err
+    steps = metrics_of(tmp_path / "runs" / "tiny")
+    assert [step["step"] for step in steps][-1] == 12
+    assert steps[0]["engine/replicas_live"] == 2 and steps[-1]["engine/replicas_live"] == 1
+    assert sum(step["rollout/resumed_flights"] for step in steps) >= 1
+    assert not any(step.get("rollout/failed", 0) for step in steps)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_on_a_cluster_and_synced_to_its_engines(address, tmp_path):
+    config = write_run(tmp_path)
+    lora = ["model.lora={rank: 2, alpha: 8}", "algorithm.kl_coef=0.01", "train.optim.lr=1e-2"]
+    done = call_command(main, "train", config, "--ray", address, "train.steps=3", *lora, *PLACES)
+    assert done.code == 0, done.err
+    run = tmp_path / "runs" / "tiny"
+    steps = metrics_of(run)
+    assert len(steps) == 3 and all(step["loss/grad_norm"] > 0 for step in steps)
+    assert abs(steps[0]["policy/kl_to_reference"]) < 1e-4 < abs(steps[-1]["policy/kl_to_reference"])
+    assert all(step["policy/rollout_difference_max"] < 1e-4 for step in steps), "the engines sample with the adapter"
+    assert (run / "checkpoints" / "step-000003" / "model" / "adapter_model.safetensors").is_file()
+    exported = call_command(main, "export", run, "-o", tmp_path / "exported")
+    assert exported.code == 0, exported.err
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert not any("lora" in name for name in whole.state_dict())
 
 
 @pytest.mark.slow
 def test_a_run_that_may_restart_goes_on_from_its_latest_checkpoint(address, mark, tmp_path):
     config = write_run(tmp_path)
-    thread = kill_a_rank_after_a_step(tmp_path / "runs" / "tiny" / "checkpoints", mark)
+    thread = kill_after_a_step(tmp_path, mark, "RankActor")
     many = ["train.steps=30", "train.checkpoint_every=1", "warm_start.steps=0", "cluster.restarts=1"]
     done = call_command(main, "train", config, "--ray", address, *many, *PLACES)
     thread.join()

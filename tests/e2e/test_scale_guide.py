@@ -77,7 +77,8 @@ def test_each_config_loads_and_dry_runs(step, tmp_path):
         for i in range(4)
     ]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = call_command(main, "train", tmp_path / "run.yaml", "--dry-run", *STAND_INS)
+    on_cluster = ["--ray", "auto"] if step == "Ray cluster" else []
+    done = call_command(main, "train", tmp_path / "run.yaml", *on_cluster, "--dry-run", *STAND_INS)
     assert done.code == 0, done.err
     assert "episodes" in done.out
 

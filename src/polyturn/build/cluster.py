@@ -15,6 +15,7 @@ from polyturn.rollout.pool import RolloutPool
 
 if TYPE_CHECKING:
     from polyturn.cluster.clients import Member
+    from polyturn.cluster.journal import WorkerJournal
     from polyturn.core.protocols import Engine, EngineCapabilities
     from polyturn.training.team import Rank
 
@@ -75,13 +76,14 @@ def _engine(place: Place) -> Engine:
     return build_parts(place).engine
 
 
-def _pool(place: Place, replicas: Sequence[Member], capabilities: EngineCapabilities) -> RolloutPool:
+def _pool(place: Place, replicas: Sequence[Member], capabilities: EngineCapabilities, journal: WorkerJournal) -> RolloutPool:
     """Build a rollout worker, in its actor."""
     from polyturn.cluster.clients import RayEngine
 
     parts = build_parts(place, engine=RayEngine(replicas, capabilities))
     # Whether too many failed is for the leader to say, who sees all of them.
-    return RolloutPool(parts.context, max_concurrent=place.config.rollout.max_concurrent, max_failed_share=1.0)
+    context = dataclasses.replace(parts.context, journal=journal)
+    return RolloutPool(context, max_concurrent=place.config.rollout.max_concurrent, max_failed_share=1.0)
 
 
 def _rank(place: Place) -> Rank:

@@ -69,6 +69,8 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     update = build_update(parts, policy)
     restarts = "engine.deterministic restarts every conversation" if config.engine.deterministic else None
     flights = Flights(folder / FOLDER, why_not=restarts)
+    if parts.pool is not None:
+        parts.pool.keep_in(flights)
     return Trainer(
         LoopSettings(
             steps=train.steps,
@@ -102,7 +104,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints, keep_every=train.keep_checkpoint_every),
         export=exporter(parts, adapter_only=True),
         freeze=functools.partial(_frozen_export, parts),
-        flights=flights if parts.pool is None else None,
+        flights=flights,
         observer=observer,
         engine_busy_s=lambda: parts.busy_s,
         engine_metrics=_engine_metrics(parts),
@@ -151,6 +153,7 @@ def _channel(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> WeightCha
     from polyturn.training import hf
     from polyturn.training.distributed import DistributedPolicy, GatheredWeights
     from polyturn.training.local import LocalPolicy
+    from polyturn.training.lora import adapter_tensors, has_lora
     from polyturn.training.optim import OptimSettings
     from polyturn.training.weight_sync import SharedWeights, WeightSync
 
@@ -166,7 +169,8 @@ def _channel(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> WeightCha
             from polyturn.cluster.clients import PushedWeights, RayEngine
 
             assert isinstance(parts.engine, RayEngine)
-            return GatheredWeights(policy, PushedWeights(parts.engine, policy.weights))
+            adapter = functools.partial(adapter_tensors, parts.model) if has_lora(parts.model) else None
+            return GatheredWeights(policy, PushedWeights(parts.engine, policy.weights, changing=adapter))
         # The proof that weights arrive changes whole weights and scores with them, which the leader's copy is there for.
         return GatheredWeights(policy, channel(LocalPolicy(parts.model, optim=OptimSettings(lr=0.0))))
     return channel(policy)
@@ -182,9 +186,10 @@ def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
 
 def _engine_metrics(parts: Parts) -> Callable[[], Mapping[str, float]]:
     """Return what tells how the engine's servers fared since it was last asked, and what further policies did."""
-    from polyturn.engines.pool import EnginePool
+    from polyturn.engines.embedded import EmbeddedEngine
+    from polyturn.engines.process import ProcessEngine
 
-    of_servers = parts.engine.read_metrics if isinstance(parts.engine, EnginePool) else dict
+    of_servers = dict if isinstance(parts.engine, EmbeddedEngine | ProcessEngine) else parts.engine.read_metrics
     return lambda: {**of_servers(), **parts.policies.read_metrics()}
 
 

@@ -8,13 +8,16 @@ base model, which the run's config names.
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from polyturn import build
 from polyturn.cli.console import Output
 from polyturn.cli.runs import open_place
 from polyturn.core.errors import CheckpointError, ConfigError
+from polyturn.tokens.codec import load_codec
 
 
 def run(source: Path, *, out: Path, config: Path | None = None) -> None:
@@ -56,11 +59,17 @@ def _copy(model: Path, out: Path) -> None:
 
 def _merge(model: Path, out: Path, *, config: Path) -> None:
     from polyturn.training import hf
+    from polyturn.training.lora import CONFIG_FILE
 
     place, _ = open_place(config, [])
-    codec = build.build_codec(place)
-    adapted = build.build_model(place, codec.tokenizer, checkpoint=model)
-    hf.save_model(adapted, out, tokenizer=codec.tokenizer)
+    own = place.config.model
+    # The config in a run's folder says paths as they were beside the original one; the adapter has its base as it was found.
+    found = json.loads((model / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if own.path is not None and found and not (place.base / own.path).is_dir() and Path(found).is_dir():
+        place = replace(place, config=place.config.model_copy(update={"model": own.model_copy(update={"path": found})}))
+    tokenizer = load_codec(str(model)).tokenizer
+    adapted = build.build_model(place, tokenizer, checkpoint=model)
+    hf.save_model(adapted, out, tokenizer=tokenizer)
 
 
 def _config_of(source: Path) -> Path:

@@ -28,7 +28,7 @@ from polyturn.cli.console import Output, stderr_console
 from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.cli.signals import Signals
 from polyturn.config.load import write_resolved
-from polyturn.core.errors import CheckpointError, PolyturnError, RankLostError
+from polyturn.core.errors import CheckpointError, EngineLostError, PolyturnError, RankLostError
 from polyturn.core.secret import masked
 from polyturn.evaluation.report import EvalReport
 from polyturn.tracking.plot import plot_learning_curve
@@ -94,7 +94,7 @@ def train(
     for left in range(config.cluster.restarts if is_on_cluster else 0, -1, -1):
         try:
             _train(attempt, resolved, this, again=again, dry_run=dry_run)
-        except RankLostError as problem:
+        except (RankLostError, EngineLostError) as problem:
             if not left:
                 raise
             logger.warning(
@@ -170,6 +170,12 @@ def _train(
             trainer.resume(latest)
             observer.resume(trainer.state.step)
             logger.info("resumed in %.2f s beside loading the model", time.monotonic() - loading)
+            if trainer.state.step >= config.train.steps:
+                logger.warning(
+                    "the run is complete: it has taken %d steps, and train.steps is %d; give more of them to train on",
+                    trainer.state.step,
+                    config.train.steps,
+                )
         # What was imported and built lives as long as the run; the collector need not walk it again (0.3 s each time).
         gc.collect()
         gc.freeze()

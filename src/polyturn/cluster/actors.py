@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from polyturn.cluster.journal import Handed, Post, WorkerJournal
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.trajectory import TrajectoryGroup
@@ -99,14 +100,20 @@ class EngineActor(_Actor):
 class RolloutActor(_Actor):
     """Runs groups: the schedulers, tools, interactions and rewards of their episodes, and nothing of the training."""
 
-    def __init__(self, build: Callable[[], RolloutPool]) -> None:
+    def __init__(self, build: Callable[[WorkerJournal], RolloutPool]) -> None:
         self._build = build
         self._pool: RolloutPool | None = None
+        self._journal = WorkerJournal()
         self._lock = asyncio.Lock()
 
-    async def run(self, spec: GroupSpec) -> TrajectoryGroup:
-        """Run one group."""
+    async def run(self, spec: GroupSpec, handed: Handed | None) -> TrajectoryGroup:
+        """Run one group; `handed` is what the leader's journal has of its episodes."""
         async with self._lock:
             if self._pool is None:
-                self._pool = self._build()
+                self._pool = self._build(self._journal)
+        self._journal.hand(handed)
         return await self._pool.run_one(spec)
+
+    async def posts(self, received: int) -> list[Post]:
+        """Return what the episodes have to say to the leader's journal, once there is something."""
+        return await self._journal.posts(received)

@@ -1,15 +1,18 @@
 """The driver's side of the actors: a team, an engine and a pool that look like those of one process.
 
-    RayTeam     core: Team          every rank runs a command on its share
+    RayTeam     training: Team      every rank runs a command on its share
     RayEngine   core: Engine        an episode stays with the replica that has its KV cache; new weights go to all of them
     RayPool     RolloutPool         a group goes to the worker with least to do
 
-An actor that dies is a sentence with what is left of its log, never a stack trace of Ray.
+An actor that dies is a sentence with what is left of its log, never a stack trace of Ray. What a dead replica was asked is
+asked of another, what a dead worker ran goes on at another; only the last of its kind, and any rank, ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +21,19 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from polyturn.cluster.actors import Home
+from polyturn.cluster.journal import Handed, carry
 from polyturn.core.errors import EngineLostError, RankLostError
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.flight import Held
 from polyturn.rollout.group import GroupSpec, LiveGroup
 from polyturn.rollout.pool import RolloutPool
+from polyturn.training.flights import Flights
 from polyturn.training.team import values_of
+
+logger = logging.getLogger(__name__)
 
 _NUM_LINES = 20
 
@@ -91,6 +99,8 @@ class RayEngine:
         self.replicas = list(replicas)
         self._capabilities = capabilities
         self._home_of: dict[str, Member] = {}
+        self._last_words = ""
+        """Of the replica that died last."""
         self._loads = {replica.name: 0 for replica in replicas}
         self._asked_of: dict[str, Member] = {}
         self.busy_s = 0.0
@@ -103,49 +113,73 @@ class RayEngine:
         return self._capabilities
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion, where the earlier turns of the episode were sampled.
+        """Sample one completion, where the earlier turns of the episode were sampled; elsewhere where that replica died.
 
         Raises:
-            EngineLostError: the replica died.
+            EngineLostError: the last replica died.
         """
-        replica = self._home_of.setdefault(request.session_id, min(self.replicas, key=lambda r: self._loads[r.name]))
         if not self._asked_of:
             self._busy_since = asyncio.get_running_loop().time()
-        self._asked_of[request.request_id] = replica
-        self._loads[replica.name] += 1
         try:
-            completion: Completion = await replica.handle.generate.remote(request)
-        except RayActorError as problem:
-            raise EngineLostError(replica.obituary()) from problem
+            while True:
+                self._require_one()
+                home = self._home_of.get(request.session_id)
+                if home is None or home not in self.replicas:
+                    home = min(self.replicas, key=lambda r: self._loads[r.name])
+                    self._home_of[request.session_id] = home
+                self._asked_of[request.request_id] = home
+                self._loads[home.name] += 1
+                try:
+                    completion: Completion = await home.handle.generate.remote(request)
+                    return completion
+                except RayActorError:
+                    self._lose(home)
+                finally:
+                    self._loads[home.name] -= 1
         finally:
-            self._loads[replica.name] -= 1
-            del self._asked_of[request.request_id]
+            self._asked_of.pop(request.request_id, None)
             if not self._asked_of:
                 self.busy_s += asyncio.get_running_loop().time() - self._busy_since
-        return completion
 
     async def abort(self, request_id: str) -> None:
         """End a running request now."""
         if (replica := self._asked_of.get(request_id)) is not None:
-            await replica.handle.abort.remote(request_id)
+            with contextlib.suppress(RayActorError):  # what a dead replica ran has ended
+                await replica.handle.abort.remote(request_id)
 
     async def end_session(self, session_id: str) -> None:
         """Forget what is kept for an episode."""
         if (replica := self._home_of.pop(session_id, None)) is not None:
-            await replica.handle.end_session.remote(session_id)
+            with contextlib.suppress(RayActorError):
+                await replica.handle.end_session.remote(session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
         """Serve `version` on every replica; the weights travel to each node once.
 
         Raises:
-            EngineLostError: a replica died.
+            EngineLostError: the last replica died.
         """
         shared = ray.put({name: tensor.detach().cpu() for name, tensor in (weights or {}).items()})
         for replica, done in [(r, r.handle.update_weights.remote(version, shared)) for r in self.replicas]:
             try:
                 await done
-            except RayActorError as problem:
-                raise EngineLostError(replica.obituary()) from problem
+            except RayActorError:
+                self._lose(replica)
+        self._require_one()
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return how many replicas there are, and how many live."""
+        return {"engine/replicas": len(self._loads), "engine/replicas_live": len(self.replicas)}
+
+    def _lose(self, replica: Member) -> None:
+        if replica in self.replicas:
+            self.replicas.remove(replica)
+            self._last_words = replica.obituary()
+            logger.error("%s\nReplicas left: %d", self._last_words, len(self.replicas))
+
+    def _require_one(self) -> None:
+        if not self.replicas:
+            raise EngineLostError(f"no engine replica is left. {self._last_words}")
 
     async def close(self) -> None:
         """Let the replicas end."""
@@ -156,18 +190,25 @@ class RayEngine:
 class PushedWeights:
     """The channel to engines that have weights of their own, on other nodes."""
 
-    def __init__(self, engine: RayEngine, weights: Any) -> None:
-        """Push what `weights` returns."""
+    def __init__(
+        self,
+        engine: RayEngine,
+        weights: Callable[[], Mapping[str, Any]],
+        *,
+        changing: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Push all that `weights` returns once, then what `changing` does: of an adapter's model the adapter alone."""
         self._engine = engine
         self._weights = weights
+        self._changing = changing or weights
 
     async def start(self, version: int) -> None:
         """Bring the first weights there, as `version`."""
-        await self.publish(version)
+        await self._engine.update_weights(version, weights=self._weights())
 
     async def publish(self, version: int) -> None:
         """Bring the weights as they are now, as `version`."""
-        await self._engine.update_weights(version, weights=self._weights())
+        await self._engine.update_weights(version, weights=self._changing())
 
 
 class RayPool(RolloutPool):
@@ -179,29 +220,72 @@ class RayPool(RolloutPool):
         super().__init__(context, max_concurrent=max_concurrent, max_failed_share=max_failed_share)
         self._loads = {worker.name: 0 for worker in workers}
         self._workers = {worker.name: worker for worker in workers}
+        self._last_words = ""
+        """Of the worker that died last."""
+        self._flights: Flights | None = None
+        self._carriers: dict[str, asyncio.Task[None]] = {}
+
+    def keep_in(self, flights: Flights) -> None:
+        """Let the episodes of training on all workers be kept in a journal, turn by turn; call it before the first group."""
+        self._flights = flights
 
     async def run_one(self, spec: GroupSpec, *, live: LiveGroup | None = None) -> TrajectoryGroup:
-        """Run one group on a worker.
+        """Run one group on a worker; if that dies, go on with it on another, behind the last complete turn of each episode.
 
         Raises:
-            RankLostError: the worker died.
+            RankLostError: the last worker died.
             RolloutError: too large a share of the latest trajectories failed.
         """
-        name = min(self._loads, key=lambda n: self._loads[n])
-        self._loads[name] += spec.size
-        running = self._workers[name].handle.run.remote(spec)
-        try:
-            group: TrajectoryGroup = await running
-        except asyncio.CancelledError:
-            ray.cancel(running)
-            raise
-        except RayActorError as problem:
-            raise RankLostError(self._workers[name].obituary()) from problem
-        finally:
-            self._loads[name] -= spec.size
+        self._carry()
+        handed = self._recall(spec, Flights.recall)
+        while True:
+            if not self._workers:
+                raise RankLostError(f"no rollout worker is left. {self._last_words}")
+            name = min(self._workers, key=lambda n: self._loads[n])
+            self._loads[name] += spec.size
+            running = self._workers[name].handle.run.remote(spec, handed)
+            try:
+                group: TrajectoryGroup = await running
+                break
+            except asyncio.CancelledError:
+                ray.cancel(running)
+                raise
+            except RayActorError:
+                await self._lose(name)
+                handed = self._recall(spec, Flights.recall_lost)
+            finally:
+                self._loads[name] -= spec.size
         if live is None or not live.is_cut:
             self.failures.count(group)
         return group
+
+    def _carry(self) -> None:
+        """Let what the workers' episodes say be carried to the journal, from the first group on."""
+        if self._flights is not None and not self._carriers:
+            for name, worker in self._workers.items():
+                carrying = _carry_until_dead(self._flights, worker)
+                self._carriers[name] = asyncio.create_task(carrying, name=f"journal of {name}")
+
+    def _recall(self, spec: GroupSpec, recall: Callable[[Flights, str], Held | None]) -> Handed | None:
+        """Return what the journal holds of a group's episodes; None where no journal is kept."""
+        flights = self._flights
+        if flights is None:
+            return None
+        found = {episode: recall(flights, episode) for episode in spec.episodes}
+        return Handed({episode: held for episode, held in found.items() if held is not None}, flights.why_not)
+
+    async def _lose(self, name: str) -> None:
+        worker = self._workers.pop(name, None)
+        if worker is not None:
+            self._last_words = worker.obituary()
+            logger.error("%s\nRollout workers left, where its groups go on: %d", self._last_words, len(self._workers))
+        if name in self._carriers:
+            await asyncio.wait({self._carriers[name]})  # what it said before it died is read by whoever goes on
+
+
+async def _carry_until_dead(flights: Flights, worker: Member) -> None:
+    with contextlib.suppress(RayActorError):
+        await carry(flights, worker.handle.posts.remote)
 
 
 def _is_dead(member: Member) -> bool:

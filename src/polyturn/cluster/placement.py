@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from polyturn.cluster.actors import EngineActor, RankActor, RolloutActor
 from polyturn.cluster.clients import Member, RayEngine, RayTeam
+from polyturn.cluster.journal import WorkerJournal
 from polyturn.core.errors import ConfigError, EngineLostError, RankLostError
 from polyturn.core.protocols import Engine
 from polyturn.rollout.pool import RolloutPool
@@ -72,7 +73,7 @@ class Cluster:
         replicas = self._place("engine replica", EngineActor, need, build, strategy="SPREAD")
         return RayEngine(replicas, ray.get(replicas[0].handle.capabilities.remote()))
 
-    def workers(self, need: Need, build: Callable[[], RolloutPool]) -> list[Member]:
+    def workers(self, need: Need, build: Callable[[WorkerJournal], RolloutPool]) -> list[Member]:
         """Place rollout workers."""
         return self._place("rollout worker", RolloutActor, need, build, strategy="SPREAD")
 

@@ -32,6 +32,12 @@ class GroupSpec:
     has_baseline: bool = False
     """Whether one more episode is decoded greedily beside the members, which an estimator compares them with."""
 
+    @property
+    def episodes(self) -> list[str]:
+        """The ids of its episodes."""
+        names = [*range(self.size), *(["greedy"] if self.has_baseline else [])]
+        return [f"{self.id}/{name}" for name in names]
+
 
 @dataclass(slots=True, eq=False)
 class LiveGroup:

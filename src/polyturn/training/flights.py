@@ -41,6 +41,14 @@ _METRICS = {
 }
 
 
+class Line(NamedTuple):
+    """What an episode says, as it is written."""
+
+    data: bytes
+    begins: bool
+    """Whether it is the first line of an episode that starts from its task."""
+
+
 class _Place(NamedTuple):
     """Where a line stands in the file."""
 
@@ -148,11 +156,24 @@ class Flights:
 
     def takes(self, episode: str) -> bool:
         """Return whether it is an episode of training."""
-        return _ticket(episode) is not None
+        return is_of_training(episode)
 
     def recall(self, episode: str) -> Held | None:
         """Return what is held of an episode, once."""
         return self._held.pop(episode, None)
+
+    def recall_lost(self, episode: str) -> Held | None:
+        """Return what stands here of an episode that was begun in this run and whose process died, while the run goes on."""
+        with self._lock:
+            ticket = _ticket(episode)
+            if self._file is None or ticket is None or ticket in self._gone:
+                return None
+            places = self._live.get(ticket, {}).get(episode, [])
+            found = _read_lines((os.pread(self._file, p.length, p.offset), p) for p in places).get(episode)
+        if found is None:
+            return None
+        found.held.lines = [line for line, _ in found.others]
+        return found.held
 
     async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
         """Append a line, made in the thread.
@@ -160,7 +181,11 @@ class Flights:
         Raises:
             SnapshotError: the line cannot be made.
         """
-        await self._thread.submit(partial(self._write, episode, line))
+        await self._thread.submit(lambda: self._append(episode, to_line(episode, line)))
+
+    async def append(self, episode: str, line: Line) -> None:
+        """Append a line that was made elsewhere."""
+        await self._thread.submit(partial(self._append, episode, line))
 
     def count(self, name: str, *, reason: str = "") -> None:
         """Count a flight that was "resumed" or "restarted", or whose snapshot "failed"."""
@@ -173,20 +198,15 @@ class Flights:
 
     # In the thread.
 
-    def _write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
-        made = line()
-        try:
-            data = json.dumps({"s": episode, **made}, separators=(",", ":")).encode() + b"\n"
-        except (TypeError, ValueError) as problem:
-            raise SnapshotError(f"a conversation cannot be written as JSON: {problem}") from problem
+    def _append(self, episode: str, line: Line) -> None:
         ticket = _ticket(episode)
         with self._lock:
             if self._file is None or ticket is None or ticket in self._gone:
                 return
-            place = self._put(data)
+            place = self._put(line.data)
             if place is not None:
                 places = self._live.setdefault(ticket, {}).setdefault(episode, [])
-                if "begun" in made:
+                if line.begins:
                     places.clear()
                 places.append(place)
 
@@ -234,27 +254,55 @@ class Flights:
         return self._folder / f"step-{step:06d}.jsonl"
 
 
+def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
+    """Make what an episode says and encode it, wherever the episode runs.
+
+    Raises:
+        SnapshotError: the line cannot be made.
+    """
+    made = line()
+    try:
+        data = json.dumps({"s": episode, **made}, separators=(",", ":")).encode() + b"\n"
+    except (TypeError, ValueError) as problem:
+        raise SnapshotError(f"a conversation cannot be written as JSON: {problem}") from problem
+    return Line(data, "begun" in made)
+
+
+def is_of_training(episode: str) -> bool:
+    """Return whether an episode's turns are worth keeping: it is trained on."""
+    return _ticket(episode) is not None
+
+
 def _read(path: Path) -> dict[str, _Found]:
     """Return what a journal has of each episode, since it last began from its task."""
-    found: dict[str, _Found] = {}
     offset = 0
+
+    def placed(data: bytes) -> tuple[bytes, _Place]:
+        nonlocal offset
+        place, offset = _Place(offset, len(data)), offset + len(data)
+        return data, place
+
     with path.open("rb") as file:
-        for data in file:
-            place, offset = _Place(offset, len(data)), offset + len(data)
-            try:
-                line = json.loads(data)
-                episode = line["s"]
-                if "begun" in line:
-                    found[episode] = _Found(held=Held(digest=line["begun"], why_not=line["why_not"]), first=place)
-                elif "new" not in line:
-                    found[episode].held.why_not, found[episode].given_up = line["why_not"], place
-                else:
-                    others = found[episode].others
-                    while others and others[-1][0]["from"] >= line["from"]:
-                        others.pop()  # a run that went on behind an earlier turn wrote this line
-                    others.append((line, place))
-            except (ValueError, KeyError, TypeError):  # half a line: the kill fell there
-                continue
+        return _read_lines(map(placed, file))
+
+
+def _read_lines(lines: Iterable[tuple[bytes, _Place]]) -> dict[str, _Found]:
+    found: dict[str, _Found] = {}
+    for data, place in lines:
+        try:
+            line = json.loads(data)
+            episode = line["s"]
+            if "begun" in line:
+                found[episode] = _Found(held=Held(digest=line["begun"], why_not=line["why_not"]), first=place)
+            elif "new" not in line:
+                found[episode].held.why_not, found[episode].given_up = line["why_not"], place
+            else:
+                others = found[episode].others
+                while others and others[-1][0]["from"] >= line["from"]:
+                    others.pop()  # a run that went on behind an earlier turn wrote this line
+                others.append((line, place))
+        except (ValueError, KeyError, TypeError):  # half a line: the kill fell there
+            continue
     return found
 
 

@@ -119,7 +119,7 @@ def test_another_models_critic_is_refused_on_every_rank(results):
 
 def test_ranks_in_bfloat16_train_what_they_loaded(results):
     """The float32 masters follow the weights that a run begins with, those of a warm start for instance."""
-    assert results["bfloat16"] < 1e-2
+    assert max(results["bfloat16"].values()) < 1e-2
 
 
 def sample_of(ids, *, is_trained=True):

@@ -220,7 +220,20 @@ def compare_bfloat16():
     for made in (one, many):
         made.optim_step()
     whole = many.whole_weights()
-    return same_parts(one.model.state_dict(), whole) if rank == 0 else None
+    found = {"policy": same_parts(one.model.state_dict(), whole) if rank == 0 else None}
+    # The critic, whose head is float32 on a backbone of bfloat16.
+    one = Critic(copy.deepcopy(start), **options)
+    many = ShardedCritic(exact_model().bfloat16(), mesh=make_mesh(CPU), device=CPU, **options)
+    many.load_whole({"model": first_weights(start)} if rank == 0 else None)
+    samples = [s.replace(values=np.zeros(len(s)), returns=np.ones(len(s))) for s in samples]
+    coefs = value_coefs(samples)
+    one.forward_backward(samples)
+    many.forward_backward([samples[rank]], coefs=[coefs[rank]])
+    for made in (one, many):
+        made.optim_step()
+    state = many.state_dict()
+    found["critic"] = same_parts(one.state_dict()["model"], state["model"]) if rank == 0 else None
+    return found
 
 
 def compare_lora():

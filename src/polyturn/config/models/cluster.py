@@ -33,6 +33,6 @@ class ClusterConfig(Section):
     workers: ActorsConfig = ActorsConfig()
     """Processes that run episodes: tools, interactions, rewards."""
     restarts: int = Field(0, ge=0)
-    """How often a run whose rank or worker died starts again from its latest checkpoint."""
+    """How often a run starts again from its latest checkpoint when a rank, or the last worker or engine replica, died."""
     patience_s: float = Field(300.0, gt=0)
     """How long to wait until the cluster has room."""

@@ -1,0 +1,119 @@
+"""The journal of conversations in flight, where episodes run on workers: each line travels to the leader, who has the file.
+
+    worker   WorkerJournal.write   line -> post -> waits                        episode goes on once the line is on disk
+    leader   carry                 posts(received so far) -> Flights.append     one call to each worker is always under way
+
+What a worker is handed with a group is what the leader's journal holds of its episodes: of a run that is resumed, or of a
+worker that died. So a conversation goes on behind its last complete turn on whichever worker has room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
+
+from polyturn.core.aio import OneThread
+from polyturn.rollout.flight import Held
+from polyturn.training.flights import Flights, Line, is_of_training, to_line
+
+
+class Post(NamedTuple):
+    """Something that a worker's episode has to say to the leader's journal."""
+
+    number: int
+    """Counted from 1, in the order in which they were said."""
+    episode: str = ""
+    line: Line | None = None
+    counted: str = ""
+    """What to count, where it is no line."""
+    reason: str = ""
+
+
+class Handed(NamedTuple):
+    """What the leader's journal gives along with a group."""
+
+    held: Mapping[str, Held]
+    """Of its episodes, those that were in flight before."""
+    why_not: str | None
+    """Why no turn is kept at all."""
+
+
+class WorkerJournal:
+    """A worker's side; implements `rollout.flight.Journal`."""
+
+    def __init__(self) -> None:
+        self.why_not: str | None = None
+        self._is_kept = False
+        self._thread = OneThread("polyturn-flights")
+        self._held: dict[str, Held] = {}
+        self._posts: deque[Post] = deque()
+        """Those that the leader has not said it received."""
+        self._num_posts = 0
+        self._news = asyncio.Event()
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    def hand(self, handed: Handed | None) -> None:
+        """Take what the leader holds of episodes that are about to run here; None where it keeps no journal."""
+        self._is_kept = handed is not None
+        if handed is not None:
+            self._held.update(handed.held)
+            self.why_not = handed.why_not
+
+    async def posts(self, received: int) -> list[Post]:
+        """Return what there is to say behind post number `received`, which tells that it and those before it are on disk."""
+        while self._posts and self._posts[0].number <= received:
+            done = self._waiting.pop(self._posts.popleft().number, None)
+            if done is not None and not done.done():  # an episode that was cancelled waits no more
+                done.set_result(None)
+        if not self._posts:
+            self._news.clear()
+            await self._news.wait()
+        return list(self._posts)
+
+    def takes(self, episode: str) -> bool:
+        """Return whether it is an episode of training."""
+        return self._is_kept and is_of_training(episode)
+
+    def recall(self, episode: str) -> Held | None:
+        """Return what was handed over of an episode, once."""
+        return self._held.pop(episode, None)
+
+    async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
+        """Send a line to the leader, and return once it is on disk there.
+
+        Raises:
+            SnapshotError: the line cannot be made.
+        """
+        made = await self._thread.submit(lambda: to_line(episode, line))
+        number = self._say(episode=episode, line=made)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        await self._waiting[number]
+
+    def count(self, name: str, *, reason: str = "") -> None:
+        """Let the leader count a flight that was "resumed" or "restarted", or whose snapshot "failed"."""
+        self._say(counted=name, reason=reason)
+
+    def _say(self, **what: Any) -> int:
+        self._num_posts += 1
+        self._posts.append(Post(self._num_posts, **what))
+        self._news.set()
+        return self._num_posts
+
+
+async def carry(flights: Flights, posts: Callable[[int], Awaitable[list[Post]]]) -> None:
+    """Bring what one worker's episodes say into the leader's journal, until cancelled or the worker is gone.
+
+    Args:
+        flights: The journal.
+        posts: The worker's `WorkerJournal.posts`; what it raises ends this.
+    """
+    received = 0
+    while True:
+        for post in await posts(received):
+            if post.line is None:
+                flights.count(post.counted, reason=post.reason)
+            else:
+                await flights.append(post.episode, post.line)
+            received = post.number

@@ -1,0 +1,29 @@
+"""An adapter in a run's folder is exported, merged, whatever paths its config says: they were beside the original one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from polyturn.cli.main import main
+from polyturn.testing.runs import call_command, write_tiny_run
+
+
+def test_an_adapter_over_a_model_at_a_relative_path_is_merged_from_the_runs_folder(tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path)
+    few = ["evaluation.before=false", "train.optim.lr=1e-2"]
+    assert call_command(main, "train", config, "train.steps=0", "name=base", *few).code == 0
+    assert call_command(main, "export", tmp_path / "runs" / "base", "-o", tmp_path / "base").code == 0
+    text = config.read_text()
+    start, end = text.index("model:"), text.index("data:")
+    config.write_text(f"{text[:start]}model: {{path: base, lora: {{rank: 2}}}}\n{text[end:]}")
+    assert call_command(main, "train", config, "train.steps=1", *few).code == 0
+    exported = call_command(main, "export", tmp_path / "runs" / "tiny", "-o", tmp_path / "merged")
+    assert exported.code == 0, exported.err
+    base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("base", "merged"))
+    assert base.keys() == merged.keys()
+    changed = [name for name, tensor in base.items() if not torch.equal(tensor, merged[name])]
+    assert changed and all("proj" in name for name in changed)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template

@@ -1,0 +1,135 @@
+"""Conversations on a worker are kept in the leader's journal, line by line, and go on on another worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyturn.cluster.journal import Handed, WorkerJournal, carry
+from polyturn.core.errors import SnapshotError
+from polyturn.core.generation import GenerateRequest
+from polyturn.core.trajectory import Trajectory
+from polyturn.rollout.lifespan import run_episode
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.tools.gsm8k import Gsm8kTool
+from polyturn.training.flights import Flights
+
+CHECK = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "5"}}\n</tool_call>'
+SAYS = [CHECK, CHECK, "#### 4"]
+
+
+class WorkerDied(Exception):
+    pass
+
+
+async def run_on_worker(
+    flights: Flights, handed: Handed | None, *, die_at: int | None = None
+) -> tuple[Trajectory | None, list[int]]:
+    """Run the episode g1/0 on a worker of its own, which dies when the model is asked for turn `die_at`."""
+    asked: list[int] = []
+
+    def answer(request: GenerateRequest) -> str:
+        turn = int(request.request_id.rpartition("/")[2])
+        asked.append(turn)
+        return SAYS[turn]
+
+    journal, dead = WorkerJournal(), asyncio.Event()
+    journal.hand(handed)
+
+    async def answer_or_die(request: GenerateRequest) -> Any:
+        if int(request.request_id.rpartition("/")[2]) == die_at:
+            dead.set()
+            await asyncio.Event().wait()
+        return await generate(request)
+
+    context = scripted_context(answer, journal=journal, tools=[Gsm8kTool({})])
+    generate = context.engine.generate
+    context.engine.generate = answer_or_die  # type: ignore[method-assign]
+    carrying = asyncio.create_task(carry(flights, journal.posts))
+    running = asyncio.create_task(run_episode(context, task(), id="g1/0", seed=1))
+    dying = asyncio.create_task(dead.wait())
+    try:
+        await asyncio.wait({running, dying}, return_when=asyncio.FIRST_COMPLETED)
+        return (running.result() if running.done() else None), asked
+    finally:
+        for work in (running, dying, carrying):
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+
+def begun(folder: Path) -> Flights:
+    flights = Flights(folder)
+    flights.begin(0)
+    return flights
+
+
+def handed(recall: Callable[[str], Any]) -> Handed:
+    held = recall("g1/0")
+    return Handed({} if held is None else {"g1/0": held}, None)
+
+
+async def test_a_conversation_goes_on_on_another_worker_behind_its_last_complete_turn(tmp_path: Path) -> None:
+    flights = begun(tmp_path)
+    assert await run_on_worker(flights, handed(flights.recall), die_at=2) == (None, [0, 1])
+    done, asked = await run_on_worker(flights, handed(flights.recall_lost))
+    assert done is not None and len(done.turns) == 3 and asked == [2]
+    assert flights.read_metrics()["rollout/resumed_flights"] == 1
+    again, asked = await run_on_worker(flights, handed(flights.recall_lost))
+    assert again is not None and asked == [] and again.reward == done.reward
+
+
+async def test_a_resumed_run_hands_what_its_journal_holds_to_a_worker(tmp_path: Path) -> None:
+    flights = begun(tmp_path)
+    assert await run_on_worker(flights, handed(flights.recall), die_at=1) == (None, [0])
+    later = Flights(tmp_path)
+    later.resume(0, oldest=lambda ticket: 0)
+    done, asked = await run_on_worker(later, handed(later.recall))
+    assert done is not None and asked == [1, 2]
+    assert later.read_metrics()["rollout/resumed_flights"] == 1
+
+
+async def test_a_worker_without_a_journal_at_its_leader_keeps_nothing_and_waits_for_nobody(tmp_path: Path) -> None:
+    flights = begun(tmp_path)
+    done, asked = await run_on_worker(flights, None)
+    assert done is not None and asked == [0, 1, 2]
+    assert flights.recall_lost("g1/0") is None
+
+
+async def test_a_conversation_that_may_not_be_kept_starts_from_its_task_and_is_counted(tmp_path: Path) -> None:
+    flights = begun(tmp_path)
+    why = "engine.deterministic restarts every conversation"
+    assert await run_on_worker(flights, Handed({}, why), die_at=1) == (None, [0])
+    held = flights.recall_lost("g1/0")
+    assert held is not None
+    done, asked = await run_on_worker(flights, Handed({"g1/0": held}, why))
+    assert done is not None and asked == [0, 1, 2]
+    assert flights.read_metrics()["rollout/restarted_flights"] == 1
+
+
+async def test_a_line_is_on_disk_before_the_episode_goes_on(tmp_path: Path) -> None:
+    journal, flights = WorkerJournal(), begun(tmp_path)
+    journal.hand(Handed({}, None))
+    writing = asyncio.create_task(journal.write("g1/0", lambda: {"begun": "d", "why_not": None}))
+    (post,) = await journal.posts(0)
+    await asyncio.sleep(0.01)
+    assert not writing.done()
+    assert post.line is not None
+    await flights.append(post.episode, post.line)
+    journal.count("resumed")
+    (second,) = await journal.posts(post.number)
+    await writing
+    assert second.counted == "resumed"
+    held = flights.recall_lost("g1/0")
+    assert held is not None and held.digest == "d"
+
+
+async def test_what_json_cannot_write_is_refused_on_the_worker() -> None:
+    journal = WorkerJournal()
+    with pytest.raises(SnapshotError, match="cannot be written as JSON"):
+        await journal.write("g1/0", lambda: {"begun": object()})
