@@ -45,25 +45,10 @@ def python_of(engine: str) -> Path:
 
 def write_model(folder: Path) -> None:
     """Write a random Qwen3 of 0.7 million parameters."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from polyturn.testing.tiny import tiny_model
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_CONTEXT,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = tiny_model(VOCAB, hidden=128, layers=4, heads=4, kv_heads=2, max_positions=MAX_CONTEXT)
+    model.save_pretrained(folder)
 
 
 @contextlib.asynccontextmanager

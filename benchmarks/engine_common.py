@@ -12,32 +12,19 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.testing.tiny import tiny_model
 
 VOCAB = 512
 
 
-def demo_model() -> Qwen3ForCausalLM:
+def demo_model() -> PreTrainedModel:
     """Return a random Qwen3 of 0.85 million parameters, on one thread."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return tiny_model(VOCAB, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384, max_positions=1024)
 
 
 def prompt(length: int, seed: int) -> list[int]:

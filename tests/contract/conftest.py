@@ -4,12 +4,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import torch
 from engine_servers import launch_spec, why_not
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.launcher import Server
+from polyturn.testing.tiny import tiny_model
 
 VOCAB = 96
 
@@ -21,25 +21,9 @@ def pytest_terminal_summary(terminalreporter) -> None:
             terminalreporter.write_line(f"NOT TESTED on a real {engine} server: {reason}", yellow=True, bold=True)
 
 
-def small_model() -> Qwen3ForCausalLM:
+def small_model() -> PreTrainedModel:
     """Return a model whose distributions are far from uniform, so that wrong weights show; its head is tied."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).float().eval()
+    return tiny_model(VOCAB, hidden=64, intermediate=64, max_positions=2048, spread=0.2)
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,7 @@ def tiny_model(
     kv_heads: int = 1,
     intermediate: int | None = None,
     max_positions: int = 32768,
+    spread: float = 0.02,
     seed: int = 0,
 ) -> PreTrainedModel:
     """Build a randomly initialised causal language model in float32, in eval mode, on the CPU.
@@ -60,6 +61,7 @@ def tiny_model(
         kv_heads: Number of key-value heads; divides `heads`.
         intermediate: Width of the feed-forward layer; 2 * hidden by default.
         max_positions: The longest context.
+        spread: Standard deviation of the weights; at 0.2, distributions are far from uniform, so that wrong weights show.
         seed: Seed of the weights; the caller's random state is left as it was.
 
     Raises:
@@ -92,6 +94,7 @@ def tiny_model(
         num_key_value_heads=kv_heads,
         head_dim=hidden // heads,
         max_position_embeddings=max_positions,
+        initializer_range=spread,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=eos,

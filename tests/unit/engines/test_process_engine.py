@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
@@ -25,28 +25,14 @@ from polyturn.core.protocols import Engine
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.process import ProcessEngine
 from polyturn.engines.weight_memory import WeightMemory, tensors_of
+from polyturn.testing.tiny import tiny_model
 
 VOCAB = 64
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
-def model(seed: int = 0) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).float().eval()
+def model(seed: int = 0) -> PreTrainedModel:
+    return tiny_model(VOCAB, intermediate=32, max_positions=2048, spread=0.2, seed=seed)
 
 
 MODEL = model()
@@ -69,7 +55,7 @@ def ask(name: str, *, prompt: object = (1, 2, 3), **sampling: object) -> Generat
     )
 
 
-def gaps(of: Qwen3ForCausalLM, completion: Completion) -> np.ndarray:
+def gaps(of: PreTrainedModel, completion: Completion) -> np.ndarray:
     """Return how far each logprob is from the model's own."""
     ids = torch.tensor([[1, 2, 3, *completion.token_ids.tolist()]])
     with torch.no_grad():
