@@ -198,7 +198,8 @@ async def test_somebody_who_never_reads_an_answer_holds_nobody_up(kind, server, 
         writer.close()
 
 
-async def test_updates_during_requests_lose_nothing_and_every_token_knows_its_weights(kind, server, model_folder):
+async def test_updates_during_requests_lose_nothing_and_every_token_knows_its_weights(kind, server, model_folder, caplog):
+    caplog.set_level(logging.DEBUG, logger=POOL_LOG)
     old, new = small_model(), other_model()
     async with pool_of(model_folder, client(kind, server)) as pool:
         await pool.update_weights(0, weights=old.state_dict())
@@ -213,6 +214,8 @@ async def test_updates_during_requests_lose_nothing_and_every_token_knows_its_we
             assert versions == sorted(versions) and versions[-1] <= 3
         assert pool.num_lost == 0
         check(await pool.generate(ask("after")), model=new)
+        for version in range(1, 4):
+            assert len(lines(caplog, f"policy version {version} reached 1 of 1 servers")) == 1
 
 
 async def test_weights_that_somebody_else_put_there_are_found_and_replaced(kind, server, model_folder, caplog):

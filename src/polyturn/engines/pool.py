@@ -229,6 +229,7 @@ class EnginePool:
             weights = await asyncio.to_thread(self._files.write, weights)
         self._coming, self._is_pushing = version, True
         self._num_updates += 1
+        began, running = time.perf_counter(), sum(len(replica.running) for replica in self._replicas)
         problems: list[str] = []
 
         async def push(replica: Replica) -> None:
@@ -267,6 +268,14 @@ class EnginePool:
             self._coming, self._is_pushing = self._served.version, False
             if isinstance(weights, WrittenWeights):
                 weights.settle()  # who comes back later gets what was written
+        logger.debug(
+            "policy version %d reached %d of %d servers within %.2f s; %d requests that ran there go on with it",
+            version,
+            sum(replica.is_live for replica in self._replicas),
+            len(self._replicas),
+            time.perf_counter() - began,
+            running,
+        )
         self._admit()
 
     async def _one_is_live(self) -> bool:

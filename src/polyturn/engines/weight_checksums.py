@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MODULUS = 2**64
 _MAX_PARTS = 3
 _SHOWN = 3
 
@@ -46,7 +45,7 @@ class Held:
     @classmethod
     def read(cls, workers: Sequence[Mapping[str, str]]) -> Self | None:
         """Return what each process of a server said; None where it said something else than our checksums."""
-        from polyturn.engines.server_side.polyturn_weights import PREFIX
+        from polyturn.engines.server_side.polyturn_weights import PREFIX, total
 
         tensors: dict[str, HeldTensor] = {}
         for said in workers:
@@ -56,7 +55,7 @@ class Held:
                 if prefix != PREFIX:
                     return None
                 before = tensors.get(name, HeldTensor(dtype, 0))
-                tensors[name] = HeldTensor(dtype, (before.fold + int(fold, 16)) % _MODULUS)
+                tensors[name] = HeldTensor(dtype, total([(1, before.fold), (1, int(fold, 16))]))
         return cls(tensors=tensors, num_workers=max(1, len(workers))) if tensors else None
 
 
@@ -177,7 +176,9 @@ def _modules(names: Sequence[str]) -> list[list[list[str]]]:
 
 
 def _total(terms: Iterable[tuple[int, str]], dtype: str, folds: Folds) -> int:
-    return sum(count * folds[name, dtype] for count, name in terms) % _MODULUS
+    from polyturn.engines.server_side.polyturn_weights import total
+
+    return total((count, folds[name, dtype]) for count, name in terms)
 
 
 def _shown(items: Sequence[str]) -> list[str]:
