@@ -1,32 +1,28 @@
 """Run an author's code with a deadline that holds even if the code ignores being cancelled.
 
-    the episode's task ──▶ code runs ──▶ it is done without having waited:   nothing else is paid for
-                                    └──▶ it waits: a timer runs
-                                            the timer, or the episode, cancels it: a short grace to clean up
-                                            it still runs: a task of its own takes it over, left behind and counted
+    its task ──▶ code runs ──▶ it is done without having waited: nothing else is paid for
+                          └──▶ it waits: until the deadline, or the caller, cancels it; a short grace lets it clean up, and
+                               code that still runs is left behind and counted
 
-A coroutine is driven step by step in the task that calls it, because a task and a timer for every call of code that mostly
-answers at once cost more than the answer. Plain functions run in daemon threads instead of on the event loop.
+Each call is a task of its own, begun at once. Plain functions run in daemon threads instead of on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Generator
-from types import coroutine
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from polyturn.core.own_time import OwnTime
 from polyturn.core.watchdog import calls_plugins
+from polyturn.tools.eager import begun
 from polyturn.tools.threads import DaemonThreads
 
 GRACE_S = 1.0
 """How long cancelled code may take to clean up."""
-FOREVER_S = 1e9
-"""What stands for no deadline in a timer."""
 
 
 class DeadlineError(Exception):
@@ -40,7 +36,7 @@ class Bounded:
         self.timeout_s = timeout_s
         self._grace_s = grace_s
         self._threads = DaemonThreads(name=name)
-        self._left: set[asyncio.Task[Any]] = set()
+        self._left: set[asyncio.Future[Any]] = set()
 
     @property
     def num_abandoned(self) -> int:
@@ -103,128 +99,45 @@ class Bounded:
             is_owed: A plain function runs even if its turn comes too late.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        call = self.call(work, on_late=on_late, is_owed=is_owed)
-        drive = _Drive(call, limit_s=limit_s, grace_s=self._grace_s, clock=clock)
-        if clock is None:
-            return await drive.to_the_end(self._leave)
-        with clock.running():
-            return await drive.to_the_end(self._leave)
-
-    def _leave(self, task: asyncio.Task[Any]) -> None:
-        self._left.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._left.discard(task)
-        _ = task.cancelled() or task.exception()  # seen, so that asyncio does not report it
-
-
-class _Drive:
-    """One coroutine on its way, step by step in the task that waits for it."""
-
-    __slots__ = ("_clock", "_deadline", "_grace", "_grace_s", "_is_due", "_is_left", "_limit_s", "_task", "_work")
-
-    def __init__(self, work: Coroutine[Any, Any, Any], *, limit_s: float, grace_s: float, clock: OwnTime | None) -> None:
-        self._work = work
-        self._limit_s, self._grace_s = limit_s, grace_s
-        self._clock = clock
-        self._task: Any = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._grace: asyncio.TimerHandle | None = None
-        self._is_due = self._is_left = False
-        """Whether the deadline, and the grace after a cancellation, are over: each cancels the task once."""
-
-    @coroutine
-    def to_the_end(self, leave: Callable[[asyncio.Task[Any]], None]) -> Generator[Any, Any, Any]:
-        """Go on until it is done or left behind; what it waits for goes to the event loop, and what comes of it back.
-
-        Who cancelled is told by the number of cancellations that nobody took back: its own time-outs take theirs back.
-        """
-        work, task = self._work, asyncio.current_task()
-        assert task is not None
-        self._task, num_before = task, task.cancelling()
-        thrown: BaseException | None = None
+        caller = asyncio.current_task()
+        name = None if caller is None else caller.get_name()  # the episode's, by which the watchdog names it
+        with nullcontext() if clock is None else clock.running():
+            task = begun(self._guarded(work, on_late=on_late, is_owed=is_owed), name=name)
         try:
-            while not self._is_left:
-                try:
-                    waits_for = work.send(None) if thrown is None else work.throw(thrown)
-                except StopIteration as end:
-                    self._judge(None, num_before)
-                    return end.value
-                except BaseException as raised:
-                    self._judge(raised, num_before)
-                    raise
-                finally:
-                    thrown = None  # it holds this frame
-                self._set_timers(is_cancelled=task.cancelling() > num_before)
-                try:
-                    yield waits_for
-                except GeneratorExit:
-                    work.close()
-                    raise
-                except BaseException as raised:
-                    thrown = raised
-                    self._set_timers(is_cancelled=task.cancelling() > num_before)
-            leave(asyncio.create_task(_rest(work, thrown), name=task.get_name()))
-            self._judge(None, num_before)
-        finally:
-            thrown = None
-            for timer in (self._deadline, self._grace):
-                if timer is not None:
-                    timer.cancel()
-
-    def _judge(self, problem: BaseException | None, num_before: int) -> None:
-        """Raise what the end came of, if that is another thing than its own: others who cancel, or the deadline."""
-        for _ in range(self._is_due + self._is_left):
-            self._task.uncancel()
-        if self._task.cancelling() > num_before:
-            raise asyncio.CancelledError from problem
-        if self._is_due:
-            raise DeadlineError(f"it took longer than {self._limit_s:g} s") from problem
-        if isinstance(problem, asyncio.CancelledError):
-            raise RuntimeError("CancelledError: it was cancelled from within") from problem
-        if isinstance(problem, SystemExit | GeneratorExit):  # it would end what must go on
+            if not task.done():
+                await asyncio.wait({task}, timeout=limit_s)
+            while clock is not None and not task.done() and (rest_s := limit_s - clock.seconds) > 0:
+                await asyncio.wait({task}, timeout=rest_s)
+            if not task.done():
+                await self._stop(task)
+                raise DeadlineError(f"it took longer than {limit_s:g} s")
+        except asyncio.CancelledError:
+            await self._stop(task)
+            raise
+        if task.cancelled():
+            raise RuntimeError("CancelledError: it was cancelled from within")
+        problem = task.exception()
+        if problem is not None and not isinstance(problem, Exception):  # it would end what must go on
             raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
+        return task.result()
 
-    def _set_timers(self, *, is_cancelled: bool) -> None:
-        if self._deadline is None:
-            self._deadline = self._after(self._limit_s, self._on_deadline)
-        if is_cancelled and self._grace is None:
-            self._grace = self._after(self._grace_s, self._on_end_of_grace)
-        elif not is_cancelled and self._grace is not None:
-            self._grace.cancel()
-            self._grace = None
-
-    def _after(self, seconds: float, what: Callable[[], None]) -> asyncio.TimerHandle:
-        return self._task.get_loop().call_later(min(seconds, FOREVER_S), what)
-
-    def _on_deadline(self) -> None:
-        if self._clock is not None and (rest_s := self._limit_s - self._clock.seconds) > 0:
-            self._deadline = self._after(rest_s, self._on_deadline)
-            return
-        self._is_due = True
-        self._task.cancel()
-
-    def _on_end_of_grace(self) -> None:
-        self._is_left = True
-        self._task.cancel()
-
-
-async def _rest(work: Coroutine[Any, Any, Any], thrown: BaseException | None) -> None:
-    """Go on with what would not be cancelled; what it comes to is nobody's any more."""
-    with contextlib.suppress(BaseException):
-        await _continued(work, thrown)
-
-
-@coroutine
-def _continued(work: Coroutine[Any, Any, Any], thrown: BaseException | None) -> Generator[Any, Any, None]:
-    while True:
+    async def _guarded(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
-            waits_for = work.send(None) if thrown is None else work.throw(thrown)
-        except StopIteration:
-            return
-        thrown = None
+            return await self.call(method, *args, **kwargs)
+        except SystemExit as problem:  # would end the event loop
+            raise RuntimeError(f"SystemExit: {problem}") from problem
+
+    async def _stop(self, task: asyncio.Future[Any]) -> None:
+        task.cancel()
         try:
-            yield waits_for
-        except BaseException as raised:
-            thrown = raised
+            await asyncio.wait({task}, timeout=self._grace_s)
+        finally:
+            if task.done():
+                _ = task.cancelled() or task.exception()  # seen, so that asyncio does not report it again
+            else:
+                self._left.add(task)
+                task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Future[Any]) -> None:
+        self._left.discard(task)
+        _ = task.cancelled() or task.exception()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 from polyturn.core.own_time import OwnTime
 from polyturn.tools.bounded import Bounded, DeadlineError
+from polyturn.tools.eager import begun
+
+VAR: contextvars.ContextVar[str] = contextvars.ContextVar("VAR", default="unset")
 
 
 def bounded(**options: Any) -> Bounded:
@@ -27,12 +31,57 @@ async def test_it_returns_and_raises_what_the_code_does() -> None:
         await bounded().run(divides, 6, by=0)
 
 
-async def test_a_coroutine_runs_in_the_task_that_waits_for_it() -> None:
-    async def which() -> Any:
-        return asyncio.current_task()
+async def test_code_that_does_not_wait_is_done_before_anything_else_runs() -> None:
+    events: list[str] = []
 
-    assert await bounded().run(which) is asyncio.current_task()
-    assert len(asyncio.all_tasks()) == 1
+    async def answers() -> str:
+        events.append("code")
+        return "an answer"
+
+    asyncio.get_running_loop().call_soon(events.append, "something else")
+    assert await bounded().run(answers) == "an answer"
+    assert events == ["code"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_each_call_is_a_task_of_its_own_with_the_callers_name_and_context(waits: bool) -> None:
+    seen: list[Any] = []
+
+    async def looks() -> None:
+        for _ in range(1 + waits):
+            task = asyncio.current_task()
+            assert task is not None
+            seen.append((task, task.get_name(), VAR.get()))
+            VAR.set("changed")
+            if waits:
+                await asyncio.sleep(0)
+
+    caller = asyncio.current_task()
+    assert caller is not None
+    VAR.set("the caller's")
+    await bounded().run(looks)
+    task, name, value = seen[0]
+    assert task is not caller
+    assert (name, value) == (caller.get_name(), "the caller's")
+    assert all(other[0] is task for other in seen)
+    assert VAR.get() == "the caller's"
+    assert asyncio.current_task() is caller
+
+
+async def test_a_call_that_is_cancelled_in_the_moment_that_it_begins_to_wait_cleans_up() -> None:
+    events: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            events.append("clean")
+
+    task = begun(waits())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert events == ["clean"]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -103,16 +152,14 @@ async def test_code_left_behind_cannot_end_the_loop() -> None:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                await asyncio.sleep(0.001)
-                raise SystemExit("bye") from None
+            await asyncio.sleep(0.05)
+            raise SystemExit("bye") from None
 
     one = bounded()
     with pytest.raises(DeadlineError):
         await one.run(leaves)
-    await asyncio.sleep(0.01)
+    assert one.num_abandoned == 1
+    await asyncio.sleep(0.05)
     assert one.num_abandoned == 0
 
 
@@ -196,8 +243,21 @@ async def test_a_group_of_tasks_inside_fails_as_it_does_elsewhere() -> None:
             group.create_task(fails())
             await asyncio.sleep(60)
 
+    async def fails_at_the_end() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+            group.create_task(slow_to_end())
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+
     with pytest.raises(ExceptionGroup):
         await bounded(timeout_s=60).run(calls)
+    with pytest.raises(ExceptionGroup):
+        await bounded(timeout_s=60, grace_s=0.001).run(fails_at_the_end)
     assert _cancels() == 0
 
 
