@@ -50,17 +50,20 @@ class Flight:
         self._is_refused = False
         """Whether the server is full, so that there is nothing to end there."""
         self._problem: EngineLostError | None = None
-        self._end = asyncio.Event()
+        self._is_ended = False
+        self._wake: asyncio.Future[None] | None = None
+        """What the caller waits for: the answer, the end that it asks for, or its deadline."""
         self.num_busy = 0
 
     @property
     def is_ended(self) -> bool:
         """Whether the caller wants what there is."""
-        return self._end.is_set()
+        return self._is_ended
 
     def end(self) -> None:
         """Return what there is."""
-        self._end.set()
+        self._is_ended = True
+        self._awaken()
 
     def give_up(self, problem: EngineLostError) -> None:
         """Raise `problem` instead of waiting on."""
@@ -113,12 +116,16 @@ class Flight:
     async def _within(self, sent: asyncio.Task[Any], deadline: float | None) -> Any:
         """Wait for the answer; once it is late or the caller wants an end, ask for what there is."""
         loop = asyncio.get_running_loop()
-        left = None if deadline is None else max(deadline - loop.time(), 0.0)
-        ended = asyncio.create_task(self._end.wait())
-        try:
-            await asyncio.wait({sent, ended}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ended.cancel()
+        if not self._is_ended:
+            self._wake = loop.create_future()
+            sent.add_done_callback(self._awaken)
+            timer = None if deadline is None else loop.call_at(deadline, self._awaken)
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+                if timer is not None:
+                    timer.cancel()
         grace, pause = loop.time() + _ABORT_GRACE_S, _FIRST_ABORT_PAUSE_S
         while not sent.done():
             if self._is_refused:
@@ -131,3 +138,7 @@ class Flight:
             await asyncio.wait({sent}, timeout=pause)
             pause = min(2 * pause, _LAST_ABORT_PAUSE_S)
         return await sent
+
+    def _awaken(self, sent: asyncio.Task[Any] | None = None) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)

@@ -17,22 +17,19 @@ from typing import TYPE_CHECKING, Any
 from polyturn.core.errors import InteractionError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine, Interaction
-from polyturn.core.snapshots import Seam
 from polyturn.core.task import Task
 from polyturn.core.watchdog import LoopWatchdog
-from polyturn.interactions.forms import in_usual_form
 from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.calls import AuthorCalls
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.partner import Partner
+from polyturn.rollout.partner import InteractionHost, Partner
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.tokens import sanity
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.media_encoder import MediaEncoder
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers import ToolCallParser
-from polyturn.tools.bounded import Bounded
 from polyturn.tools.executor import ToolBox
 
 if TYPE_CHECKING:
@@ -92,10 +89,8 @@ class RolloutContext:
     _encoders: dict[tuple[str, ...], MediaEncoder] = field(default_factory=dict)
     _brought: dict[tuple[str, ...], MediaEncoder] = field(default_factory=dict)
     """Encoders by the schemas of tools that agents brought."""
-    _live_ids: set[tuple[str, str]] = field(default_factory=set)
-    _partners: dict[str, Interaction] = field(default_factory=dict)
-    _bounded: dict[str, Bounded] = field(default_factory=dict)
-    """Call the interactions, by name."""
+    _hosts: dict[str, InteractionHost] = field(default_factory=dict)
+    """The interactions that episodes have used, by name."""
 
     def __post_init__(self) -> None:
         self.calls = AuthorCalls(timeout_s=self.scheduler_timeout_s)
@@ -143,17 +138,11 @@ class RolloutContext:
             raise InteractionError(missing_interaction_name(self.interactions))
         if ref.name not in self.interactions:
             raise InteractionError(unknown_interaction(ref.name, self.interactions))
-        if ref.name not in self._partners:
-            self._partners[ref.name] = in_usual_form(self.interactions[ref.name])
-            self._bounded[ref.name] = Bounded(name=f"interaction-{ref.name}", timeout_s=self.interaction_timeout_s)
-        return Partner(
-            self._partners[ref.name],
-            ref,
-            timeout_s=self.interaction_timeout_s,
-            live_ids=self._live_ids,
-            bounded=self._bounded[ref.name],
-            seam=Seam.of(self.interactions[ref.name], label=f"interaction {ref.name!r}"),
-        )
+        host = self._hosts.get(ref.name)
+        if host is None:
+            timeout_s = self.interaction_timeout_s
+            host = self._hosts[ref.name] = InteractionHost(self.interactions[ref.name], ref.name, timeout_s=timeout_s)
+        return Partner(host, ref)
 
     async def close(self) -> None:
         """Close the engines."""
@@ -184,7 +173,7 @@ class RolloutContext:
     @property
     def num_live_interactions(self) -> int:
         """How many interaction instances are started and not finalized."""
-        return len(self._live_ids)
+        return sum(len(host.live_ids) for host in self._hosts.values())
 
 
 def derive_seed(*parts: object) -> int:

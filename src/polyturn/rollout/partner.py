@@ -19,6 +19,7 @@ from polyturn.core.messages import Message
 from polyturn.core.protocols import Interaction
 from polyturn.core.snapshots import Seam
 from polyturn.core.task import InteractionRef
+from polyturn.interactions.forms import in_usual_form
 from polyturn.interactions.scene import AsksPerson, Scene, SeesScene
 from polyturn.tools.bounded import Bounded, DeadlineError
 from polyturn.tools.results import content_of
@@ -41,26 +42,47 @@ class PartnerReply:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+class InteractionHost:
+    """An interaction of a run: what it can do, looked at once, and what its episodes share."""
+
+    __slots__ = ("_asks_person", "bounded", "interaction", "live_ids", "name", "seam", "sees_scene", "timeout_s")
+
+    def __init__(self, interaction: Interaction, name: str, *, timeout_s: float) -> None:
+        """Look at it.
+
+        Args:
+            interaction: In whatever form its author wrote it.
+            name: The rows' name of it.
+            timeout_s: Deadline of each of its calls.
+        """
+        self.interaction = in_usual_form(interaction)
+        self.name, self.timeout_s = name, timeout_s
+        self.seam = Seam.of(interaction, label=f"interaction {name!r}")
+        """How it survives a restart."""
+        self.bounded = Bounded(name=f"interaction-{name}", timeout_s=timeout_s)
+        self.live_ids: set[str] = set()
+        self.sees_scene = interaction if isinstance(interaction, SeesScene) else None
+        """Itself, if it is told the scene."""
+        self._asks_person = interaction if isinstance(interaction, AsksPerson) else None
+
+    @property
+    def asks_person(self) -> bool:
+        """Whether it is a person who answers."""
+        return self._asks_person is not None and bool(self._asks_person.asks_person)
+
+
 class Partner:
     """An interaction, for the length of one episode."""
 
-    def __init__(
-        self,
-        interaction: Interaction,
-        ref: InteractionRef,
-        *,
-        timeout_s: float,
-        live_ids: set[tuple[str, str]],
-        seam: Seam | None = None,
-        bounded: Bounded | None = None,
-    ) -> None:
-        self._interaction = interaction
-        self.seam = seam or Seam.of(interaction, label=f"interaction {ref.name!r}")
-        """How it survives a restart."""
+    def __init__(self, host: InteractionHost, ref: InteractionRef) -> None:
+        """Let one episode use it; nothing is called before `start`.
+
+        Args:
+            host: The interaction.
+            ref: What the episode's row says to it.
+        """
+        self._host, self._interaction = host, host.interaction
         self._ref = ref
-        self._timeout_s = timeout_s
-        self._bounded = bounded or Bounded(name=f"interaction-{ref.name}", timeout_s=timeout_s)
-        self._live_ids = live_ids
         self._id: str | None = None
         self._half_started: str | None = None
         """The id of a start that failed or was cancelled, maybe after it took something: its own, if it had said one."""
@@ -73,7 +95,12 @@ class Partner:
     @property
     def asks_person(self) -> bool:
         """Whether it is a person who answers."""
-        return isinstance(self._interaction, AsksPerson) and bool(self._interaction.asks_person)
+        return self._host.asks_person
+
+    @property
+    def seam(self) -> Seam:
+        """How it survives a restart."""
+        return self._host.seam
 
     async def start(self, episode_id: str) -> None:
         """Call `start_interaction`; the id that it returns is used from then on.
@@ -87,23 +114,23 @@ class Partner:
 
         async def start_interaction() -> None:
             nonlocal chosen  # at once: a cancellation may come before whoever waits for it is told
-            returned = await self._bounded.call(self._interaction.start_interaction, episode_id, **self._ref.kwargs)
+            returned = await self._host.bounded.call(self._interaction.start_interaction, episode_id, **self._ref.kwargs)
             chosen = episode_id if returned is None else str(returned)
 
         try:
             await self._call(start_interaction)
         except BaseException:
-            is_free = chosen is not None and (self.name, chosen) not in self._live_ids
+            is_free = chosen is not None and chosen not in self._host.live_ids
             self._half_started = chosen if is_free else episode_id
             raise
         assert chosen is not None
-        if (self.name, chosen) in self._live_ids:
+        if chosen in self._host.live_ids:
             raise InteractionError(
                 f"interaction {self.name!r}: start_interaction returned the id {chosen!r}, which another live episode "
                 "uses; return the id you were given, or a new one"
             )
         self._id = chosen
-        self._live_ids.add((self.name, chosen))
+        self._host.live_ids.add(chosen)
 
     async def reply(self, messages: list[dict[str, Any]], scene: Scene | None = None) -> PartnerReply:
         """Call `generate_response` on the conversation so far, or `respond` where there is one; return its answer, checked.
@@ -111,12 +138,12 @@ class Partner:
         Raises:
             InteractionError: it raised, was late, or did not return (should_terminate, content, score, metadata).
         """
-        partner, kwargs = self._interaction, self._ref.kwargs
-        if isinstance(partner, SeesScene):
-            limit_s = self._timeout_s if partner.reply_timeout_s is None else partner.reply_timeout_s
+        partner, kwargs = self._host.sees_scene, self._ref.kwargs
+        if partner is not None:
+            limit_s = self._host.timeout_s if partner.reply_timeout_s is None else partner.reply_timeout_s
             answer = await self._within(limit_s, partner.respond, (scene, self._live(), messages), kwargs)
         else:
-            answer = await self._call(partner.generate_response, self._live(), messages, **kwargs)
+            answer = await self._call(self._interaction.generate_response, self._live(), messages, **kwargs)
         if not isinstance(answer, tuple | list) or len(answer) != 4:
             raise InteractionError(
                 f"interaction {self.name!r}: generate_response returned {answer!r:.200}; it must return "
@@ -174,7 +201,7 @@ class Partner:
             logger.warning("%s", problem)
             return str(problem)
         finally:
-            self._live_ids.discard((self.name, instance_id))
+            self._host.live_ids.discard(instance_id)
         return None
 
     def _content(self, content: Any) -> str | tuple[Mapping[str, Any], ...]:
@@ -195,21 +222,20 @@ class Partner:
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call an author's method with a deadline; a plain one runs in a thread."""
-        return await self._within(self._timeout_s, method, args, kwargs)
+        return await self._within(self._host.timeout_s, method, args, kwargs)
 
     async def _within(
         self, limit_s: float, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         is_owed = method.__name__ == "finalize_interaction"
-        if self._bounded.num_abandoned > MAX_ABANDONED and not is_owed:
+        bounded = self._host.bounded
+        if bounded.num_abandoned > MAX_ABANDONED and not is_owed:
             raise RolloutError(
-                f"{self._bounded.num_abandoned} calls of the interaction {self.name!r} still run past their deadline; give "
+                f"{bounded.num_abandoned} calls of the interaction {self.name!r} still run past their deadline; give "
                 "what it waits for a time-out of its own"
             )
         try:
-            return await self._bounded.run_for(
-                functools.partial(method, *args, **kwargs), timeout_s=limit_s, is_owed=is_owed
-            )
+            return await bounded.run_for(functools.partial(method, *args, **kwargs), timeout_s=limit_s, is_owed=is_owed)
         except Exception as problem:
             if isinstance(problem, DeadlineError):
                 why = f"took longer than {limit_s:g} s; raise rollout.interaction_timeout_s or make it quicker"

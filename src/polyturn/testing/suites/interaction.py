@@ -18,7 +18,7 @@ from polyturn.core.snapshots import Seam
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.forms import in_usual_form
 from polyturn.rollout.lifespan import run_episode
-from polyturn.rollout.partner import Partner
+from polyturn.rollout.partner import InteractionHost, Partner
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.suites.common import DEADLINE_S, NUM_EPISODES, Findings, grown, holdings
 
@@ -101,8 +101,8 @@ class _Suite:
         if why_not is not None:
             return
         for number in range(1, len(alone)):
-            live: set[tuple[str, str]] = set()
-            first, then = (Partner(self._interaction, ref, timeout_s=DEADLINE_S, live_ids=live, seam=seam) for _ in range(2))
+            host = InteractionHost(author, author.name, timeout_s=DEADLINE_S)
+            first, then = Partner(host, ref), Partner(host, ref)
             played: list[Reply] = []
             messages: list[dict[str, Any]] = [dict(self._prompt)]
             async with self._found.calling("going on behind a reply", advice="return from snapshot what JSON can write"):
