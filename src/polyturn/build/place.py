@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.config.models import (
     RunConfig,
 )
-from polyturn.core.errors import CheckpointError
+from polyturn.core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from polyturn.environments.base import Adapter
@@ -29,10 +29,21 @@ class Place:
         return {**self.__dict__, "adapters": {}}
 
 
+_WHERE = "name a model's folder, from the config's folder on, or a model on the hub as owner/name"
+
+
 def folder_or_name(source: str, base: Path) -> str:
-    """Return a folder relative to the config where there is one, else the name of a model on the hub."""
-    local = base / source
-    return str(local) if local.is_dir() else source
+    """Return a folder relative to the config where there is one, else the name of a model on the hub.
+
+    Raises:
+        ConfigError: it can only be a path, and no folder is there.
+    """
+    local = base / Path(source).expanduser()
+    if local.is_dir():
+        return str(local)
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ConfigError(f"there is no folder {str(local.resolve())!r}, which the config calls {source!r}; {_WHERE}")
+    return source
 
 
 def model_folder(path: Path | None) -> Path | None:

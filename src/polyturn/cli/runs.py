@@ -10,22 +10,33 @@ from polyturn.build import Parts, Place
 from polyturn.cli.console import quiet_transformers
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError, one_line
 
 
 def open_place(path: Path, overrides: Sequence[str]) -> tuple[Place, dict[str, Any]]:
     """Read a config; return it with the folder its paths start from, and as resolved data that is safe to write."""
-    quiet_transformers()
     loaded = load_config(RunConfig, path, overrides)
+    quiet_transformers()
     return Place(config=loaded.config, base=path.parent.resolve()), loaded.resolved
 
 
 def new_run_folder(wanted: Path) -> Path:
-    """Make and return the run's folder: `wanted`, or `wanted-2` and so on, so that no earlier run is overwritten."""
+    """Make and return the run's folder: `wanted`, or `wanted-2` and so on, so that no earlier run is overwritten.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     folder, number = wanted, 1
-    while folder.exists():
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    folder.mkdir(parents=True)
+    try:
+        while folder.exists():
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
+        folder.mkdir(parents=True)
+    except OSError as problem:
+        raise ConfigError(
+            f"the run's folder {str(folder)!r} cannot be made ({one_line(problem)}); set out=FOLDER to one that can be "
+            "written, or another name=NAME"
+        ) from problem
     return folder
 
 
