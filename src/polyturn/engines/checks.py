@@ -3,10 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import GenerateRequest
+from polyturn.core.protocols import EngineCapabilities
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepts:
+    """What an engine of our own takes, in this process or in another."""
+
+    vocab_size: int
+    max_context: int
+    """The longest prompt plus completion."""
+    takes_media: bool
+    """Whether it has a processor for what prompts show."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, max_context: int | None, takes_media: bool) -> Accepts:
+        """Return what an engine of `model` takes; `max_context` is the model's own limit unless given.
+
+        Raises:
+            ConfigError: the model has layers other than full attention.
+        """
+        config = model.config.get_text_config()
+        limit = max_context or int(config.max_position_embeddings)
+        check_attention(config.to_dict(), limit)
+        return cls(vocab_size=int(config.vocab_size), max_context=limit, takes_media=takes_media)
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Seeded, with logprobs in training's meaning."""
+        return EngineCapabilities(
+            seeded=True, logprobs=True, media=self.takes_media, pause_modes=("keep",), max_context=self.max_context
+        )
+
+    def check(self, request: GenerateRequest, *, live: Container[str], is_closed: bool) -> None:
+        """Refuse a request that cannot be served.
+
+        Raises:
+            EngineError: the engine is closed, or as `check_request` says.
+        """
+        if is_closed:
+            raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
+        check_request(
+            request, live=live, vocab_size=self.vocab_size, max_context=self.max_context, takes_media=self.takes_media
+        )
 
 
 def check_request(

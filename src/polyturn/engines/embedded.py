@@ -21,28 +21,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.checks import check_attention, check_request
-from polyturn.engines.kv_cache import SlotCache
-from polyturn.engines.media import ShownPrompt, ShownPrompts
-from polyturn.engines.model_pass import ModelPass
-from polyturn.engines.sampling import sample
+from polyturn.engines.checks import Accepts
+from polyturn.engines.media import ShownPrompts
 from polyturn.engines.seating import Seating
 from polyturn.engines.shared_module import share_parameters
 from polyturn.engines.slots import EngineStats, Running, Slots
+from polyturn.engines.steps import Steps
 from polyturn.tokens.multimodal import MediaProcessor
 
-ROWS_PER_THREAD = 8
-"""Deterministic mode pads decoding so that each thread gets a multiple of this many rows: with fewer or ragged ones the
-matrix kernels, and with them the rounding, change with the size of the batch (measured on CPUs)."""
-MIN_DENSITY = 0.75
-"""Running slots are moved together when they fill a smaller share of the rows that a decoding step would compute."""
 MAX_YIELDS = 8
 """Passes of the event loop that finished requests get to come back with their next turn, before the next step."""
 YIELD_S = 0.001
@@ -90,31 +81,22 @@ class EmbeddedEngine:
         Raises:
             ConfigError: the model has layers other than full attention, or a number is out of range.
         """
-        config = model.config.get_text_config()
-        limit = max_context or int(config.max_position_embeddings)
-        check_attention(config.to_dict(), limit)
-        for name, value in (("num_slots", num_slots), ("max_context", limit), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
+        for name, value in (("num_slots", num_slots), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
+        self._accepts = accepts = Accepts.of(model, max_context=max_context, takes_media=media is not None)
         self.module = share_parameters(model)
         self._shown = None if media is None else ShownPrompts(model, media)
-        self.stats = EngineStats()
+        self.stats = stats = EngineStats()
         self.version = version
-        self._vocab_size = int(config.vocab_size)
-        self._num_slots = num_slots
-        self._max_context = limit
-        self._prefill_chunk = prefill_chunk
-        self._deterministic = deterministic
         self._keep_kv_on_update = keep_kv_on_update
         self._max_burst_s = max_burst_s
-        self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads() if deterministic else 1
-        # A padded step computes rows beyond the last slot too.
-        self._model = ModelPass(
-            self.module, num_slots=_round_up(num_slots, self._row_multiple), max_context=limit, stats=self.stats
-        )
-        self._slots = Slots.make(num_slots, limit)
+        self._slots = slots = Slots.make(num_slots, accepts.max_context)
         self._seating = Seating(
-            self._slots, max_context=limit, share_prefixes=share_prefixes and not deterministic, stats=self.stats
+            slots, max_context=accepts.max_context, share_prefixes=share_prefixes and not deterministic, stats=stats
+        )
+        self._steps = Steps(
+            self.module, slots, self._seating, prefill_chunk=prefill_chunk, is_alone=deterministic, stats=stats
         )
         self._waiting: list[Running] = []
         self._requests: dict[str, Running] = {}
@@ -127,13 +109,7 @@ class EmbeddedEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         """Seeded, with logprobs in training's meaning."""
-        return EngineCapabilities(
-            seeded=True,
-            logprobs=True,
-            media=self._shown is not None,
-            pause_modes=("keep",),
-            max_context=self._max_context,
-        )
+        return self._accepts.capabilities
 
     @property
     def busy_s(self) -> float:
@@ -150,15 +126,7 @@ class EmbeddedEngine:
             EngineError: the prompt is empty or does not fit, its media are not those of its ids or there is no processor
                 for them, its id is live, or the engine is closed or broke.
         """
-        if self._is_closed:
-            raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
-        check_request(
-            request,
-            live=self._requests,
-            vocab_size=self._vocab_size,
-            max_context=self._max_context,
-            takes_media=self._shown is not None,
-        )
+        self._accepts.check(request, live=self._requests, is_closed=self._is_closed)
         seed = request.sampling.seed
         uniform = random.Random(self._seeds.getrandbits(64) if seed is None else seed)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -225,7 +193,7 @@ class EmbeddedEngine:
         if self._pump_task is not None and not self._pump_task.done():
             self._pump_task.cancel()
         self._seating.end_all_sessions()
-        self._model.cache = SlotCache(num_slots=1, max_context=1)
+        self._steps.close()
 
     def _load(self, weights: Mapping[str, Any]) -> None:
         own = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
@@ -268,141 +236,19 @@ class EmbeddedEngine:
                 break
 
     def _step(self) -> None:
-        """Run the model once: prefill while something needs it, else decode."""
+        """Give slots to those that wait, as far as there are any, and run the model once."""
         if self._waiting:
             self._drop_late()
-            self._admit()
-        rows = np.array([i for i, r in enumerate(self._slots.running) if r is not None], np.int64)
-        if not len(rows):
-            return
-        todo = self._slots.known[rows] - self._slots.cached[rows] - 1
-        if todo.any():
-            self._prefill(rows[todo > 0], todo[todo > 0])
-        else:
-            self._decode(rows)
+            self._waiting, copies = self._seating.admit(self._waiting)
+            self._steps.copy(copies)
+        for running, reason in self._steps.run():
+            self._finish(running, reason)
 
     def _drop_late(self) -> None:
         now = asyncio.get_running_loop().time()
         for running in [r for r in self._waiting if r.request.deadline is not None and r.request.deadline < now]:
             self._waiting.remove(running)
             self._deliver(running, _nothing(running))
-
-    def _admit(self) -> None:
-        """Give slots to waiting requests, as far as there are any."""
-        self._waiting, copies = self._seating.admit(self._waiting)
-        if copies:
-            sources, targets, lengths = (list(column) for column in zip(*copies, strict=True))
-            with torch.inference_mode():
-                self._model.cache.copy(sources=sources, targets=targets, length=max(lengths))
-            self._slots.cached[targets] = lengths
-
-    # -- the model ---------------------------------------------------------------------------------------------------
-
-    def _prefill(self, rows: NDArray[np.int64], todo: NDArray[np.int64]) -> None:
-        """Run one chunk of some of the rows that need prefill: rows of similar length, at most 8 chunks' worth of tokens."""
-        slots = self._slots
-        for row in rows.tolist():
-            if (running := slots.running[row]) is not None and running.shown is not None:
-                return self._prefill_shown(row, running.shown)
-        todo = np.minimum(todo, self._prefill_chunk)
-        order = np.argsort(todo, kind="stable")[::-1]
-        most = 1 if self._deterministic else max(1, 8 * self._prefill_chunk // int(todo[order[0]]))
-        rows, todo = rows[order[:most]], todo[order[:most]]
-        width = int(todo[0])
-        start = slots.cached[rows]
-        steps = np.arange(width)
-        is_real = steps < todo[:, None]
-        positions = np.where(is_real, start[:, None] + steps, 0)
-        ids = np.where(is_real, slots.ids[rows[:, None], positions], 0)
-        self._model.prefill(rows, ids, positions, is_real=is_real)
-        slots.cached[rows] += todo
-        self.stats.prefill_steps += 1
-
-    def _prefill_shown(self, row: int, shown: ShownPrompt) -> None:
-        """Run one chunk of a prompt that shows media, with the inputs of those in the chunk."""
-        slots = self._slots
-        start, last = int(slots.cached[row]), int(slots.known[row]) - 1
-        end = min(shown.behind(min(start + self._prefill_chunk, last)), last)
-        positions = np.arange(start, end)[None]
-        self._model.prefill(
-            np.array([row]),
-            shown.ids(slots.ids[row, start:end], start)[None],
-            positions,
-            is_real=np.ones(positions.shape, np.bool_),
-            rope=shown.positions(start, end)[..., None, :],
-            inputs=shown.inputs(start, end),
-        )
-        slots.cached[row] = end
-        self.stats.prefill_steps += 1
-
-    def _decode(self, rows: NDArray[np.int64]) -> None:
-        """Feed the last known token of every running slot and sample the next."""
-        slots = self._slots
-        extent_rows = int(rows[-1]) + 1
-        if len(rows) < MIN_DENSITY * extent_rows and extent_rows > ROWS_PER_THREAD:
-            rows = self._compact(rows)
-            extent_rows = len(rows)
-        cached = slots.cached[rows]
-        logits = self._model.decode(
-            rows,
-            slots.ids[rows, cached],
-            cached,
-            num_rows=_round_up(extent_rows, self._row_multiple),
-            offsets=slots.rope_offset[rows],
-        )
-        self._sample(rows, logits)
-        self.stats.decode_steps += 1
-
-    def _sample(self, rows: NDArray[np.int64], logits: Tensor) -> None:
-        """Sample a token for each of `rows` and finish those that end."""
-        start = time.perf_counter()
-        slots = self._slots
-        if len(logits) > len(rows):
-            logits = logits[self._model.tensor(rows)]
-        running = [slots.running[row] for row in rows.tolist()]
-        uniform = np.array([r.uniform.random() for r in running if r is not None], np.float64)
-        with torch.inference_mode():
-            tokens_B, logprobs_B = sample(
-                logits,
-                temperature=self._model.tensor(slots.temperature[rows]),
-                top_p=self._model.tensor(slots.top_p[rows]),
-                top_k=self._model.tensor(slots.top_k[rows]),
-                uniform=self._model.tensor(uniform),
-                banned=self._banned(running, logits.shape[1]),
-            )
-        tokens = tokens_B.cpu().numpy()
-        known = slots.known[rows]
-        slots.ids[rows, known] = tokens
-        slots.logprobs[rows, known] = logprobs_B.cpu().numpy()
-        slots.cached[rows] = known
-        slots.known[rows] = known + 1
-        has_stopped = (slots.stop[rows] == tokens[:, None]).any(axis=1)
-        has_ended = has_stopped | (known + 1 >= slots.limit[rows])
-        self.stats.decoded_tokens += len(rows)
-        for index in np.flatnonzero(has_ended).tolist():
-            ended = running[index]
-            assert ended is not None
-            self._finish(ended, FinishReason.STOP if has_stopped[index] else FinishReason.LENGTH)
-        self.stats.sampling_s += time.perf_counter() - start
-
-    def _banned(self, running: list[Running | None], vocab: int) -> Tensor | None:
-        """Return [B, V] which tokens are not to be drawn; None if all are allowed."""
-        banned = [() if r is None else r.request.sampling.banned_token_ids for r in running]
-        if not any(banned):
-            return None
-        mask = np.zeros((len(banned), vocab), np.bool_)
-        for index, tokens in enumerate(banned):
-            mask[index, list(tokens)] = True
-        return self._model.tensor(mask)
-
-    def _compact(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Move the running slots to the front, exchanging them with idle ones; return their new numbers."""
-        low, high = self._seating.exchanges(rows)
-        length = int(self._slots.cached[high + low].max())
-        with torch.inference_mode():
-            self._model.cache.swap(first=low, second=high, length=length)
-        self._seating.exchange(low, high)
-        return np.arange(len(rows))
 
     # -- the end of a request ----------------------------------------------------------------------------------------
 
@@ -455,7 +301,3 @@ def _nothing(running: Running) -> Completion:
         policy_versions=tuple(running.versions),
         info={"prefilled_tokens": 0},
     )
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

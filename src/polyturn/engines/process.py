@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.checks import check_attention, check_request
+from polyturn.engines.checks import Accepts
 from polyturn.engines.process_main import Boot
 from polyturn.engines.slots import EngineStats
 from polyturn.engines.weight_memory import WeightMemory, first_names, tensors_of
@@ -72,14 +72,11 @@ class ProcessEngine:
         Raises:
             ConfigError: the model has layers other than full attention, or it cannot be sent to another process.
         """
-        config = model.config.get_text_config()
-        self._max_context = max_context or int(config.max_position_embeddings)
-        check_attention(config.to_dict(), self._max_context)
-        self._vocab_size = int(config.vocab_size)
+        self._accepts = Accepts.of(model, max_context=max_context, takes_media=media is not None)
         self._model = model
         self._media = media
         self._num_threads = num_threads or torch.get_num_threads()
-        self._options = {"max_context": self._max_context, "version": version, **options}
+        self._options = {"max_context": self._accepts.max_context, "version": version, **options}
         self.version = version
         self.stats = EngineStats()
         """Of the process, as of its latest answer."""
@@ -103,13 +100,7 @@ class ProcessEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         """Those of the embedded engine."""
-        return EngineCapabilities(
-            seeded=True,
-            logprobs=True,
-            media=self._media is not None,
-            pause_modes=("keep",),
-            max_context=self._max_context,
-        )
+        return self._accepts.capabilities
 
     @property
     def busy_s(self) -> float:
@@ -128,15 +119,7 @@ class ProcessEngine:
             EngineLostError: the process ended; the message has the last lines that it wrote.
             EngineError: the request cannot work, or the engine is closed.
         """
-        if self._is_closed:
-            raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
-        check_request(
-            request,
-            live=self._live,
-            vocab_size=self._vocab_size,
-            max_context=self._max_context,
-            takes_media=self._media is not None,
-        )
+        self._accepts.check(request, live=self._live, is_closed=self._is_closed)
         self._live[request.request_id] = request
         try:
             completion: Completion = await self._ask("generate", request)
