@@ -64,9 +64,12 @@ class OwnTime:
 def not_own_time(method: Callable[_Args, Awaitable[_Result]]) -> Callable[_Args, Awaitable[_Result]]:
     """Mark an async method of the library that authors wait for: the time in it is not theirs."""
 
-    @functools.wraps(method)
-    async def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    async def timed(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         with OwnTime.asked():
             return await method(*args, **kwargs)
+
+    @functools.wraps(method)
+    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> Awaitable[_Result]:
+        return timed(*args, **kwargs) if _RUNNING.get() else method(*args, **kwargs)
 
     return call
