@@ -25,15 +25,15 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import yaml
 
 from polyturn.core.aio import first_error
 from polyturn.core.arrays import Ids, ids_array
-from polyturn.core.errors import ConfigError, EngineError, did_you_mean
+from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.protocols import Engine
+from polyturn.engines.record_file import read_record
 from polyturn.engines.simulated import Speed
 
 FEW, MANY = 8, 72
@@ -185,13 +185,4 @@ def load(path: Path) -> Speed:
     """
     if not path.is_file():
         raise ConfigError(f"there is no speed file {path}; `polyturn simulate --fit URL --out {path}` measures one")
-    values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    known = [one.name for one in dataclasses.fields(Speed)]
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} is no speed file; it needs keys such as {', '.join(known[:3])}")
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"{path}: a speed has no {key!r}.{did_you_mean(str(key), known)}")
-    if "table" in values:
-        values["table"] = tuple((int(batch), float(seconds)) for batch, seconds in values["table"])
-    return Speed(**values)
+    return read_record(path, Speed)

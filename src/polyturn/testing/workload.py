@@ -11,13 +11,11 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, fields, replace
-from importlib.resources import files
+from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.engines.record_file import read_record
 from polyturn.engines.simulated import Speed
 
 
@@ -73,19 +71,20 @@ class Workload:
         if path.suffix in (".yaml", ".yml"):
             if not path.is_file():
                 raise ConfigError(f"there is no workload file {path}")
-            text = path.read_text()
-        else:
-            if str(name) not in shipped():
-                raise UnknownNameError(f"there is no workload {str(name)!r}.{did_you_mean(str(name), shipped())}")
-            text = files("polyturn.testing").joinpath("workloads", f"{name}.yaml").read_text()
-        values: dict[str, Any] = yaml.safe_load(text)
-        known = [one.name for one in fields(cls) if one.name != "measured"]
-        for key in values:
-            if key not in known:
-                raise ConfigError(f"workload {name}: there is no {key!r}.{did_you_mean(key, known)}")
-        if values.get("giant") is not None:
-            values["giant"] = tuple(values["giant"])
-        return cls(**{"name": path.stem, **values})
+            return read_record(path, cls, hidden=("measured",), name=path.stem)
+        if str(name) not in shipped():
+            raise UnknownNameError(f"there is no workload {str(name)!r}.{did_you_mean(str(name), shipped())}")
+        with as_file(files("polyturn.testing").joinpath("workloads", f"{name}.yaml")) as file:
+            return read_record(file, cls, hidden=("measured",), name=str(name))
+
+    def __post_init__(self) -> None:
+        counts = ("tasks", "group", "replicas", "slots", "kv_tokens", "prompt_tokens", "turns", "max_turn_tokens")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in counts and value < 1:
+                raise ConfigError(f"{field.name} of the workload {self.name} is {value}; at least 1 is needed")
+            if isinstance(value, float) and not 0 <= value < math.inf:
+                raise ConfigError(f"{field.name} of the workload {self.name} is {value}; at least 0 is needed")
 
     @property
     def speed(self) -> Speed:

@@ -15,12 +15,19 @@ from polyturn.engines.simulated import Speed
 from polyturn.testing.simulation import ORACLE, draw, simulate
 from polyturn.testing.workload import Workload, shipped
 
+PINNED = ((175, 1235, 488), [25.803421, 37.911242])
 SMALL = Workload(name="small", tasks=6, group=4, replicas=2, slots=4, turns=3, turn_tokens=60)
 
 
 def test_eight_workloads_are_shipped_and_can_be_read() -> None:
     assert len(shipped()) == 8
     assert all(Workload.load(name).name == name for name in shipped())
+
+
+def test_a_workload_is_the_same_on_every_machine() -> None:
+    """Results are compared by its name, so that its episodes never change."""
+    plan = Workload.load("swe_like").plans()["g0/0"]
+    assert (plan.lengths[:3], [round(wait, 6) for wait in plan.waits[:2]]) == PINNED
 
 
 def test_a_simulation_gives_the_same_numbers_every_time() -> None:
@@ -72,6 +79,26 @@ def test_unknown_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
     path.write_text("taks: 2\n")
     with pytest.raises(ConfigError, match="tasks"):
         Workload.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "tasks is missing"),
+        ("[1, 2]", "must hold keys with values, and it holds a list"),
+        ("tasks: many\ngroup: 2\nreplicas: 1\nslots: 2", "tasks is 'many'"),
+        ("tasks: 2\ngroup: 2\nreplicas: 1\nslots: -2", "slots of the workload mine is -2; at least 1"),
+        ("tasks: 2\ngroup: 2\nreplicas: 1\nslots: 2\nturn_tokens: .nan", "turn_tokens of the workload mine is nan"),
+        ("tasks: 2\ngroup: 2\nreplicas: 1\nslots: 2\ngiant: 5", "giant is 5"),
+        ("tasks: 2\nslot: 2", "there is no 'slot'. Did you mean 'slots'"),
+        ("{a: [", "line 2: this is not YAML"),
+    ],
+)
+def test_a_workload_that_cannot_be_is_one_sentence(text: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text + "\n")
+    with pytest.raises(ConfigError, match=complaint):
+        Workload.load(str(path))
 
 
 def test_the_command_simulates_at_a_speed_that_was_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
