@@ -53,6 +53,7 @@ def quiet_transformers() -> None:
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").handlers.clear()  # its lines reach the console as everybody's do, once
     enable_progress_bars()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,13 +132,19 @@ def _show(found: Mapping[str, Found], folder: Path, *, as_json: bool) -> None:
         return
     table = Table("", *found)
     for field in dataclasses.fields(EvalReport):
-        row = (f"{getattr(one.report, field.name):.3f}" for one in found.values())
-        table.add_row(field.name.replace("_", " "), *row)
+        numbers = (getattr(one.report, field.name) for one in found.values())
+        table.add_row(field.name.replace("_", " "), *(_cell(number, field.name) for number in numbers))
     out.table(table)
     for name, one in found.items():
         out.table(statistics_table(name, one.statistics))
     out.fact("report", folder / "report.json")
     out.fact("look at them", f"polyturn show {folder}")
+
+
+def _cell(number: float, name: str) -> str:
+    if math.isnan(number):  # nothing that it could be measured on, such as calls where there are no tools
+        return "-"
+    return f"{number:.0f}" if name.startswith("num_") else f"{number:.3f}"
 
 
 def statistics_table(name: str, found: Mapping[str, Statistics]) -> Table:

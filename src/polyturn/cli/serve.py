@@ -138,17 +138,38 @@ def _serve(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> N
 
 
 def overrides_of(
-    *, model: str | None, scheduler: str | None, max_turns: int | None, plugins: Sequence[str], engine: str | None
+    *,
+    model: str | None,
+    scheduler: str | None,
+    max_turns: int | None,
+    plugins: Sequence[str],
+    engine: str | None,
+    config: Path | None = None,
 ) -> list[str]:
     """Return the options of the command line as overrides of the configuration."""
     values: dict[str, Any] = {
-        "model.path": model,
+        "model.path": None if model is None else _model(model, config),
         "rollout.scheduler": scheduler,
         "rollout.limits.max_turns": max_turns,
         "plugins": list(plugins) or None,
         "engine.kind": engine,
     }
     return [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+
+
+def _model(model: str, config: Path | None) -> str:
+    """Return the folder or the hub's name of a model; of a run's folder or a checkpoint's, the model in it.
+
+    Raises:
+        CheckpointError: there is no model in the folder.
+    """
+    if not Path(model).is_dir():
+        return model
+    from polyturn import build
+
+    folder = build.model_folder(Path(model))
+    assert folder is not None
+    return str(folder if config is None else folder.resolve())  # paths in a config start from its own folder
 
 
 def swift_rollout(arguments: Sequence[str]) -> None:

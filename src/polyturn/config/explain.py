@@ -45,6 +45,9 @@ def explain(
             sentences.append(f"{dotted(path)}: {message}" if path else message)
         else:
             text = re.sub(r"^Input should be", "it must be", message)
+            if problem["type"] in ("model_type", "model_attributes_type"):
+                text = "it must be a section, with keys of its own"
+                text += "; leave it out for its defaults" if problem["input"] is None else ""
             wrong.setdefault(path, []).append(text)
     for path, texts in wrong.items():
         if isinstance(value_at(values, path), Mapping) and any(p != path and p[: len(path)] == path for p in places):

@@ -311,10 +311,25 @@ def load_codec(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as problem:
-        raise ConfigError(
-            f"there is no usable tokenizer at {path!r} ({one_line(problem)}); give a folder with one or a hub name"
-        ) from problem
+        raise ConfigError(_no_tokenizer(path, problem)) from problem
     return Codec(tokenizer, chat_template=chat_template, template_kwargs=template_kwargs)
+
+
+def _no_tokenizer(path: str, problem: Exception) -> str:
+    """Return why there is no tokenizer: no such folder, nothing in it, no network, or what the library says."""
+    from pathlib import Path
+
+    if Path(path).is_dir():
+        if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            return f"the folder {path!r} holds no tokenizer (tokenizer.json); name the folder of a model or a tokenizer"
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1:
+        return f"there is no folder {path!r}; name the folder of a model or a tokenizer, or one on the hub as owner/name"
+    elif "connect" in str(problem):
+        return (
+            f"{path!r} is no folder here, and the Hugging Face hub cannot be reached; name a folder, or set "
+            "HF_HUB_OFFLINE=1 where the cache holds it"
+        )
+    return f"there is no usable tokenizer at {path!r} ({one_line(problem)}); give a folder with one or a hub name"
 
 
 def _without_added_tokens(backend: Tokenizer) -> Tokenizer:

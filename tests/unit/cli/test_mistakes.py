@@ -70,3 +70,34 @@ def test_a_folder_of_a_model_that_is_not_there_is_not_looked_for_on_the_hub(tmp_
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "2+2?"}\n', encoding="utf-8")
     called = call("train", tmp_path / "run.yaml", f"data.train.files={tmp_path / 'tasks.jsonl'}")
     assert "models/mine', which the config calls '../models/mine'; name a model's folder" in called.err
+
+
+def test_what_a_server_should_serve_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for flag in ("--openai", "--deadline=5"):
+        assert "name it with --model FOLDER" in call("serve", flag).err
+    (tmp_path / "empty").mkdir()
+    assert "there is no model in empty" in call("serve", "--openai", "--model", "empty").err
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "models/of/mine",
+            "there is no folder 'models/of/mine'; name the folder of a model or a tokenizer, or one on the hub",
+        ),
+        (".", "the folder '.' holds no tokenizer (tokenizer.json)"),
+    ],
+)
+def test_a_model_that_is_none_is_told_in_the_librarys_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, said: str
+):
+    monkeypatch.chdir(tmp_path)
+    assert said in call("check", model).err
+
+
+def test_a_section_that_is_set_to_null_is_told_what_to_do(tmp_path: Path):
+    called = call("train", write_tiny_run(tmp_path), "evaluation=null")
+    assert "evaluation is None (from the override 'evaluation=null'); it must be a section" in called.err
+    assert called.err.strip().endswith("leave it out for its defaults")

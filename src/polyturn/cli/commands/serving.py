@@ -28,7 +28,7 @@ from polyturn.core.errors import ConfigError
 def serve(
     overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of a run to start from.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of the model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of the model, or the folder of a run.")] = None,
     scheduler: Annotated[str | None, typer.Option(help="Scheduler: a registered name or file.py:Class.")] = None,
     max_turns: Annotated[int | None, typer.Option(min=1, help="Turns of an episode at most.")] = None,
     plugins: Annotated[list[str] | None, typer.Option(help="Python file that registers plug-ins; may be repeated.")] = None,
@@ -106,7 +106,11 @@ def serve(
         return
     if stdio:
         raise ConfigError("--stdio goes with --mcp TOOLS; every other server is spoken to over HTTP")
-    flags = command.overrides_of(model=model, scheduler=scheduler, max_turns=max_turns, plugins=plugins or [], engine=engine)
+    if config is None and model is None and not any(o.startswith("model.") for o in overrides or ()):
+        raise ConfigError("nothing says which model is served; name it with --model FOLDER, or a run with --config run.yaml")
+    flags = command.overrides_of(
+        config=config, model=model, scheduler=scheduler, max_turns=max_turns, plugins=plugins or [], engine=engine
+    )
     given = [*flags, *(overrides or [])]
     if openai:
         from polyturn.cli import serve_openai
