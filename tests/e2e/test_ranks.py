@@ -114,6 +114,24 @@ def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tm
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_critic_goes_on_with_any_number_of_ranks(tmp_path):
+    config = write_run(tmp_path)
+    for step, ranks in enumerate((2, 1, 2), start=1):
+        done = subprocess.run(
+            command("train", config, "--nproc", ranks, f"train.steps={step}", *CRITIC, *(["--resume"] if step > 1 else [])),
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+    steps = metrics_of(tmp_path / "runs" / "tiny")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["critic/grad_norm"] > 0 and step["critic/skipped_steps"] == 0 for step in steps)
+
+
+@pytest.mark.slow
 def test_a_killed_leader_ends_the_run_and_the_other_ranks(tmp_path):
     run, ranks = started(tmp_path, command("train", write_run(tmp_path), "--nproc", 2, *ENDLESS))
     try:

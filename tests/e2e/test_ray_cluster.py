@@ -6,6 +6,8 @@ replica. One of several takes nothing with it: its conversations go on elsewhere
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -134,6 +136,37 @@ def test_one_of_two_workers_and_engines_may_die_and_its_conversations_go_on(addr
     assert steps[0]["engine/replicas_live"] == 2 and steps[-1]["engine/replicas_live"] == 1
     assert sum(step["rollout/resumed_flights"] for step in steps) >= 1
     assert not any(step.get("rollout/failed", 0) for step in steps)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_conversations_of_its_workers(address, tmp_path):
+    config = write_run(tmp_path)
+    (tmp_path / "calls.log").touch()
+    arguments = ["train", config, "--ray", address, "warm_start.steps=0", *SEVERAL_TURNS, *PLACES]
+    (tmp_path / "said").touch()
+    with (tmp_path / "said").open("w") as said:
+        command = [sys.executable, "-m", "polyturn", *map(str, arguments), "train.steps=100000"]
+        run = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        called_last(tmp_path)
+    finally:
+        run.kill()
+        run.wait()
+    assert len(calls_of(tmp_path)) >= 12, (tmp_path / "said").read_text()
+    last = max(int(p.name.removeprefix("step-")) for p in (tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*"))
+    done = call_command(main, *arguments, "--resume", f"train.steps={last + 1}")
+    assert done.code == 0, done.err
+    assert sum(step["rollout/resumed_flights"] for step in metrics_of(tmp_path / "runs" / "tiny")) >= 1, done.err
+
+
+@pytest.mark.slow
+def test_what_is_cut_off_on_a_worker_is_counted_by_its_length(address, tmp_path):
+    config = write_run(tmp_path)
+    many = ["train.steps=4", "train.oversample=1.0", "warm_start.steps=0", *SEVERAL_TURNS]
+    done = call_command(main, "train", config, "--ray", address, *many, *PLACES)
+    assert done.code == 0, done.err
+    steps = metrics_of(tmp_path / "runs" / "tiny")
+    assert sum(step.get("tokens/dropped_left_over", 0) for step in steps) > 0, sorted(steps[-1])
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from polyturn.cluster.journal import Handed, Post, WorkerJournal
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.group import GroupSpec, LiveGroup
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.team import Answer, Rank
 
@@ -104,6 +104,7 @@ class RolloutActor(_Actor):
         self._build = build
         self._pool: RolloutPool | None = None
         self._journal = WorkerJournal()
+        self._live: dict[str, LiveGroup] = {}
         self._lock = asyncio.Lock()
 
     async def run(self, spec: GroupSpec, handed: Handed | None) -> TrajectoryGroup:
@@ -112,7 +113,18 @@ class RolloutActor(_Actor):
             if self._pool is None:
                 self._pool = self._build(self._journal)
         self._journal.hand(handed)
-        return await self._pool.run_one(spec)
+        live = self._live[spec.id] = LiveGroup()
+        try:
+            return await self._pool.run_one(spec, live=live)
+        finally:
+            del self._live[spec.id]
+
+    async def abort(self, group: str) -> list[int]:
+        """End the completions of a group now, and return how many tokens each of its episodes has sampled."""
+        if (live := self._live.get(group)) is None:
+            return []
+        await live.abort()
+        return live.lengths
 
     async def posts(self, received: int) -> list[Post]:
         """Return what the episodes have to say to the leader's journal, once there is something."""

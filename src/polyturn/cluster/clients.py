@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,10 @@ class RayPool(RolloutPool):
                 raise RankLostError(f"no rollout worker is left. {self._last_words}")
             name = min(self._workers, key=lambda n: self._loads[n])
             self._loads[name] += spec.size
-            running = self._workers[name].handle.run.remote(spec, handed)
+            handle = self._workers[name].handle
+            running = handle.run.remote(spec, handed)
+            if live is not None:
+                live.abort_elsewhere = partial(_abort, handle, spec.id)
             try:
                 group: TrajectoryGroup = await running
                 break
@@ -281,6 +285,14 @@ class RayPool(RolloutPool):
             logger.error("%s\nRollout workers left, where its groups go on: %d", self._last_words, len(self._workers))
         if name in self._carriers:
             await asyncio.wait({self._carriers[name]})  # what it said before it died is read by whoever goes on
+
+
+async def _abort(handle: Any, group: str) -> list[int]:
+    try:
+        lengths: list[int] = await handle.abort.remote(group)
+    except RayActorError:  # what it had is lost with it
+        return []
+    return lengths
 
 
 async def _carry_until_dead(flights: Flights, worker: Member) -> None:

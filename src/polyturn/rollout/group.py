@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -44,18 +45,23 @@ class LiveGroup:
     """The episodes of a group while it runs, for who may have to cut it off."""
 
     episodes: list[Episode] = field(default_factory=list)
+    abort_elsewhere: Callable[[], Awaitable[list[int]]] | None = None
+    """Of a group whose episodes run in another process: aborts them there, and returns their lengths."""
     is_cut: bool = False
+    _lengths_elsewhere: list[int] = field(default_factory=list)
 
     async def abort(self) -> None:
         """Let the engine end the completions that are being sampled, so that `lengths` counts what they had."""
         self.is_cut = True
         for episode in self.episodes:
             await episode.backstage.asking.abort()
+        if self.abort_elsewhere is not None:
+            self._lengths_elsewhere = await self.abort_elsewhere()
 
     @property
     def lengths(self) -> list[int]:
         """The tokens that each episode has sampled so far."""
-        return [episode.backstage.record.num_sampled for episode in self.episodes]
+        return [*(episode.backstage.record.num_sampled for episode in self.episodes), *self._lengths_elsewhere]
 
 
 async def run_group(
