@@ -164,7 +164,7 @@ class RolloutContext:
         if difference.kind not in self._warned:
             self._warned.add(difference.kind)
             logger.warning(
-                "Inconsistent training and inference tokenization detected (%s) in %s: %s",
+                "Inconsistent training and inference tokenization detected (%s) in %s: %s; the sampled ids are kept",
                 self.sanity_mode,
                 where,
                 difference,
