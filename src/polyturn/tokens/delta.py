@@ -9,8 +9,8 @@ names and ids, as tool messages follow. What stands behind the base's last turn 
 turn, dropped when the completion ended with one, then the messages, then the generation prompt.
 
 Environment text cannot speak in control tokens. Text without control tokens is encoded in one go with the template text
-around it, which keeps the ids equal to those of a full render (invariant I5). Control text inside it is fenced (see
-`codec`): then the ids are those of a full render in which that text is ordinary text.
+around it, which keeps the ids equal to those of a full render (`conversations`; invariant I5). Control text inside it is
+fenced (see `codec`): then the ids are those of a full render in which that text is ordinary text.
 """
 
 from __future__ import annotations
@@ -18,23 +18,18 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from polyturn.core.arrays import Ids, ids_array
-from polyturn.core.errors import ConfigError, TemplateError, did_you_mean
+from polyturn.core.errors import TemplateError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.tokens.codec import Codec, FenceError
+from polyturn.tokens.conversations import ConversationEncoder
 from polyturn.tokens.frames import (
     Frame,
     find_frame,
-    map_all_strings,
-    map_environment,
-    map_strings,
     map_text,
     prompt_key,
     shape,
@@ -44,17 +39,12 @@ from polyturn.tokens.frames import (
 )
 from polyturn.tokens.turn_ends import behind_anchor, split_turn
 
-ESCAPES = ("delimiters", "all", "none")
-"""Which control texts in a prompt are ordinary text: those that open and close turns and media, all, or none."""
-
 _SYSTEM = Message(role="system", content="Zq7BaseSystemZ")
 _USER = Message(role="user", content="Zq7BaseUserZ")
 _ANCHOR = "Zq7Anchor"
 """Starts the words that the base's last turn says, in its content and in its last call (some templates leave out the one or
 the other): what stands behind the last of them is the end of that turn, then the new messages. Letters and digits only, so
 that no template trims, escapes or otherwise changes it."""
-_WORD = re.compile(r"[\w. -]*")
-"""Names that spell nothing together with the template's text around them."""
 _ROLE = operator.attrgetter("role")
 _MAX_PROMPTS = 64
 """Prompts whose ids are kept, so that the members of a group encode theirs once."""
@@ -90,12 +80,12 @@ class DeltaEncoder:
         Raises:
             ConfigError: `escape_prompts` is not one of `ESCAPES`.
         """
-        if escape_prompts not in ESCAPES:
-            raise ConfigError(f"escape_prompts cannot be {escape_prompts!r}.{did_you_mean(escape_prompts, ESCAPES)}")
         self.codec = codec
         self.tools = tuple(tools)
-        self._escape_prompts = escape_prompts
         self._escape_observations = escape_observations
+        self._conversations = ConversationEncoder(
+            codec, tools=self.tools, escape_prompts=escape_prompts, escape_observations=escape_observations
+        )
         self._frames: dict[tuple[object, ...], Frame | None] = {}
         self._controls: dict[tuple[object, ...], tuple[int, ...]] = {}
         """The template's own control tokens around the shapes that have no frame."""
@@ -114,16 +104,16 @@ class DeltaEncoder:
         """
         key = prompt_key(messages, num_prompt)
         if key is None:
-            return self._whole(messages, num_prompt, add_generation_prompt=True)
+            return self._conversations.encode(messages, num_prompt, add_generation_prompt=True)
         if key not in self._prompts:
             if len(self._prompts) >= _MAX_PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
-            self._prompts[key] = self._whole(messages, num_prompt, add_generation_prompt=True)
+            self._prompts[key] = self._conversations.encode(messages, num_prompt, add_generation_prompt=True)
         return self._prompts[key]
 
     def full(self, messages: Sequence[Message], *, num_prompt: int | None = None) -> Ids:
         """Return the ids of a whole conversation without generation prompt: what the sanity check compares with."""
-        return self._whole(messages, num_prompt, add_generation_prompt=False)
+        return self._conversations.encode(messages, num_prompt, add_generation_prompt=False)
 
     def assistant(self, message: Message) -> Ids:
         """Return the ids that a model would have to sample to say `message`: everything behind the generation prompt, up
@@ -328,125 +318,3 @@ class DeltaEncoder:
         for prefix in (*prefixes, [_USER]):
             for made in (tuple(calls), tuple(calls[:1])):
                 yield [*prefix, Message(role="assistant", content=anchor, tool_calls=made)]
-
-    # Whole conversations.
-
-    def _whole(self, messages: Sequence[Message], num_prompt: int | None, *, add_generation_prompt: bool) -> Ids:
-        codec = self.codec
-
-        def render(shown: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-            return codec.render(shown, tools=tools, add_generation_prompt=add_generation_prompt)
-
-        text = render(messages, self.tools)
-        marker = unused_word([text], "Zq7Fence")
-        own = [self._is_own(messages, i, num_prompt) for i in range(len(messages))]
-        fenced = [self._fenced(m, is_own, marker) for m, is_own in zip(messages, own, strict=True)]
-        tools = self._fenced_tools(marker)
-        try:
-            is_plain = fenced == list(messages) and tools == self.tools
-            ids = codec.encode(text) if is_plain else codec.encode_fenced(render(fenced, tools), marker)
-            foreign = [not is_own and self._escape_observations for is_own in own]
-            if not any(f and self._may_spell(m) for m, f in zip(messages, foreign, strict=True)):
-                return ids
-            harmless = [map_environment(m, _harmless) if f else m for m, f in zip(fenced, foreign, strict=True)]
-            expected = codec.control_in(codec.encode_fenced(render(harmless, tools), marker))
-            if np.array_equal(codec.control_in(ids), expected):
-                return ids
-            # Template and content together spell a control token, or the template changes the content into one.
-            closed = [
-                self._closed(m, shown, marker) if f else shown for m, shown, f in zip(messages, fenced, foreign, strict=True)
-            ]
-            return codec.encode_fenced(render(closed, tools), marker)
-        except FenceError:  # the template cuts contents at a word that stands inside a fence
-            shown = [m if m is f else map_text(m, codec.defuse) for m, f in zip(messages, fenced, strict=True)]
-            schemas = tuple(s if s == t else map_strings(s, codec.defuse) for s, t in zip(self.tools, tools, strict=True))
-            return codec.encode(render(shown, schemas))
-
-    def _closed(self, message: Message, fenced: Message, marker: str) -> Message:
-        """Return `message` with every text of the environment fenced as a whole."""
-
-        def close(text: str) -> str:
-            return text if _WORD.fullmatch(text) else self.codec.enclose(text, marker)
-
-        closed = map_environment(message, close, close)
-        return replace(fenced, tool_calls=closed.tool_calls) if message.role == "assistant" else closed
-
-    def _may_spell(self, message: Message) -> bool:
-        """Return whether a text of the environment may be the beginning, the end or the middle of a control token."""
-        found: list[str] = []
-
-        def note(text: str) -> str:
-            found.append(text)
-            return text
-
-        map_environment(message, note, note)
-        control = self.codec.control_tokens.values()
-        return any(not self._edges.isdisjoint(text) or (text and any(text in c for c in control)) for text in found)
-
-    @functools.cached_property
-    def _edges(self) -> frozenset[str]:
-        return frozenset(c for text in self.codec.control_tokens.values() for c in (text[0], text[-1]))
-
-    def _fenced_tools(self, marker: str) -> tuple[Mapping[str, Any], ...]:
-        """Return the schemas, which somebody's server may have written, with no text that ends or opens a turn."""
-        codec, prompts = self.codec, self._escape_prompts
-        if prompts == "none" or not self.tools:
-            return self.tools
-        only = None if prompts == "all" else codec.delimiters
-        return tuple(map_strings(t, lambda text: codec.fence(text, marker, only=only)) for t in self.tools)
-
-    def _is_own(self, messages: Sequence[Message], index: int, num_prompt: int | None) -> bool:
-        """Return whether message `index` is the text of the task's owner; what a tool says never is."""
-        if messages[index].role == "tool":
-            return False
-        if num_prompt is not None:
-            return index < num_prompt
-        first_turn = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
-        return index < first_turn
-
-    def _fenced(self, message: Message, is_own: bool, marker: str) -> Message:
-        """Return `message` with what must not speak in control tokens between markers; the message itself if nothing."""
-        codec, prompts = self.codec, self._escape_prompts
-
-        def all_of(text: str) -> str:
-            return codec.fence(text, marker)
-
-        def delimiters_of(text: str) -> str:
-            return codec.fence(text, marker, only=codec.delimiters)
-
-        if is_own:
-            fenced = message if prompts == "none" else map_text(message, all_of if prompts == "all" else delimiters_of)
-        elif not self._escape_observations:
-            return message
-        elif message.role == "assistant":
-            fenced = self._fenced_turn(message, delimiters_of, all_of, marker)
-        else:
-            fenced = map_text(message, all_of)
-        return message if fenced == message else fenced
-
-    def _fenced_turn(
-        self, turn: Message, delimiters_of: Callable[[str], str], all_of: Callable[[str], str], marker: str
-    ) -> Message:
-        """Fence a past turn: nothing in it ends or opens a turn, and a call's name and arguments are ordinary text."""
-
-        def word_of(text: str) -> str:
-            # Beside the template's own brackets a name such as "/tool_response" completes a control token.
-            return text if _WORD.fullmatch(text) else self.codec.enclose(text, marker)
-
-        calls = tuple(
-            replace(c, id=all_of(c.id), raw=delimiters_of(c.raw))
-            if c.error is not None
-            else replace(
-                c,
-                id=all_of(c.id),
-                name=word_of(c.name),
-                arguments={word_of(k): map_all_strings(v, all_of) for k, v in c.arguments.items()},
-            )
-            for c in turn.tool_calls
-        )
-        turn = map_text(turn, delimiters_of)
-        return replace(turn, tool_calls=calls, reasoning=None if turn.reasoning is None else delimiters_of(turn.reasoning))
-
-
-def _harmless(text: str) -> str:
-    return "x" if text.strip() else text

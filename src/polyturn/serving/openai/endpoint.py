@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import logging
-import math
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiohttp import web
 
-from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
+from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.serving.openai import chat, messages, responses
 from polyturn.serving.openai.ask import Ask, Refused, Said
-from polyturn.serving.rules import Gate, ServerRules, check_token, given_tokens
-from polyturn.serving.wire import BodyError, dumps, loads_object
+from polyturn.serving.openai.http import check_key, guarded, json_answer, read_reward, readable, stream_answer
+from polyturn.serving.rules import Gate, ServerRules, check_token
+from polyturn.serving.wire import BodyError, loads_object
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +191,7 @@ class Endpoint:
         Raises:
             Refused: it has none, or another.
         """
-        _check_key(request, self._token(), wants=SERVER_TOKEN)
+        check_key(request, self._token(), wants=SERVER_TOKEN)
 
     def check_key(self, request: web.Request, key: str) -> None:
         """Refuse a request with neither an episode's key nor the server's token.
@@ -200,7 +199,7 @@ class Endpoint:
         Raises:
             Refused: it has another.
         """
-        _check_key(request, (key.encode(), *self._token()), wants=EPISODE_KEY)
+        check_key(request, (key.encode(), *self._token()), wants=EPISODE_KEY)
 
     def _app(self, more: Callable[[web.Application], None] | None) -> web.Application:
         app = web.Application(client_max_size=self.options.rules.max_body_bytes, middlewares=[self._admit])
@@ -232,7 +231,7 @@ class Endpoint:
             code = {413: "too_large", 429: "rate_limited", 503: "overloaded"}.get(refused.status, "invalid_request")
             said = Refused(refused.message, status=refused.status, code=code)
             write = messages.error if "/messages" in request.path else chat.error
-            return _json(write(said), status=refused.status, headers={**refused.headers, "Connection": "close"})
+            return json_answer(write(said), status=refused.status, headers={**refused.headers, "Connection": "close"})
 
     # Handlers.
 
@@ -243,8 +242,8 @@ class Endpoint:
             ask = chat.parse(body, self.options.ignore)
         said = await guest.answerer.ask(ask)
         if body.get("stream"):
-            return await _stream(request, chat.events(body, said, model=model))
-        return _json(chat.reply(body, said, model=model))
+            return await stream_answer(request, chat.events(body, said, model=model))
+        return json_answer(chat.reply(body, said, model=model))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         guest, body = await self._open(request)
@@ -255,7 +254,7 @@ class Endpoint:
         answer = responses.reply(body, said, model=model)
         history = list(ask.messages[1:] if body.get("instructions") else ask.messages)
         guest.kept.keep(answer["id"], [*history, said[0].message])
-        return await _stream(request, responses.events(answer)) if body.get("stream") else _json(answer)
+        return await stream_answer(request, responses.events(answer)) if body.get("stream") else json_answer(answer)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         guest, body = await self._open(request)
@@ -264,28 +263,28 @@ class Endpoint:
             ask = messages.parse(body, self.options.ignore)
         said = await guest.answerer.ask(ask)
         answer = messages.reply(body, said, model=model)
-        return await _stream(request, messages.events(answer)) if body.get("stream") else _json(answer)
+        return await stream_answer(request, messages.events(answer)) if body.get("stream") else json_answer(answer)
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         guest, body = await self._open(request)
         self._check_model(body)
         with readable():
             ask = messages.parse(body, self.options.ignore, needs_max_tokens=False)
-        return _json({"input_tokens": guest.answerer.count_tokens(ask)})
+        return json_answer({"input_tokens": guest.answerer.count_tokens(ask)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._guest(request)
-        return _json({"object": "list", "data": [_model(name) for name in self.options.models]})
+        return json_answer({"object": "list", "data": [_model(name) for name in self.options.models]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         self._guest(request)
-        return _json(_model(self._check_model({"model": request.match_info["model"]})))
+        return json_answer(_model(self._check_model({"model": request.match_info["model"]})))
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         guest, body = await self._open(request)
         score, info = read_reward(body)
         guest.answerer.give_reward(score, info)
-        return _json({"reward": score})
+        return json_answer({"reward": score})
 
     # What they share.
 
@@ -326,7 +325,7 @@ class Endpoint:
             if name in self._ended:
                 raise Refused(f"the episode has ended: {self._ended[name]}", status=410, code="episode_ended")
             raise Refused("there is no such episode; use the base_url that it was given", status=404, code="not_found")
-        _check_key(request, guest.keys, wants=SERVER_TOKEN if name is None else EPISODE_KEY)
+        check_key(request, guest.keys, wants=SERVER_TOKEN if name is None else EPISODE_KEY)
         return guest
 
     def _check_model(self, body: Mapping[str, Any]) -> str:
@@ -346,88 +345,11 @@ class Endpoint:
         return () if self.options.rules.token is None else (self.options.rules.token.encode(),)
 
 
-def guarded(
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], error: Callable[[Refused], dict[str, Any]]
-) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Return a handler whose errors are written as a client's library reads them."""
-
-    async def run(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except Refused as problem:
-            refused = problem
-        except web.HTTPRequestEntityTooLarge:
-            refused = Refused("the body is larger than this server takes", status=413, code="too_large")
-        except PolyturnError as problem:
-            refused = Refused(one_line(problem), status=500, code="server_error")
-        except Exception as problem:
-            logger.exception("a request to %s broke", request.rel_url.name)
-            refused = Refused(f"the server failed: {type(problem).__name__}", status=500, code="server_error")
-        # A client may not repeat by itself what the episode has seen: its library asks again only where this is absent.
-        answer = _json(error(refused), status=refused.status, headers={"x-should-retry": "false"})
-        if refused.status in (408, 413):  # the rest of the body is not waited for
-            answer.force_close()
-        return answer
-
-    return run
-
-
 def _quiet_logger() -> logging.Logger:
     """Return a logger that does not repeat what strangers sent: what is no HTTP is answered with 400, and not news."""
     found = logging.getLogger(f"{__name__}.connections")
     found.setLevel(logging.CRITICAL)
     return found
-
-
-@contextmanager
-def readable() -> Iterator[None]:
-    """Refuse a request that has a value of another type somewhere, where no check has a sentence of its own for it.
-
-    Raises:
-        Refused: it has.
-    """
-    try:
-        yield
-    except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as problem:
-        raise Refused(
-            f"a part of the request has another type than the API gives it ({one_line(problem):.200})"
-        ) from problem
-
-
-def read_reward(given: Any) -> tuple[float, dict[str, Any]]:
-    """Return a reward and what is recorded beside it, from a number or a mapping with "reward" or "score".
-
-    Raises:
-        Refused: there is no finite number.
-    """
-    values = dict(given) if isinstance(given, Mapping) else {"reward": given}
-    score = values.pop("reward", values.pop("score", None))
-    if not isinstance(score, bool | int | float) or not math.isfinite(score):
-        raise Refused(
-            f"the reward is {given!r:.100}; give a finite number, or an object with one as `reward`", param="reward"
-        )
-    return float(score), values
-
-
-def _check_key(request: web.Request, keys: Sequence[bytes], *, wants: str) -> None:
-    if not keys:
-        return
-    headers = {name: request.headers.get(name, "") for name in ("authorization", "x-api-key")}
-    given = [one.encode("utf-8", "surrogateescape") for one in given_tokens(headers)]
-    if not sum(hmac.compare_digest(one, key) for one in given for key in keys):  # all of them, whichever is right
-        raise Refused(wants, status=401, code="unauthorized")
-
-
-def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=dumps(value), status=status, content_type="application/json", headers=headers)
-
-
-async def _stream(request: web.Request, events: Iterator[bytes]) -> web.StreamResponse:
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await stream.prepare(request)
-    await stream.write(b"".join(events))
-    await stream.write_eof()
-    return stream
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -436,7 +358,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 async def _health(request: web.Request) -> web.Response:
-    return _json({"status": "ok"})
+    return json_answer({"status": "ok"})
 
 
 async def _nowhere(request: web.Request) -> web.StreamResponse:

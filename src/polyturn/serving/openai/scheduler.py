@@ -26,7 +26,8 @@ from polyturn.rollout.schedulers.registry import schedulers
 from polyturn.serving.address import is_loopback
 from polyturn.serving.openai.agent_process import run_command
 from polyturn.serving.openai.ask import Refused
-from polyturn.serving.openai.endpoint import MAX_REQUESTS, Address, Endpoint, EndpointOptions, read_reward
+from polyturn.serving.openai.endpoint import MAX_REQUESTS, Address, Endpoint, EndpointOptions
+from polyturn.serving.openai.http import read_reward
 from polyturn.serving.openai.session import AgentSession, SessionRules
 from polyturn.serving.rules import ServerRules
 

@@ -34,9 +34,11 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.lifespan import run_episode
 from polyturn.serving.openai import chat
 from polyturn.serving.openai.ask import Ask, Refused, Said
-from polyturn.serving.openai.endpoint import Address, Endpoint, EndpointOptions, guarded, read_reward
+from polyturn.serving.openai.endpoint import Address, Endpoint, EndpointOptions
+from polyturn.serving.openai.http import guarded, read_reward
 from polyturn.serving.openai.scheduler import SessionScheduler
-from polyturn.serving.openai.session import AgentSession, SessionRules, typed_messages
+from polyturn.serving.openai.session import AgentSession, SessionRules
+from polyturn.serving.openai.turns import typed_messages
 from polyturn.serving.wire import dumps
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ from polyturn.rollout.episode import Episode
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.serving.openai.ask import Ask, Refused, Said, key_of
+from polyturn.serving.openai.turns import as_told, typed_messages, unrenderable
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class AgentSession:
         try:
             return self._episode.count_tokens(typed_messages(ask.messages), tools=ask.tools)
         except (TemplateError, DataError) as problem:
-            raise Refused(_unrenderable(problem), param="messages") from problem
+            raise Refused(unrenderable(problem), param="messages") from problem
 
     # Asking.
 
@@ -248,7 +249,7 @@ class AgentSession:
             if is_root:
                 episode.count_tokens(asked)  # before the loop, where a history that no template takes ends the run
         except (TemplateError, DataError, SchedulerError) as problem:
-            raise Refused(_unrenderable(problem), param="messages") from problem
+            raise Refused(unrenderable(problem), param="messages") from problem
         self._has_root = True
         return self._drive(_Conversation(episode, ask, node, None), choice, is_root=is_root)
 
@@ -287,7 +288,7 @@ class AgentSession:
                 self._has_root = False  # nothing was shown, so the next request begins the episode
                 self._is_ready.set()
                 self._is_ready = asyncio.Event()
-            _fail(conversation, Refused(_unrenderable(problem), param="messages"))
+            _fail(conversation, Refused(unrenderable(problem), param="messages"))
         except PolyturnError as problem:
             _fail(conversation, Refused(f"the episode failed: {one_line(problem)}", status=410, code="episode_ended"))
             self._end("it failed")
@@ -312,7 +313,7 @@ class AgentSession:
     async def answered(self, episode: Episode, turn: LiveTurn) -> Reply:
         """Tell the agent what was said and wait for what it answers: the `step` of the loop."""
         conversation = self._conversations[episode.id]
-        said, message = _present(episode, turn, conversation.ask)
+        said, message = as_told(episode, turn, conversation.ask)
         place = _Place(conversation, episode.mark(), {c.id: c.name for c in said.calls})
         node = conversation.node.children.setdefault(key_of(message), _Node())
         node.places.append(place)
@@ -359,54 +360,3 @@ def _fail(conversation: _Conversation, problem: Refused) -> None:
 def _waiting(places: Sequence[_Place]) -> _Place:
     """Return, of turns that said the same, one behind which the loop waits; else the latest."""
     return next((p for p in places if p.conversation.place is p), places[-1])
-
-
-def _unrenderable(problem: Exception) -> str:
-    return f"the messages cannot be shown to this model: {' '.join(str(problem).split())}"
-
-
-def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, str] | None = None) -> tuple[Message, ...]:
-    """Return messages as values; a tool's answer gets the name of the call that it answers.
-
-    Raises:
-        Refused: one cannot be read.
-    """
-    names = dict(calls or {})
-    found = []
-    for message in messages:
-        names.update({c["id"]: c["function"]["name"] for c in message.get("tool_calls") or ()})
-        name = names.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
-        try:
-            found.append(Message.from_openai(message if name is None else {**message, "name": name}))
-        except DataError as problem:
-            raise Refused(str(problem), param="messages") from problem
-    return tuple(found)
-
-
-def _present(episode: Episode, turn: LiveTurn, ask: Ask) -> tuple[Said, dict[str, Any]]:
-    """Return a turn as the agent is told it, and the message that the agent's next request repeats if it goes on."""
-    message, text = turn.message, turn.text
-    if turn.stopped_by is not None:
-        text = text[: text.index(turn.stopped_by)]
-        message = episode.read(turn.said_before + text, turn=turn)
-    may_call = ask.may_call and bool(ask.tools)
-    calls = tuple(c for c in message.tool_calls if may_call and c.error is None)
-    # A call that cannot be made is what the model wrote: text.
-    unread = [c.raw for c in message.tool_calls if not may_call or c.error is not None]
-    content = "\n".join([t for t in (message.text, *unread) if t]) if unread else message.text
-    completion, context = turn.completion, episode.context_ids
-    is_cut = turn.finish_reason is FinishReason.LENGTH
-    said = Said(
-        content=content,
-        reasoning=message.reasoning,
-        calls=calls,
-        finish="length" if is_cut else "tool_calls" if calls else "stop",
-        stopped_by=turn.stopped_by,
-        prompt_ids=context[: len(context) - len(completion.token_ids)],
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        texts=[episode.codec.decode([i]) for i in completion.token_ids.tolist()] if ask.wants_texts else (),
-    )
-    if ask.goes_on and not calls and content.startswith(turn.said_before):
-        return dataclasses.replace(said, content=content[len(turn.said_before) :]), said.message
-    return said, said.message

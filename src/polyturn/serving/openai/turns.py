@@ -1,0 +1,72 @@
+"""What an agent's messages are as messages of an episode, and a turn as the agent is told it.
+
+    {"role": "tool", "tool_call_id": "call_0_0", …}  ->  Message(role="tool", name="add", …)
+    LiveTurn  ->  Said(content, reasoning, calls, ids, …), and the message that the next request repeats if it goes on
+
+Separate from the session, which knows where a request goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polyturn.core.errors import DataError
+from polyturn.core.generation import FinishReason
+from polyturn.core.messages import Message
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.live_turn import LiveTurn
+from polyturn.serving.openai.ask import Ask, Refused, Said
+
+
+def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, str] | None = None) -> tuple[Message, ...]:
+    """Return messages as values; a tool's answer gets the name of the call that it answers.
+
+    Raises:
+        Refused: one cannot be read.
+    """
+    names = dict(calls or {})
+    found = []
+    for message in messages:
+        names.update({c["id"]: c["function"]["name"] for c in message.get("tool_calls") or ()})
+        name = names.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+        try:
+            found.append(Message.from_openai(message if name is None else {**message, "name": name}))
+        except DataError as problem:
+            raise Refused(str(problem), param="messages") from problem
+    return tuple(found)
+
+
+def as_told(episode: Episode, turn: LiveTurn, ask: Ask) -> tuple[Said, dict[str, Any]]:
+    """Return a turn as the agent is told it, and the message that the agent's next request repeats if it goes on."""
+    message, text = turn.message, turn.text
+    if turn.stopped_by is not None:
+        text = text[: text.index(turn.stopped_by)]
+        message = episode.read(turn.said_before + text, turn=turn)
+    may_call = ask.may_call and bool(ask.tools)
+    calls = tuple(c for c in message.tool_calls if may_call and c.error is None)
+    # A call that cannot be made is what the model wrote: text.
+    unread = [c.raw for c in message.tool_calls if not may_call or c.error is not None]
+    content = "\n".join([t for t in (message.text, *unread) if t]) if unread else message.text
+    completion, context = turn.completion, episode.context_ids
+    is_cut = turn.finish_reason is FinishReason.LENGTH
+    said = Said(
+        content=content,
+        reasoning=message.reasoning,
+        calls=calls,
+        finish="length" if is_cut else "tool_calls" if calls else "stop",
+        stopped_by=turn.stopped_by,
+        prompt_ids=context[: len(context) - len(completion.token_ids)],
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        texts=[episode.codec.decode([i]) for i in completion.token_ids.tolist()] if ask.wants_texts else (),
+    )
+    if ask.goes_on and not calls and content.startswith(turn.said_before):
+        return dataclasses.replace(said, content=content[len(turn.said_before) :]), said.message
+    return said, said.message
+
+
+def unrenderable(problem: Exception) -> str:
+    """Return what a request is told whose messages no template takes."""
+    return f"the messages cannot be shown to this model: {' '.join(str(problem).split())}"
