@@ -11,12 +11,14 @@ from polyturn.core.errors import EngineError
 from polyturn.core.generation import FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.protocols import Engine
 from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.engines.pool import EnginePool
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.engines.sglang import SglangEngine
+from polyturn.engines.update_gate import UpdateGate
 from polyturn.engines.vllm import VllmEngine
 
 SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
-SAMPLING_ENGINES = ["embedded", "embedded_deterministic", "vllm", "sglang"]
+SAMPLING_ENGINES = ["embedded", "embedded_deterministic", "pool", "gate", "vllm", "sglang"]
 
 
 async def make(name, url, model_folder):
@@ -27,7 +29,10 @@ async def make(name, url, model_folder):
     if name == "scripted":
         return ScriptedEngine(lambda request: np.arange(3, 3 + 64) % VOCAB, latency_s=0.001)
     torch.set_num_threads(1)
-    return EmbeddedEngine(small_model(), num_slots=8, deterministic=name.endswith("deterministic"))
+    engine = EmbeddedEngine(small_model(), num_slots=8, deterministic=name.endswith("deterministic"))
+    if name == "pool":
+        return EnginePool([engine], slots=32)
+    return UpdateGate(engine, mode="abort_resume") if name == "gate" else engine
 
 
 def started(name, server_of):
