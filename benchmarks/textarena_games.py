@@ -1,9 +1,10 @@
 """Do the TextArena examples learn, and from their rewards? Trains examples/textarena from scratch. One JSON line.
 
-    python benchmarks/textarena_games.py [--games guess nim] [--seeds 0] [--threads 2] [--no-control] [--out DIR]
+    python benchmarks/textarena_games.py [--games guess nim nim-past] [--seeds 0] [--threads 2] [--no-control] [--out DIR]
 
 guess: the share of games in which the number is found in three guesses, on held-out seeds. nim: the share of games won
-against an opponent that makes any legal move, from both seats; training itself is self-play. Both before reinforcement
+against an opponent that makes any legal move, from both seats; training itself is self-play. nim-past: the same, trained
+against a copy of the policy that is taken again every five steps, one seat each. All before reinforcement
 learning (an imitation of beginners) and after it, sampled at temperature 1 and decoded greedily. The control is the first
 seed again, with each group's rewards in a random order. The claim: sampled at temperature 1 the policy gains at least 15
 points, and ends at least 15 above the control; else the exit code is 1.
@@ -21,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-GAMES = ("guess", "nim")
+PAST = ("policies={past: {model: self, refresh_every: 5}}", "env.seats=[policy, past]")
+GAMES: dict[str, tuple[str, tuple[str, ...]]] = {"guess": ("guess", ()), "nim": ("nim", ()), "nim-past": ("nim", PAST)}
+"""The example of each game, and what is changed in it."""
 SET = "temperature 1"
 GAIN = 0.15
 SHUFFLED = "algorithm.advantage=../quickstart/controls.py:shuffled_grpo"
@@ -30,9 +33,10 @@ SHUFFLED = "algorithm.advantage=../quickstart/controls.py:shuffled_grpo"
 def train(game: str, seed: int, out: Path, threads: int, *, name: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """Train one seed and return its success before and after, by evaluation set."""
     began = time.perf_counter()
-    settings = (f"out={out}", f"name={name}", f"seed={seed}", f"num_threads={threads}", *overrides)
+    example, changes = GAMES[game]
+    settings = (f"out={out}", f"name={name}", f"seed={seed}", f"num_threads={threads}", *changes, *overrides)
     program = str(Path(sys.executable).with_name("polyturn"))
-    command = [program, "train", f"examples/textarena/{game}.yaml", *settings]
+    command = [program, "train", f"examples/textarena/{example}.yaml", *settings]
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     found: dict[str, list[float]] = {}
     for line in (out / name / "metrics.jsonl").read_text().splitlines():
@@ -56,7 +60,7 @@ def measure(game: str, *, seeds: list[int], threads: int, has_control: bool, out
 def main() -> int:
     """Train, print, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--games", nargs="+", choices=GAMES, default=list(GAMES))
+    parser.add_argument("--games", nargs="+", choices=GAMES, default=["guess", "nim"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-control", action="store_true")

@@ -49,14 +49,15 @@ def test_a_model_of_its_own_has_a_tokenizer_a_template_and_an_engine_of_its_own(
 
 
 def test_a_copy_of_the_trained_policy_has_its_weights_its_tokenizer_and_memory_of_its_own(tmp_path: Path) -> None:
-    parts = build.build_parts(place(tmp_path, {"past": {"model": "self", "refresh_every": 2}}, "engine.deterministic=true"))
+    parts = build.build_parts(place(tmp_path, {"past": {"model": "self", "refresh_every": 2}}, "engine.process=own"))
     one: Any = parts.policies.by_name["past"]
+    engine: Any = one.engine
     assert one._encoder.codec is parts.context.codec
     (follower,) = parts.policies.followers
     own, copied = dict(parts.model.named_parameters()), dict(follower.model.named_parameters())
     assert all(torch.equal(own[name], copied[name]) and own[name].data_ptr() != copied[name].data_ptr() for name in own)
     assert follower.refresh_every == 2 and follower.engine is one.engine
-    assert one.engine._deterministic, "an engine that nobody describes is as the run's own"
+    assert isinstance(engine, ProcessEngine), "an engine that nobody describes is as the run's own"
 
 
 def test_a_checkpoint_may_be_named_by_its_run(tmp_path: Path, model: Path) -> None:
@@ -92,6 +93,19 @@ def test_engines_are_described_as_the_runs_own_is(tmp_path: Path, model: Path) -
     found: Any = build.build_parts(place(tmp_path, policies)).policies.by_name
     assert isinstance(found["served"].engine, EnginePool) and isinstance(found["apart"].engine, ProcessEngine)
     assert (found["sampled"].sampling.temperature, found["sampled"].sampling.top_p) == (0.3, 0.9)
+
+
+def test_a_scheduler_may_let_one_judge(tmp_path: Path, model: Path) -> None:
+    scheduler = {"scheduler": "lookahead", "scheduler_kwargs": {"judge": {"policy": "critic", "rubric": "Is it kind?"}}}
+    where = place(tmp_path, {"critic": {"model": "opponent"}}, rollout=scheduler)
+    assert type(build.build_scheduler(where, build.build_policies(where))).__name__ == "Lookahead"
+    with pytest.raises(ConfigError, match="the run has no policy 'critic'"):
+        build.build_scheduler(where)
+
+
+def test_a_run_whose_model_is_served_elsewhere_has_no_copy_of_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policies.past: it is a copy of the policy that is trained, which is not here"):
+        build.build_policies(place(tmp_path, {"past": {"model": "self"}}))
 
 
 @pytest.mark.parametrize(

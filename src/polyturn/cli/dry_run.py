@@ -12,7 +12,8 @@ import yaml
 from polyturn import build
 from polyturn.cli.console import Output
 from polyturn.config.load import load_config
-from polyturn.config.models import RunConfig
+from polyturn.config.models import PolicyConfig, RunConfig
+from polyturn.config.models.policies import SELF
 from polyturn.core.secret import masked
 from polyturn.core.task import Task
 from polyturn.rollout.context import RolloutContext
@@ -50,9 +51,19 @@ def show(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any],
     out.text(" ".join(map(str, ids.tolist())), style="dim")
     out.text(f"\ntemplate       {parts.template.strategy}: {parts.template.reason}")
     sets = ", ".join(f"{s.name} ({len(s.tasks)} tasks)" for s in tasks.eval_sets) or "none"
+    for name, one in parts.place.config.policies.items():
+        out.text(f"policy         {name}: {_who(one)}; context of {parts.policies.by_name[name].max_context} tokens")
     out.text(f"tasks          {len(tasks.train)} to train on; evaluation sets: {sets}\n")
     for name, value in estimates(parts, num_prompt_tokens=len(ids)).items():
         out.text(f"{name:<34}{value}")
+
+
+def _who(one: PolicyConfig) -> str:
+    """Say whose words a further policy's are."""
+    if one.model == SELF:
+        when = "when training starts" if one.refresh_every is None else f"every {one.refresh_every} steps"
+        return f"a copy of the policy that is trained, taken {when}"
+    return str(one.checkpoint or (one.model if isinstance(one.model, str) else "a model with settings of its own"))
 
 
 def changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

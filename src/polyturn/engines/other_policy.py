@@ -72,7 +72,8 @@ class OtherPolicy:
         self.sampling = sampling
         self._encoder = encoder
         self._parser = parser
-        self._max_context = max_context
+        self.max_context = max_context
+        """The longest prompt plus completion."""
         self._numbers = itertools.count()
         self._num_tokens = 0
 
@@ -101,9 +102,9 @@ class OtherPolicy:
         """
         codec = self._encoder.codec
         ids = self._encoder.start([Message.from_openai(m) for m in messages], num_prompt=num_prompt)
-        if len(ids) >= self._max_context:
+        if len(ids) >= self.max_context:
             raise EngineError(
-                f"the policy {self.name!r} was shown {len(ids)} tokens and its context has {self._max_context}; raise "
+                f"the policy {self.name!r} was shown {len(ids)} tokens and its context has {self.max_context}; raise "
                 f"policies.{self.name}.max_context, or shorten the conversation"
             )
         number = next(self._numbers)

@@ -89,7 +89,7 @@ async def test_its_engine_computes_the_beginning_of_a_conversation_once() -> Non
     one = policy(engine=engine)
     said = await one.say(TALK, seed=0, session="s")
     assert engine.stats.reused_tokens == 0
-    talk = [*TALK, said.message, {"role": "user", "content": "Sure?"}]
+    talk: list[Any] = [*TALK, said.message, {"role": "user", "content": "Sure?"}]
     await one.say(talk, seed=1, session="s")
     assert engine.stats.reused_tokens >= said.prompt_tokens - 1
     await one.close()

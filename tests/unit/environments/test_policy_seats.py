@@ -147,7 +147,8 @@ async def test_a_game_goes_on_after_a_restart_without_asking_it_for_its_moves_ag
     assert make is not None
     prompt = (Message(role="user", content="Say a number."),)
     player: Any = make(Seat(id="e:seat 1", seed=0, prompt=prompt, action_of=lambda text, message: message.text))
-    assert isinstance(player, Recalls) and player.recall("The other said 1.", "2") == "2"
+    can_recall = isinstance(player, Recalls)
+    assert can_recall and player.recall("The other said 1.", "2") == "2"
     assert await player.act("The other said 3.") == "4"
     (shown,) = opponent.shown
     assert re.sub(r"\W+", " ", shown).endswith(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from polyturn.core.arrays import ids_array
 from polyturn.core.errors import CheckpointError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.embedded import EmbeddedEngine
@@ -66,7 +67,7 @@ async def test_its_engine_samples_from_the_copy_and_says_which_version_that_is()
     async def says(engine: Any, name: str) -> Any:
         sampling = SamplingParams(max_tokens=12, temperature=0.0)
         return await engine.generate(
-            GenerateRequest(request_id=name, session_id=name, prompt_ids=[1, 2, 3], sampling=sampling)
+            GenerateRequest(request_id=name, session_id=name, prompt_ids=ids_array([1, 2, 3]), sampling=sampling)
         )
 
     now = EmbeddedEngine(model, num_slots=2, max_context=64)
