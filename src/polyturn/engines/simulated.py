@@ -107,6 +107,7 @@ class SimulatedEngine:
         *,
         plan: Callable[[GenerateRequest], int],
         token_id: int = 0,
+        says_stop: bool = True,
         timeout_s: float = 600.0,
         name: str = "simulated",
     ) -> None:
@@ -115,14 +116,15 @@ class SimulatedEngine:
         Args:
             speed: The server.
             plan: How many tokens a completion has, its stop token included; `max_tokens` cuts it.
-            token_id: What it says, again and again, before the first stop token of the request.
+            token_id: What it says, again and again.
+            says_stop: Whether the first stop token of the request is the last of a completion that ends as planned.
             timeout_s: How long a server that hangs is waited for.
             name: Shown in errors.
         """
         self.name = name
         self.speed = speed or Speed()
         self._plan = plan
-        self._token_id = token_id
+        self._token_id, self._says_stop = token_id, says_stop
         self._timeout_s = timeout_s
         self._version = 0
         self._queue: list[tuple[tuple[float, int], _Run]] = []
@@ -262,14 +264,9 @@ class SimulatedEngine:
         """Set the timer for the next thing that happens; new requests join at the next step boundary."""
         if self._state != "up":
             return
-        loop = asyncio.get_running_loop()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        now = loop.time()
+        now = asyncio.get_running_loop().time()
         if not self._batch:
-            if self._queue:
-                self._timer = loop.call_at(max(now, self._at), self._turn)
+            self._wake_at(max(now, self._at) if self._queue else None)
             return
         self._drop_ended()
         steps = self._ends[0][0] - self._step
@@ -277,7 +274,15 @@ class SimulatedEngine:
         steps = max(min(steps, room), 1)
         if self._queue and len(self._batch) < self.speed.slots and self._fits(self._queue[0][1], len(self._batch)):
             steps = min(steps, max(math.ceil(self._steps_in(now - self._at) - 1e-9), 0))
-        self._timer = loop.call_at(self._at + self._seconds_of(steps), self._turn)
+        self._wake_at(self._at + self._seconds_of(steps))
+
+    def _wake_at(self, when: float | None) -> None:
+        """Let the timer be for `when`, or for nothing."""
+        if self._timer is not None:
+            if self._timer.when() == when:
+                return
+            self._timer.cancel()
+        self._timer = None if when is None else asyncio.get_running_loop().call_at(when, self._turn)
 
     def _turn(self) -> None:
         """Do what is due: end what is done, put back what has no room, let others in."""
@@ -391,7 +396,7 @@ class SimulatedEngine:
         if reason is FinishReason.STOP:
             if run.length >= request.sampling.max_tokens and self._plan(request) > run.length:
                 reason = FinishReason.LENGTH
-            elif request.sampling.stop_token_ids:
+            elif self._says_stop and request.sampling.stop_token_ids:
                 ids[-1] = request.sampling.stop_token_ids[0]
         if not run.future.done():
             run.future.set_result(

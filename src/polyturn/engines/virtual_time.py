@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 _STUCK_S = 60.0
 """How long to wait for the outside world where no timer is set."""
+_UNASKED = 32
+"""How often there may be work before the outside world is looked at."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -38,8 +40,14 @@ class _Jumps(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self._num_unasked = 0
+        """How often the outside world was not looked at, one after another, because there was work."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout == 0 and self._num_unasked < _UNASKED:
+            self._num_unasked += 1
+            return []
+        self._num_unasked = 0
         if timeout is None:
             ready = super().select(_STUCK_S)
             if not ready:

@@ -11,6 +11,7 @@ Only lengths, waits and the clock are made up.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -107,38 +108,23 @@ class _Oracle(WorkPredictor):
         return sum(plan.lengths[turn:]) * self._token_s + sum(plan.waits[turn:])
 
 
-class _Watched:
-    """A server that writes the timeline, and says as much as the plan does, whatever it is; `core.protocols.Engine`."""
+class _Passing:
+    """An engine in front of another one; `core.protocols.Engine`."""
 
-    def __init__(self, engine: Engine, plans: Mapping[str, Plan], *, name: str) -> None:
-        self.spans: list[Span] = []
-        self.had: dict[str, int] = {}
-        """Tokens that each session had after its last turn, wherever that ran; shared by all servers."""
-        self.recomputed = 0
-        self._engine, self._plans, self._name = engine, plans, name
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     @property
     def capabilities(self) -> EngineCapabilities:
         return self._engine.capabilities
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        loop, session = asyncio.get_running_loop(), request.session_id
-        began = loop.time()
-        length = self._plans[session].lengths[int(request.request_id.rpartition("/")[2])]
-        sampling = replace(request.sampling, max_tokens=length, stop_token_ids=())
-        completion = await self._engine.generate(replace(request, sampling=sampling))
-        self.spans.append(Span(session=session, replica=self._name, asked_s=began, end_s=loop.time()))
-        had = self.had.get(session, 0)
-        new = len(request.prompt_ids) - had
-        self.recomputed += max(completion.info["prefilled_tokens"] - new - 1, 0) if had else 0
-        self.had[session] = len(request.prompt_ids) + len(completion.token_ids)
-        return replace(completion, finish_reason=FinishReason.STOP)
+        return await self._engine.generate(request)
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
 
     async def end_session(self, session_id: str) -> None:
-        self.had.pop(session_id, None)
         await self._engine.end_session(session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
@@ -146,6 +132,49 @@ class _Watched:
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+class _Planned(_Passing):
+    """A real server that says as much as the plan does, whatever it is."""
+
+    def __init__(self, engine: Engine, plans: Mapping[str, Plan]) -> None:
+        super().__init__(engine)
+        self._plans = plans
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        sampling = replace(request.sampling, max_tokens=length_of(self._plans, request), stop_token_ids=())
+        completion = await self._engine.generate(replace(request, sampling=sampling))
+        return replace(completion, finish_reason=FinishReason.STOP)
+
+
+class _Watched(_Passing):
+    """A server that writes the timeline."""
+
+    def __init__(self, engine: Engine, *, name: str, had: dict[str, int]) -> None:
+        super().__init__(engine)
+        self.began = 0.0
+        """When the round began that is written."""
+        self.spans: list[Span] = []
+        self.recomputed = 0
+        self._name = name
+        self._had = had
+        """Tokens that each session had after its last turn, wherever that ran; shared by all servers."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        loop, session = asyncio.get_running_loop(), request.session_id
+        asked = loop.time()
+        completion = await self._engine.generate(request)
+        span = Span(session=session, replica=self._name, asked_s=asked - self.began, end_s=loop.time() - self.began)
+        self.spans.append(span)
+        had = self._had.get(session, 0)
+        new = len(request.prompt_ids) - had
+        self.recomputed += max(completion.info["prefilled_tokens"] - new - 1, 0) if had else 0
+        self._had[session] = len(request.prompt_ids) + len(completion.token_ids)
+        return completion
+
+    async def end_session(self, session_id: str) -> None:
+        self._had.pop(session_id, None)
+        await self._engine.end_session(session_id)
 
 
 class _Timed(EnginePool):
@@ -184,9 +213,18 @@ def simulate(
     letter = int(tiny_codec().encode("a")[0])
 
     async def run() -> Simulated:
-        plan = _asked_length
-        servers = [SimulatedEngine(workload.speed, plan=plan, token_id=letter, name=f"server {i}") for i in range(replicas)]
-        result = await replay(workload, servers, policy=policy, rounds=rounds, on_round=on_round)
+        plans = workload.plans()
+        servers = [
+            SimulatedEngine(
+                workload.speed,
+                plan=functools.partial(length_of, plans),
+                token_id=letter,
+                says_stop=False,
+                name=f"server {i}",
+            )
+            for i in range(replicas)
+        ]
+        result = await _rollout(workload, plans, servers, policy=policy, rounds=rounds, on_round=on_round)
         result.idle_share = 1 - sum(server.busy_s for server in servers) / (asyncio.get_running_loop().time() * replicas)
         return result
 
@@ -194,25 +232,32 @@ def simulate(
 
 
 async def replay(
-    workload: Workload,
-    engines: Sequence[Engine],
-    *,
-    policy: str = "longest_first",
-    rounds: int = 1,
-    on_round: Callable[[int], None] | None = None,
+    workload: Workload, engines: Sequence[Engine], *, policy: str = "longest_first", rounds: int = 1
 ) -> Simulated:
     """Run `workload` on `engines`, which may be real servers, on the clock of the running loop; see `simulate`.
 
     The servers must sample as many tokens as they are asked for: what they say does not matter, how long it is does.
     """
-    plans, speed, codec = workload.plans(), workload.speed, tiny_codec()
+    plans = workload.plans()
+    return await _rollout(workload, plans, [_Planned(engine, plans) for engine in engines], policy=policy, rounds=rounds)
+
+
+async def _rollout(
+    workload: Workload,
+    plans: dict[str, Plan],
+    engines: Sequence[Engine],
+    *,
+    policy: str,
+    rounds: int,
+    on_round: Callable[[int], None] | None = None,
+) -> Simulated:
+    """Run `workload` on engines that keep to its plans."""
+    speed, codec = workload.speed, tiny_codec()
     order: OrderPolicy = LongestFirst() if policy == ORACLE else make_policy(policy)
     if policy == ORACLE:
         order.predictor = _Oracle(plans, speed.tau(speed.slots))
-    watched = [_Watched(engine, plans, name=f"server {i}") for i, engine in enumerate(engines)]
     had: dict[str, int] = {}
-    for one in watched:
-        one.had = had
+    watched = [_Watched(engine, name=f"server {i}", had=had) for i, engine in enumerate(engines)]
     result = Simulated(workload=workload.name, policy=policy, replicas=len(watched), episodes=len(plans))
     pool = _Timed(watched, policy=order, slots=workload.slots)
     context = RolloutContext(
@@ -232,16 +277,14 @@ async def replay(
         GroupSpec(id=f"g{i}", task=Task(id=f"task{i}", prompt=prompt), size=workload.group) for i in range(workload.tasks)
     ]
     rollouts, loop = RolloutPool(context, max_concurrent=len(plans), max_failed_share=0.0), asyncio.get_running_loop()
-    began = loop.time()
     for number in range(rounds):
-        pool.latencies, began = [], loop.time()
+        pool.latencies = []
         for one in watched:
-            one.spans, one.recomputed = [], 0
+            one.began, one.spans, one.recomputed = loop.time(), [], 0
         await rollouts.run(specs)
         if on_round is not None:
             on_round(number)
-    spans = sorted((span for one in watched for span in one.spans), key=lambda span: span.end_s)
-    result.spans = [replace(span, asked_s=span.asked_s - began, end_s=span.end_s - began) for span in spans]
+    result.spans = sorted((span for one in watched for span in one.spans), key=lambda span: span.end_s)
     result.makespan_s = result.spans[-1].end_s
     result.lower_bound_s = workload.lower_bound_s(replicas=len(watched))
     result.recomputed_tokens = sum(one.recomputed for one in watched)
@@ -250,8 +293,9 @@ async def replay(
     return result
 
 
-def _asked_length(request: GenerateRequest) -> int:
-    return request.sampling.max_tokens
+def length_of(plans: Mapping[str, Plan], request: GenerateRequest) -> int:
+    """Return how many tokens the plans have for a request's turn."""
+    return plans[request.session_id].lengths[int(request.request_id.rpartition("/")[2])]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
