@@ -10,6 +10,7 @@ import torch
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.serve_commands import sglang_arguments
 from polyturn.engines.sglang_in_process import SglangInProcess
+from polyturn.engines.weight_checksums import Composition
 
 VOCAB = 96
 
@@ -47,6 +48,9 @@ async def main(folder):
         said["versions"] = sorted({version for _, version in across.policy_versions})
         after = await engine.generate(ask("after", max_tokens=20))
         said["gap_after"], said["version_after"] = gap(model, after), after.policy_versions[0][1]
+        held = await engine.checksums()
+        made = Composition.find(held, dict(model.named_parameters()))
+        said["compared"] = [len(made.names), len(dict(model.named_parameters()))]
         long = asyncio.create_task(engine.generate(ask("long", max_tokens=1900)))
         await asyncio.sleep(0.3)
         await engine.abort("long")

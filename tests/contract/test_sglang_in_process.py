@@ -28,6 +28,7 @@ def test_it_samples_takes_weights_in_the_middle_of_a_completion_and_aborts(tmp_p
     said = json.loads(out.read_text(encoding="utf-8"))
     assert max(said["gap"], said["gap_after"]) < 1e-4
     assert (said["across"], said["versions"], said["version_after"]) == (400, [0, 1], 1)
+    assert said["compared"][0] == said["compared"][1] > 0
     assert said["cut"] == [True, "abort"]
 
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from conftest import VOCAB, small_model
+from engine_servers import launch_spec, why_not
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.sglang import SglangEngine
@@ -66,6 +68,39 @@ async def test_each_group_that_is_kept_back_is_named(engine):
         with pytest.raises(EngineError, match=name.replace(".", r"\.").replace("*", r"\*")):
             await WeightSync(engine, trainer, vocab_size=VOCAB, num_prompts=2, num_tokens=16).start(0)
         engine.update_weights = load
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # a start of a server, on whatever machine
+@pytest.mark.parametrize("kind", list(SERVERS))
+async def test_biases_and_a_head_of_its_own_arrive_and_one_that_is_kept_back_is_named(kind, tmp_path, caplog):
+    if (reason := why_not(kind)) is not None:
+        pytest.skip(reason)
+    caplog.set_level("INFO", logger="polyturn.training")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 2048}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.2, "tie_word_embeddings": False}
+    no_tokens = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCAB, **sizes, **heads, **no_tokens)).float().eval()
+    model.save_pretrained(tmp_path)
+    trainer = LocalPolicy(model, optim=OptimSettings(lr=1e-3))
+    engine = SERVERS[kind]("", vocab_size=VOCAB, model=tmp_path, launch=launch_spec(kind, tmp_path))
+    try:
+        report = await WeightSync(engine, trainer, vocab_size=VOCAB).start(0)
+        assert report.canary < report.smallest_effect / 4
+        count = len(dict(model.named_parameters()))
+        assert f"checksums of {count} of {count} tensors" in caplog.text
+        load, true = engine.update_weights, {name: value.clone() for name, value in trainer.weights().items()}
+        for part in ("lm_head.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias"):
+
+            async def leaky(version, *, weights, part=part):
+                await load(version, weights={k: true[k] if k.endswith(part) else v for k, v in weights.items()})
+
+            engine.update_weights = leaky
+            with pytest.raises(EngineError, match=part.replace(".", r"\.")):
+                await WeightSync(engine, trainer, vocab_size=VOCAB, num_prompts=2, num_tokens=16).start(0)
+    finally:
+        await engine.close()
 
 
 async def test_vllms_own_reload_of_a_tied_model_is_caught(server_of, model_folder):

@@ -209,4 +209,4 @@ class SglangEngine(RemoteEngine):
 
 def _encoded(bucket: Mapping[str, Tensor]) -> str:
     """Return tensors as the server reads them: pickled with their bytes, which another process can open, in base64."""
-    return base64.b64encode(pickle.dumps([(name, tensor.clone()) for name, tensor in bucket.items()])).decode("ascii")
+    return base64.b64encode(pickle.dumps([(name, t.cpu().clone()) for name, t in bucket.items()])).decode("ascii")

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.engines.link import Link
+from polyturn.engines.serve_commands import SERVER_SIDE
 from polyturn.engines.sglang import SglangEngine
 
 _STOP_S = 10.0
@@ -108,6 +110,8 @@ class InProcessLink(Link):
         import psutil
 
         os.environ.update(self._env)
+        if str(SERVER_SIDE) not in sys.path:
+            sys.path.append(str(SERVER_SIDE))  # its processes start with this one's, and find our plug-in there
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         try:
@@ -167,6 +171,11 @@ class InProcessLink(Link):
             if not (await manager.flush_cache(timeout_s=30.0)).success:
                 raise EngineError("SGLang keeps the prefixes that it computed before")
             return None
+        if path == "/weights_checker":
+            success, message, ranks, _ = await manager.check_weights(asked.CheckWeightsReqInput(**body), None)
+            if not success:
+                raise EngineError(f"SGLang gives no checksums: {message}")
+            return {"ranks": ranks}
         if path == "/health_generate":
             return await manager.get_internal_state()  # answered by the scheduler between two steps
         if path not in takes:

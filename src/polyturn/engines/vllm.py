@@ -194,4 +194,4 @@ def _encoded(bucket: Mapping[str, Tensor]) -> str:
     """Return tensors as text: safetensors, in base64."""
     from safetensors.torch import save
 
-    return base64.b64encode(save(dict(bucket))).decode("ascii")
+    return base64.b64encode(save({name: t.cpu() for name, t in bucket.items()})).decode("ascii")

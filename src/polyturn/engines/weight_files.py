@@ -85,7 +85,7 @@ class WeightFolder:
         folder.mkdir()
         shutil.copy(self._config, folder / "config.json")
         live = _once_each(weights)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in live.items()}, folder / "model.safetensors")
+        save_file({name: tensor.cpu() for name, tensor in live.items()}, folder / "model.safetensors")
         self.drop()
         self._last = folder
         return WrittenWeights(folder, live=live)
@@ -113,4 +113,4 @@ def _once_each(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     first: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, tensor in weights.items():
         first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-    return {name: weights[name].detach() for name in first.values()}
+    return {name: weights[name].detach().contiguous() for name in first.values()}
