@@ -7,8 +7,7 @@ metrics file whether there is more. What cannot be read is named in `problems`, 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from polyturn.core.errors import DataError, did_you_mean, one_line
-from polyturn.core.media import Source
-from polyturn.core.messages import Message
-from polyturn.core.serde import to_json
-from polyturn.core.trajectory import SpanSource, ToolResult, Trajectory
+from polyturn.core.trajectory import Trajectory
 from polyturn.store.parquet_store import FOLDER
-from polyturn.store.schema import INDEX_COLUMNS, StoredTrajectory
+from polyturn.store.schema import INDEX_COLUMNS
 from polyturn.store.stored_run import StoredRun
-from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, why, why_weight
+from polyturn.viewer.tokens import TokenTexts
+from polyturn.viewer.trajectory_page import json_number, plain, trajectory_page
 
-MAX_TOKENS = 20_000
-"""Tokens of one segment that a page shows; the rest is counted."""
-MAX_TEXT = 100_000
-"""Characters of one text that a page shows."""
 _NUMERIC = ("step", "reward", "num_turns", "num_tokens", "num_sampled_tokens", "num_tool_calls", "num_tool_errors")
 
 
@@ -98,7 +91,7 @@ class RunView:
                 self._bad_lines += 1
                 continue
             if isinstance(values, dict):
-                self._metrics.append({k: _number(v) for k, v in values.items()})
+                self._metrics.append({k: json_number(v) for k, v in values.items()})
 
     def metrics(self, since: int = 0) -> dict[str, Any]:
         """Return the lines of metrics from number `since` on."""
@@ -143,7 +136,7 @@ class RunView:
             if descending:
                 offset = max(0, total - offset - limit) if total - offset > 0 else total
             table = table.slice(offset, limit)
-        rows = [_plain(row) for row in table.to_pylist()]
+        rows = [plain(row) for row in table.to_pylist()]
         if not sort and descending:
             rows.reverse()
         return {"total": total, "rows": rows}
@@ -163,7 +156,7 @@ class RunView:
             .sort_by([("at_max", "descending")])
         )  # fmt: skip
         rows = found.slice(offset, limit).to_pylist()
-        return {"total": found.num_rows, "rows": [_plain(row) for row in rows]}
+        return {"total": found.num_rows, "rows": [plain(row) for row in rows]}
 
     def timeline(self, *, step: int, split: str, limit: int = 400) -> dict[str, Any]:
         """Return, for the episodes of one step, when each turn began and what its time went into."""
@@ -192,73 +185,7 @@ class RunView:
         Raises:
             DataError: there is none of this id.
         """
-        record = self._store.record(id, step=step, split=split)
-        one = record.trajectory
-        reward = None if one.reward is None else _plain(to_json(one.reward))
-        task = {
-            "id": one.task.id,
-            "data_source": one.task.data_source,
-            "ground_truth": one.task.ground_truth,
-            "extra": one.task.extra,
-        }
-        return {
-            "id": one.id,
-            "group": record.group,
-            "step": record.step,
-            "split": record.split,
-            "task": _cut(_plain(to_json(task))),
-            "reward": reward,
-            "stop_reason": one.stop_reason.value,
-            "stop_meaning": STOPPED[one.stop_reason],
-            "error": one.error,
-            "dropped": record.trained.dropped,
-            "dropped_meaning": DROPPED.get(record.trained.dropped or "", record.trained.dropped),
-            "metrics": _plain(to_json(one.metrics)),
-            "messages": list(_conversation(one)),
-            "segments": [self._segment(record, number) for number in range(len(one.segments))],
-            "has_tokenizer": self._tokens().is_known,
-        }
-
-    def _segment(self, record: StoredTrajectory, number: int) -> dict[str, Any]:
-        segment, trained = record.trajectory.segments[number], record.trained
-        ids = segment.token_ids[:MAX_TOKENS]
-        count = len(ids)
-        made = {
-            "advantages": trained.advantages,
-            "policy_logprobs": trained.policy_logprobs,
-            "trained_weights": trained.weights,
-        }
-        on_tokens = {k: None if v is None else record.on_tokens(number, v) for k, v in made.items()}
-        spans, start = [], 0
-        for span in segment.spans:
-            spans.append(
-                {
-                    "source": span.source.value,
-                    "turn": span.turn,
-                    "start": start,
-                    "length": len(span),
-                    "version": span.policy_version,
-                    "why": why(record.trajectory, segment, span, trained, split=record.split),
-                }
-            )
-            start += len(span)
-        notes = {}
-        if (used := on_tokens["trained_weights"]) is not None:
-            for t in np.flatnonzero(segment.sampled_mask[:count]).tolist():
-                if (note := why_weight(float(segment.loss_weights[t]), float(used[t]))) is not None:
-                    notes[t] = note
-        return {
-            "agent": segment.agent,
-            "parent": None if segment.parent is None else list(segment.parent),
-            "num_tokens": len(segment),
-            "ids": ids.tolist(),
-            "texts": self._tokens().texts(ids.tolist()),
-            "weights": segment.loss_weights[:count].tolist(),
-            "spans": spans,
-            "notes": notes,
-            "logprobs": _numbers(np.where(segment.sampled_mask, segment.logprobs, np.nan)[:count]),
-            **{name: None if values is None else _numbers(values[:count]) for name, values in on_tokens.items()},
-        }
+        return trajectory_page(self._store.record(id, step=step, split=split), self._tokens())
 
     def _tokens(self) -> TokenTexts:
         if self._texts is None or not self._texts.is_known:
@@ -276,67 +203,6 @@ class RunView:
             except ValueError as problem:
                 found.append({"step": None, "alarm": "damaged", "message": f"this line is damaged: {one_line(problem)}"})
         return found
-
-
-def _conversation(trajectory: Trajectory) -> Any:
-    """Yield the messages in their order, calls with their results."""
-    for message in trajectory.task.prompt:
-        yield _message(message, turn=-1, results={})
-    for number, turn in enumerate(trajectory.turns):
-        results = {r.call_id: r for r in turn.tool_results}
-        spans = [trajectory.span(ref) for ref in turn.spans]
-        yield _message(turn.message, turn=number, results=results) | {
-            "finish_reason": turn.finish_reason.value,
-            "score": _number(turn.score),
-            "scores": _plain(to_json(turn.scores)),
-            "timings": _plain(to_json(turn.timings)),
-            "info": _cut(_plain(to_json(turn.info))),
-            "num_tokens": sum(len(s) for s in spans if s.source is SpanSource.SAMPLED),
-        }
-        for message in turn.observation:
-            yield _message(message, turn=number, results={})
-
-
-def _message(message: Message, *, turn: int, results: Mapping[str, ToolResult]) -> dict[str, Any]:
-    calls = []
-    for call in message.tool_calls:
-        result = results.get(call.id)
-        calls.append(
-            {
-                "name": call.name,
-                "arguments": _short(json.dumps(to_json(call.arguments), ensure_ascii=False, indent=1)),
-                "raw": _short(call.raw),
-                "error": call.error,
-                "result": None
-                if result is None
-                else {
-                    "text": _short(_text(result.content)),
-                    "error": result.error,
-                    "reward": _number(result.reward),
-                    "duration_s": result.duration_s,
-                    "metrics": _cut(_plain(to_json(result.metrics))),
-                },
-            }
-        )
-    return {
-        "turn": turn,
-        "role": message.role,
-        "name": message.name,
-        "text": _short(message.text),
-        "num_characters": len(message.text),
-        "reasoning": None if message.reasoning is None else _short(message.reasoning),
-        "tool_calls": calls,
-        "media": [{"kind": m.kind, "source": _picture(m.source)} for m in message.media],
-    }
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(to_json(content))
-
-
-def _picture(source: Source) -> str | None:
-    """Return a picture that a page may show: one that is recorded whole; None for files and videos."""
-    return source if isinstance(source, str) and source.startswith("data:image/") else None
 
 
 def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:
@@ -374,38 +240,3 @@ def _as_number(key: str, value: str) -> float:
         return float(value)
     except ValueError as problem:
         raise DataError(f"the filter {key} is {value!r}; it must be a number") from problem
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON data without the numbers that JSON lacks."""
-    if isinstance(value, float):
-        return _number(value)
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value
-
-
-def _number(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(values: Any) -> list[Any]:
-    """Return numbers for JSON: None for NaN (nothing there), a string for an infinite one."""
-    return [None if v != v else v if math.isfinite(v) else str(v) for v in values.tolist()]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT]
-
-
-def _cut(value: Any) -> Any:
-    """Return JSON data with long texts cut."""
-    if isinstance(value, str):
-        return value if len(value) <= 2000 else f"{value[:2000]}… ({len(value)} characters)"
-    if isinstance(value, dict):
-        return {k: _cut(v) for k, v in value.items()}
-    if isinstance(value, Sequence):
-        return [_cut(v) for v in value]
-    return value

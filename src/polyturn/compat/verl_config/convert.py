@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from polyturn.algorithms.advantages import advantages
 from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
+from polyturn.compat.verl_config.source import Source
 from polyturn.core.errors import did_you_mean, one_line
 from polyturn.tokens.parsers import parsers
 
@@ -32,55 +32,6 @@ _OWN = "one of your own is named as file.py:function, or by its name where it wa
 _MEANS_OF_SEQUENCES = ("gspo", "sapo", "geo_mean")
 """Policy losses that are always averaged over sequences."""
 NATIVE_LOOPS = ("single_turn_agent", "tool_agent")
-
-
-@dataclass(slots=True, kw_only=True)
-class Source:
-    """What a converter reads and writes."""
-
-    found: dict[str, Any] = field(default_factory=dict)
-    """Every key of the tree, other spellings resolved."""
-    written: set[str] = field(default_factory=set)
-    """Those that a file or an override wrote."""
-    native: dict[str, Any] = field(default_factory=dict)
-    origin: dict[tuple[str | int, ...], str] = field(default_factory=dict)
-    """Native key to the verl key that decided it."""
-    paths: list[tuple[str, ...]] = field(default_factory=list)
-    """Native keys that hold paths."""
-    notes: dict[str, str] = field(default_factory=dict)
-    """What to say about a key instead of the table's note."""
-    problems: list[tuple[str, str]] = field(default_factory=list)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key; the default where there is none, or null."""
-        value = self.found.get(key)
-        return default if value is None else value
-
-    def number(self, key: str, default: float) -> Any:
-        """Return a value that must be a number; something else is refused."""
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.refuse(key, "it must be a number")
-            return default
-        return value
-
-    def put(self, native_key: str, value: Any, *, by: str) -> None:
-        """Set a native key, decided by the verl key `by`."""
-        *above, last = native_key.split(".")
-        at = self.native
-        for part in above:
-            at = at.setdefault(part, {})
-        at[last] = value
-        self.origin[tuple(native_key.split("."))] = by
-
-    def put_path(self, native_key: str, value: Any, *, by: str) -> None:
-        """Set a native key to a path, or a list of them, relative to the working directory."""
-        self.put(native_key, value, by=by)
-        self.paths.append(tuple(native_key.split(".")))
-
-    def refuse(self, key: str, why: str) -> None:
-        """Note that a key cannot be done."""
-        self.problems.append((key, why))
 
 
 def model_path(s: Source) -> None:

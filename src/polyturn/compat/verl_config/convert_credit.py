@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from polyturn.core.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from polyturn.compat.verl_config.convert import Source
+    from polyturn.compat.verl_config.source import Source
 
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 CONTROL = "algorithm.kl_ctrl"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyturn.compat.verl_config.compose import Composed, Unresolved, leaves
-from polyturn.compat.verl_config.convert import CONVERTERS, Source
+from polyturn.compat.verl_config.convert import CONVERTERS
+from polyturn.compat.verl_config.source import Source
 from polyturn.compat.verl_config.table import Row, Table, table
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
 

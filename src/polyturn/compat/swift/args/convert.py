@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.compat.swift.args.convert_loss import correction, kl_in_reward, lora, loss_type, ref_model, resample, teacher
-from polyturn.compat.verl_config.convert import Source
+from polyturn.compat.verl_config.source import Source
 
 NO_LIMIT_TURNS = 100
 """What `max_turns: null` becomes: an episode must end."""

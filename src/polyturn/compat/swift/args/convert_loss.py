@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polyturn.compat.verl_config.convert import Source
+    from polyturn.compat.verl_config.source import Source
 
 _AGGREGATES = {
     "grpo": "seq-mean-token-mean",

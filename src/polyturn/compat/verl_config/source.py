@@ -1,0 +1,60 @@
+"""Source: what a converter reads of another framework's configuration, and the native one that it writes.
+
+    found {"actor_rollout_ref.actor.clip_ratio": 0.2}   ->   native {"algorithm": {"clip_low": 0.2}}, and who decided it
+
+Separate from the converters, which are one function a key: they see a configuration through this alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class Source:
+    """What a converter reads and writes."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+    """Every key of the tree, other spellings resolved."""
+    written: set[str] = field(default_factory=set)
+    """Those that a file or an override wrote."""
+    native: dict[str, Any] = field(default_factory=dict)
+    origin: dict[tuple[str | int, ...], str] = field(default_factory=dict)
+    """Native key to the verl key that decided it."""
+    paths: list[tuple[str, ...]] = field(default_factory=list)
+    """Native keys that hold paths."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What to say about a key instead of the table's note."""
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key; the default where there is none, or null."""
+        value = self.found.get(key)
+        return default if value is None else value
+
+    def number(self, key: str, default: float) -> Any:
+        """Return a value that must be a number; something else is refused."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.refuse(key, "it must be a number")
+            return default
+        return value
+
+    def put(self, native_key: str, value: Any, *, by: str) -> None:
+        """Set a native key, decided by the verl key `by`."""
+        *above, last = native_key.split(".")
+        at = self.native
+        for part in above:
+            at = at.setdefault(part, {})
+        at[last] = value
+        self.origin[tuple(native_key.split("."))] = by
+
+    def put_path(self, native_key: str, value: Any, *, by: str) -> None:
+        """Set a native key to a path, or a list of them, relative to the working directory."""
+        self.put(native_key, value, by=by)
+        self.paths.append(tuple(native_key.split(".")))
+
+    def refuse(self, key: str, why: str) -> None:
+        """Note that a key cannot be done."""
+        self.problems.append((key, why))

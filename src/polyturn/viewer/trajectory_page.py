@@ -1,0 +1,194 @@
+"""One trajectory as its page shows it, as plain data for JSON: a conversation, and tokens with why each counts as it does.
+
+Separate from `RunView`, which knows where a run's trajectories are: here is what one of them says. Whatever is long is cut,
+and a number that JSON lacks is a string.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyturn.core.media import Source
+from polyturn.core.messages import Message
+from polyturn.core.serde import to_json
+from polyturn.core.trajectory import SpanSource, ToolResult, Trajectory
+from polyturn.store.schema import StoredTrajectory
+from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, why, why_weight
+
+MAX_TOKENS = 20_000
+"""Tokens of one segment that a page shows; the rest is counted."""
+MAX_TEXT = 100_000
+"""Characters of one text that a page shows."""
+
+
+def trajectory_page(record: StoredTrajectory, tokens: TokenTexts) -> dict[str, Any]:
+    """Return what the page of a trajectory shows; `tokens` are the texts of the run's ids."""
+    one = record.trajectory
+    reward = None if one.reward is None else plain(to_json(one.reward))
+    task = {
+        "id": one.task.id,
+        "data_source": one.task.data_source,
+        "ground_truth": one.task.ground_truth,
+        "extra": one.task.extra,
+    }
+    return {
+        "id": one.id,
+        "group": record.group,
+        "step": record.step,
+        "split": record.split,
+        "task": _cut(plain(to_json(task))),
+        "reward": reward,
+        "stop_reason": one.stop_reason.value,
+        "stop_meaning": STOPPED[one.stop_reason],
+        "error": one.error,
+        "dropped": record.trained.dropped,
+        "dropped_meaning": DROPPED.get(record.trained.dropped or "", record.trained.dropped),
+        "metrics": plain(to_json(one.metrics)),
+        "messages": list(_conversation(one)),
+        "segments": [_segment(record, number, tokens) for number in range(len(one.segments))],
+        "has_tokenizer": tokens.is_known,
+    }
+
+
+def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts) -> dict[str, Any]:
+    segment, trained = record.trajectory.segments[number], record.trained
+    ids = segment.token_ids[:MAX_TOKENS]
+    count = len(ids)
+    made = {
+        "advantages": trained.advantages,
+        "policy_logprobs": trained.policy_logprobs,
+        "trained_weights": trained.weights,
+    }
+    on_tokens = {k: None if v is None else record.on_tokens(number, v) for k, v in made.items()}
+    spans, start = [], 0
+    for span in segment.spans:
+        spans.append(
+            {
+                "source": span.source.value,
+                "turn": span.turn,
+                "start": start,
+                "length": len(span),
+                "version": span.policy_version,
+                "why": why(record.trajectory, segment, span, trained, split=record.split),
+            }
+        )
+        start += len(span)
+    notes = {}
+    if (used := on_tokens["trained_weights"]) is not None:
+        for t in np.flatnonzero(segment.sampled_mask[:count]).tolist():
+            if (note := why_weight(float(segment.loss_weights[t]), float(used[t]))) is not None:
+                notes[t] = note
+    return {
+        "agent": segment.agent,
+        "parent": None if segment.parent is None else list(segment.parent),
+        "num_tokens": len(segment),
+        "ids": ids.tolist(),
+        "texts": tokens.texts(ids.tolist()),
+        "weights": segment.loss_weights[:count].tolist(),
+        "spans": spans,
+        "notes": notes,
+        "logprobs": _numbers(np.where(segment.sampled_mask, segment.logprobs, np.nan)[:count]),
+        **{name: None if values is None else _numbers(values[:count]) for name, values in on_tokens.items()},
+    }
+
+
+def _conversation(trajectory: Trajectory) -> Any:
+    """Yield the messages in their order, calls with their results."""
+    for message in trajectory.task.prompt:
+        yield _message(message, turn=-1, results={})
+    for number, turn in enumerate(trajectory.turns):
+        results = {r.call_id: r for r in turn.tool_results}
+        spans = [trajectory.span(ref) for ref in turn.spans]
+        yield _message(turn.message, turn=number, results=results) | {
+            "finish_reason": turn.finish_reason.value,
+            "score": json_number(turn.score),
+            "scores": plain(to_json(turn.scores)),
+            "timings": plain(to_json(turn.timings)),
+            "info": _cut(plain(to_json(turn.info))),
+            "num_tokens": sum(len(s) for s in spans if s.source is SpanSource.SAMPLED),
+        }
+        for message in turn.observation:
+            yield _message(message, turn=number, results={})
+
+
+def _message(message: Message, *, turn: int, results: Mapping[str, ToolResult]) -> dict[str, Any]:
+    calls = []
+    for call in message.tool_calls:
+        result = results.get(call.id)
+        calls.append(
+            {
+                "name": call.name,
+                "arguments": _short(json.dumps(to_json(call.arguments), ensure_ascii=False, indent=1)),
+                "raw": _short(call.raw),
+                "error": call.error,
+                "result": None
+                if result is None
+                else {
+                    "text": _short(_text(result.content)),
+                    "error": result.error,
+                    "reward": json_number(result.reward),
+                    "duration_s": result.duration_s,
+                    "metrics": _cut(plain(to_json(result.metrics))),
+                },
+            }
+        )
+    return {
+        "turn": turn,
+        "role": message.role,
+        "name": message.name,
+        "text": _short(message.text),
+        "num_characters": len(message.text),
+        "reasoning": None if message.reasoning is None else _short(message.reasoning),
+        "tool_calls": calls,
+        "media": [{"kind": m.kind, "source": _picture(m.source)} for m in message.media],
+    }
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(to_json(content))
+
+
+def _picture(source: Source) -> str | None:
+    """Return a picture that a page may show: one that is recorded whole; None for files and videos."""
+    return source if isinstance(source, str) and source.startswith("data:image/") else None
+
+
+def plain(value: Any) -> Any:
+    """Return JSON data without the numbers that JSON lacks."""
+    if isinstance(value, float):
+        return json_number(value)
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def json_number(value: Any) -> Any:
+    """Return a number for JSON: a string where JSON has none for it."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(values: Any) -> list[Any]:
+    """Return numbers for JSON: None for NaN (nothing there), a string for an infinite one."""
+    return [None if v != v else v if math.isfinite(v) else str(v) for v in values.tolist()]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT]
+
+
+def _cut(value: Any) -> Any:
+    """Return JSON data with long texts cut."""
+    if isinstance(value, str):
+        return value if len(value) <= 2000 else f"{value[:2000]}… ({len(value)} characters)"
+    if isinstance(value, dict):
+        return {k: _cut(v) for k, v in value.items()}
+    if isinstance(value, Sequence):
+        return [_cut(v) for v in value]
+    return value
