@@ -9,17 +9,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyturn.cli.main import main
 from polyturn.testing.runs import call_command, write_tiny_run
+from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.training.hf import save_model
 
 
 def test_an_adapter_over_a_model_at_a_relative_path_is_merged_from_the_runs_folder(tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path)
-    few = ["evaluation.before=false", "train.optim.lr=1e-2"]
-    assert call_command(main, "train", config, "train.steps=0", "name=base", *few).code == 0
-    assert call_command(main, "export", tmp_path / "runs" / "base", "-o", tmp_path / "base").code == 0
+    tokenizer = tiny_tokenizer()
+    save_model(tiny_model(len(tokenizer), hidden=16, layers=1), tmp_path / "base", tokenizer=tokenizer)
     text = config.read_text()
     start, end = text.index("model:"), text.index("data:")
     config.write_text(f"{text[:start]}model: {{path: base, lora: {{rank: 2}}}}\n{text[end:]}")
-    assert call_command(main, "train", config, "train.steps=1", *few).code == 0
+    assert call_command(main, "train", config, "train.steps=1", "evaluation.before=false", "train.optim.lr=1e-2").code == 0
     exported = call_command(main, "export", tmp_path / "runs" / "tiny", "-o", tmp_path / "merged")
     assert exported.code == 0, exported.err
     base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("base", "merged"))
