@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,16 @@ def test_the_command_wants_a_workload_or_a_server() -> None:
         app(["simulate"], standalone_mode=False)
     with pytest.raises(UnknownNameError, match="vllm"):
         app(["simulate", "--fit", "http://127.0.0.1:1", "--engine", "vlm"], standalone_mode=False)
+
+
+def test_the_guide_shows_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")
+    workload, shown = guide.split("`mine.yaml`:")[1].split("```")[1:4:2]
+    command, _, printed = shown.strip().partition("\n")
+    (tmp_path / "mine.yaml").write_text(workload.removeprefix("yaml\n"))
+    monkeypatch.chdir(tmp_path)
+    app(args=command.removeprefix("$ polyturn ").split(), standalone_mode=False)
+    assert capsys.readouterr().out.strip() == printed
+    assert set(shipped()) <= set(re.findall(r"`(\w+)`", guide))
