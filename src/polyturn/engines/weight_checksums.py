@@ -81,6 +81,12 @@ class Part:
     terms: tuple[tuple[int, str], ...]
     """(how often, the trainer's name)"""
 
+    @property
+    def described(self) -> str:
+        """Its name, and those of what it was made of where they are others."""
+        names = [name for _, name in self.terms]
+        return self.name if names == [self.name] else f"{self.name} (from {' + '.join(_shown(names))})"
+
 
 @dataclass(frozen=True, slots=True)
 class Composition:
@@ -114,7 +120,7 @@ class Composition:
     def problem(self, held: Held, folds: Folds) -> str | None:
         """Return which tensors are not what `folds` says; None if all are."""
         wrong = [
-            f"{part.name} (from {' + '.join(_shown([name for _, name in part.terms]))})"
+            part.described
             for part in self.parts
             if (tensor := held.tensors.get(part.name)) is None
             or tensor != HeldTensor(part.dtype, _total(part.terms, part.dtype, folds))
