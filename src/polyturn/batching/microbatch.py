@@ -84,13 +84,6 @@ class MicroBatchPlan:
     num_shared: int = 0
     """Tokens that are not computed because an earlier row of their micro-batch holds them."""
 
-    @property
-    def imbalance(self) -> float:
-        """What the busiest rank computes beyond the mean, as a share of it; 0 is balanced."""
-        costs = [sum(b.cost for b in batches) for batches in self.ranks]
-        mean = sum(costs) / len(costs)
-        return max(costs) / mean - 1 if mean else 0.0
-
 
 def input_lengths(samples: Sequence[TrainSample]) -> list[int]:
     """Return how many tokens of each sample go into the model: those before its last weighted one."""

@@ -104,11 +104,6 @@ class TrajectoryBuilder:
         return tuple(self._open_segment().media[: self._num_media]) if self._num_media else ()
 
     @property
-    def num_segments(self) -> int:
-        """How many segments there are so far, those of forks included."""
-        return len(self._segments)
-
-    @property
     def is_open(self) -> bool:
         """Whether this place is in a segment; a new builder, and another agent's, must `open` one first."""
         return self._current >= 0

@@ -14,9 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 from polyturn.core.arrays import Floats
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.metrics import Metrics
-from polyturn.core.reward import Reward
 from polyturn.core.sample import TrainSample
-from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.core.trajectory import TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,26 +123,6 @@ class Tool(Protocol):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """End the episode and free what it held. Called exactly once."""
-        ...
-
-
-class RewardFn(Protocol):
-    """Scores one finished trajectory; may be async."""
-
-    def __call__(self, trajectory: Trajectory) -> Any:
-        """Return a number, or a mapping with a "score"."""
-        ...
-
-
-class Rewarder(Protocol):
-    """Turns a finished trajectory and its named scores into its reward."""
-
-    async def score(self, trajectory: Trajectory) -> Reward:
-        """Return the reward.
-
-        Raises:
-            RewardError: the reward function raised or returned no finite number.
-        """
         ...
 
 

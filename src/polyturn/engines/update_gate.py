@@ -29,8 +29,6 @@ class UpdateGate:
     def __init__(self, engine: Engine, *, mode: UpdateMode) -> None:
         self.engine = engine
         self.mode = mode
-        self.num_suspended = 0
-        """Completions that were cut and resumed so far."""
         self._live: dict[str, bool] = {}
         """Requests the engine is answering -> whether their caller wants an end."""
         self._is_open = asyncio.Event()
@@ -71,7 +69,6 @@ class UpdateGate:
             is_suspended = part.finish_reason is FinishReason.ABORT and not wants_end and not self._is_open.is_set()
             if not is_suspended or self.mode == "wait":
                 return joined(parts)
-            self.num_suspended += 1
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns what there is."""

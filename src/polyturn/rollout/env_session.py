@@ -63,11 +63,6 @@ class EnvSession:
         self._answers = hashlib.blake2b(digest_size=8)
 
     @property
-    def keeps_itself(self) -> bool:
-        """Whether the environment says itself how it survives a restart."""
-        return Seam.of(self._open, label="").why_not is None
-
-    @property
     def replays(self) -> bool:
         """Whether it stands where it stood once it is reset with the same seed and took the same actions."""
         return self._replays or inspect.getattr_static(self._open, "replays", False) is True

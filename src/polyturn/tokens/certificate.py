@@ -58,10 +58,6 @@ class TemplateReport(TemplateProperties):
         if self.error is not None:
             raise TemplateError(self.error)
 
-    def strategy_for(self, *, use_inference_chat_template: bool) -> str:
-        """Return how histories grow in a run: `strategy`, or `inference_strategy`."""
-        return self.inference_strategy if use_inference_chat_template else self.strategy
-
     @property
     def properties(self) -> dict[str, bool | None]:
         """What the template does, by name."""

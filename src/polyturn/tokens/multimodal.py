@@ -112,11 +112,6 @@ class MediaProcessor:
         """The tokens that only an expansion may hold: an engine must not sample them."""
         return tuple(sorted({i for p in self.placeholders.values() for i in (p.id, *p.feature_ids)}))
 
-    @property
-    def token_texts(self) -> tuple[str, ...]:
-        """The texts of those tokens."""
-        return tuple(self.codec.control_tokens[i] for i in self.token_ids if i in self.codec.control_tokens)
-
     def check(self, media: Sequence[Media], *, where: str) -> None:
         """Refuse media that the processor cannot handle.
 

@@ -58,11 +58,6 @@ class MediaRows:
         self.type_numbers = {kind: number for number, kind in enumerate(KINDS, start=1)}
         """What stands for a kind's features in `RowInputs.types`."""
 
-    @property
-    def has_rope_index(self) -> bool:
-        """Whether positions are three numbers a token."""
-        return self._rope_index is not None
-
     def row(self, ids: Ids, media: Sequence[Media]) -> RowInputs:
         """Return what the model reads beside `ids`, a prefix of a segment that shows `media`.
 

@@ -57,16 +57,11 @@ class TargetForward:
         if max_logits is not None:
             self._chunk = max(1, max_logits // vocab)
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the vocabulary projection runs at the targets only, in chunks."""
-        return self._head is not None
-
     def __call__(self, batch: MicroBatch, *, entropy_grad: bool | None = None) -> TargetScores:
         """Return the log-probability of each target of `batch`, and the entropy.
 
         Logits are computed for a chunk of targets at a time, and once more in the backward pass: never [S, V] at once,
-        unless the model's logits are not just its output embedding applied to the last hidden state (`is_sparse`).
+        unless the model's logits are not just its output embedding applied to the last hidden state.
 
         Args:
             batch: What `layout` made, on the model's device.

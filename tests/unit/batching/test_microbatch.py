@@ -96,7 +96,8 @@ def test_ranks_have_about_equally_much_to_do():
     samples = [sample([1] * int(n), 1, i) for i, n in enumerate(rng.integers(10, 400, 200))]
     for packed in (False, True):
         planned = plan(samples, settings=LayoutSettings(max_tokens_per_batch=1024, packed=packed), num_ranks=8)
-        assert planned.imbalance < 0.15
+        costs = [sum(batch.cost for batch in batches) for batches in planned.ranks]
+        assert max(costs) < 1.15 * np.mean(costs)
 
 
 def test_a_step_with_fewer_samples_than_ranks_keeps_every_rank_busy():

@@ -102,7 +102,7 @@ def test_a_prompt_that_continues_the_segment_adds_only_what_is_new() -> None:
     assert ref == SpanRef(0, 4)
     assert builder.span(ref).source is SpanSource.OBSERVATION
     assert builder.span(ref).ids.tolist() == [8, 9]
-    assert builder.num_segments == 1
+    assert len(builder.build()) == 1
 
 
 def test_a_prompt_equal_to_the_segment_adds_nothing() -> None:

@@ -71,8 +71,8 @@ def test_a_template_that_strips_reasoning_is_appended_to_and_rendered_only_for_i
     assert found.strips_reasoning
     assert found.renders_reasoning
     assert not found.is_prefix_preserving
-    assert found.strategy_for(use_inference_chat_template=False) == "append"
-    assert found.strategy_for(use_inference_chat_template=True) == "segment"
+    assert found.strategy == "append"
+    assert found.inference_strategy == "segment"
     assert "the held ids keep it" in found.reason
 
 
