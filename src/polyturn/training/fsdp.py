@@ -74,24 +74,22 @@ class ShardedPolicy(LocalPolicy):
         *,
         mesh: DeviceMesh,
         device: torch.device,
-        teacher: PreTrainedModel | None = None,
         **options: Any,
     ) -> None:
-        """Shard `model` in place.
+        """Shard `model` in place, and with it a reference or teacher that is a model of its own.
 
         Args:
             model: The whole model, on any device; the same architecture on every rank.
             mesh: From `make_mesh`.
             device: Where this rank computes.
-            teacher: The model to distil from; it is whole on every rank.
-            options: The others of `LocalPolicy`.
+            options: Those of `LocalPolicy`.
 
         Raises:
             ConfigError: the model cannot be split as `mesh` asks.
         """
         self.mesh = mesh
         self._own_device = device
-        super().__init__(model, teacher=None if teacher is None else teacher.to(device), **options)  # type: ignore[arg-type]
+        super().__init__(model, **options)
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
         """Return the log-probabilities of this rank's samples."""
@@ -125,7 +123,7 @@ class ShardedPolicy(LocalPolicy):
         if isinstance(self._reference, ShardedAdapterReference):
             kept = whole["model"] if is_fresh else whole.get("reference", {})
             whole["reference"] = {name: cut_like(t, like[name]) for name, t in kept.items() if ".lora_" in name}
-        elif isinstance(self._reference, _ShardedReference) and (is_fresh or "reference" in whole):
+        elif isinstance(self._reference, _ShardedFrozenModel) and (is_fresh or "reference" in whole):
             own = self._reference.live()
             kept = whole["model"] if is_fresh else whole["reference"]
             whole["reference"] = {name: cut_like(t, own.get(name)) for name, t in kept.items()}
@@ -133,7 +131,7 @@ class ShardedPolicy(LocalPolicy):
         if is_fresh:
             self.model.load_state_dict(whole["model"])
             self.optimizer.take_parameters()
-            is_copy = isinstance(self._reference, _ShardedReference) and self._reference.is_kept
+            is_copy = isinstance(self._reference, _ShardedFrozenModel) and self._reference.is_kept
             if self._reference is not None and (is_copy or isinstance(self._reference, ShardedAdapterReference)):
                 self._reference.load_state_dict(whole["reference"])
             return
@@ -156,7 +154,7 @@ class ShardedPolicy(LocalPolicy):
         self._root = _Root(model, TargetForward(model))
         scorer = make_reference(model, self._root, reference)  # type: ignore[arg-type]
         if isinstance(scorer, FrozenModel):
-            scorer = _ShardedReference(scorer, mesh=self.mesh["dp"])
+            scorer = _ShardedFrozenModel(scorer, mesh=self.mesh["dp"])
         tp = self.mesh["tp"]
         if tp.size() > 1 and has_lora(model):
             raise ConfigError(
@@ -167,6 +165,9 @@ class ShardedPolicy(LocalPolicy):
         if isinstance(scorer, AdapterReference):
             scorer = ShardedAdapterReference(model, self._root)  # type: ignore[arg-type]
         return self._root, scorer, ShardedOptimizer(model, optim, mesh=self.mesh, partial=partial)
+
+    def _frozen(self, teacher: PreTrainedModel) -> Scorer:
+        return _ShardedFrozenModel(FrozenModel(teacher, is_kept=False), mesh=self.mesh["dp"])
 
     def _lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
         """Cut this rank's samples, and add passes without weight until it has as many as the longest rank."""
@@ -248,7 +249,7 @@ class _Root(nn.Module):
         return scores._replace(logprobs_S=scores.logprobs_S.clone())  # the hook of the backward pass must not sit on a view
 
 
-class _ShardedReference(FrozenModel):
+class _ShardedFrozenModel(FrozenModel):
     """A frozen model that is sharded like the one that trains; every pass of it is a collective too."""
 
     def __init__(self, whole: FrozenModel, *, mesh: DeviceMesh) -> None:

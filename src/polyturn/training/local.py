@@ -104,7 +104,7 @@ class LocalPolicy:
         self._forward, self._reference, self.optimizer = self._prepare(model, optim, reference)
         if teacher is not None:
             require_same_vocabulary(model, teacher, name="teacher")
-        self._teacher: Scorer | None = None if teacher is None else FrozenModel(teacher, is_kept=False)
+        self._teacher = None if teacher is None else self._frozen(teacher)
         self.kl = kl or FixedKl(coef=self.loss_settings.kl_coef)
         self._policy_terms = PolicyTerms(
             self.loss_settings,
@@ -245,6 +245,10 @@ class LocalPolicy:
         """Return the forward pass, the reference and the optimizer, in the order in which they must see the model."""
         forward = TargetForward(model)
         return forward, make_reference(model, forward, reference), Optimizer(model, optim)
+
+    def _frozen(self, teacher: PreTrainedModel) -> Scorer:
+        """Return what scores with the teacher."""
+        return FrozenModel(teacher, is_kept=False)
 
     def _reference_policy(self) -> Scorer:
         if self._reference is None:

@@ -34,9 +34,9 @@ VOCAB = 48
 CPU = torch.device("cpu")
 
 
-def exact_model():
+def exact_model(seed=0):
     """A tiny Qwen3 in float64; transformers' own norms round to float32, which would hide small differences."""
-    model = tiny_model(VOCAB, hidden=16, layers=2, heads=2, kv_heads=2)
+    model = tiny_model(VOCAB, hidden=16, layers=2, heads=2, kv_heads=2, seed=seed)
     for name, norm in [(n, m) for n, m in model.named_modules() if isinstance(m, Qwen3RMSNorm)]:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, torch.nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon))
@@ -85,13 +85,13 @@ def compare(tp):
     row, rows = dist.get_rank() // tp, dist.get_world_size() // tp
     options = {
         "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, max_skipped=1),
-        "loss": LossSettings(kl_coef=0.1, entropy_coef=0.01, clip_high=0.28),
+        "loss": LossSettings(kl_coef=0.1, entropy_coef=0.01, clip_high=0.28, distill_coef=0.1),
         "layout": LayoutSettings(max_tokens_per_batch=20),
         "reference": True,
     }
     model = exact_model()
-    one = LocalPolicy(copy.deepcopy(model), **options)
-    many = ShardedPolicy(copy.deepcopy(model), mesh=mesh, device=CPU, **options)
+    one = LocalPolicy(copy.deepcopy(model), teacher=exact_model(1), **options)
+    many = ShardedPolicy(copy.deepcopy(model), teacher=exact_model(1), mesh=mesh, device=CPU, **options)
     found = {}
     for name, size, last in (("uneven", 3, 0), ("idle_rank", 2, rows)):
         samples = samples_of(len(name), size)
@@ -114,7 +114,7 @@ def compare(tp):
     state = many.state_dict()
     if dist.get_rank() == 0:
         found["state"] = same_parts(one.state_dict(), state)
-    fresh = ShardedPolicy(exact_model(), mesh=mesh, device=CPU, **options)
+    fresh = ShardedPolicy(exact_model(), teacher=exact_model(1), mesh=mesh, device=CPU, **options)
     fresh.load_whole(one.state_dict() if dist.get_rank() == 0 else None)
     again = fresh.state_dict()
     if dist.get_rank() == 0:
