@@ -1,4 +1,4 @@
-"""Damaged input through everything that reads input: rows, tool calls, configurations, HTTP. Prints one JSON line.
+"""Damaged input through everything that reads input: rows, tool calls, configs, HTTP, peers (MCP, A2A), people. One JSON line.
 
     python benchmarks/fuzz.py [--cases 100000] [--seed 0] [--only SURFACE] [--case NUMBER]
 
@@ -41,6 +41,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parent))
+from _fuzz_services import CAME, services
+
 from polyturn.core.errors import PolyturnError
 from polyturn.core.serde import to_json
 from polyturn.testing.damage import a_text, as_json, damaged, damaged_bytes, damaged_words
@@ -69,8 +72,13 @@ SHARES = {
     "viewer": 2,
     "endpoint": 3,
     "head": 1,
+    "mcp_server": 2,
+    "mcp_stdio": 1,
+    "mcp_http": 1,
+    "a2a": 1,
+    "desk": 1,
 }
-"""Surface -> hundredths of all cases."""
+"""Surface -> its part of all cases."""
 
 ANSWERS: Counter[str] = Counter()
 """How servers answered."""
@@ -612,7 +620,8 @@ class Crashes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep what is no error of ours."""
-        problem = record.exc_info[1] if record.exc_info else None
+        is_told = record.name.partition(".")[0] in ("mcp", "a2a", "client")  # an SDK tells what it could not read
+        problem = record.exc_info[1] if record.exc_info and not is_told else None
         if problem is not None and not isinstance(problem, PolyturnError | asyncio.CancelledError):
             self.found.append(problem)
 
@@ -656,10 +665,12 @@ async def fuzz(cases: int, *, seed: int, only: str | None = None, number: int | 
     counts: Counter[str] = Counter()
     hangs, told, accepted = 0, 0, 0
     ANSWERS.clear()
+    CAME.clear()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        async with servers(folder) as found:
-            surfaces: dict[str, Case] = {**rows(folder), **calls(), **configs(folder), **found}
+        others = services(folder, ask_socket=ask_socket, ask_asgi=ask_asgi, check=check)
+        async with servers(folder) as found, others as more:
+            surfaces: dict[str, Case] = {**rows(folder), **calls(), **configs(folder), **found, **more}
             chosen = [n for n in SHARES if n in surfaces and only in (None, n)]
             total = sum(SHARES[n] for n in chosen)
             for surface in chosen if number is None else ():  # what is imported or built first is not measured
@@ -696,6 +707,7 @@ async def fuzz(cases: int, *, seed: int, only: str | None = None, number: int | 
         "hangs": hangs,
         "accepted": accepted,
         "answers": dict(ANSWERS),
+        "calls": dict(CAME),
         "failed": dict(failed),
         "seconds": dict(seconds),
         "grown_mb": round(max(0.0, after - before), 1),

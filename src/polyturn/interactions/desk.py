@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import os
 import secrets
@@ -23,6 +24,8 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.tools.threads import DaemonThreads
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 MAX_ANSWER_CHARS = 100_000
@@ -48,8 +51,8 @@ class Answer:
         text, score = given.get("text", ""), given.get("score")
         if not isinstance(text, str) or len(text) > MAX_ANSWER_CHARS:
             raise DataError(f"the answer is no text of at most {MAX_ANSWER_CHARS} characters")
-        if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)):
-            raise DataError(f"the score is {score!r:.40}; it is a finite number, or null for none")
+        if score is not None and not _is_finite(score):
+            raise DataError(f"the score is {str(score)[:40]!r}; it is a finite number, or null for none")
         is_end = bool(given.get("is_end", False))
         if not text.strip() and not is_end:
             raise DataError("the answer is empty; write something, or end the conversation")
@@ -91,9 +94,10 @@ class Desk:
         try:
             end = time.monotonic() + deadline_s
             while True:
-                found = await self._threads.run(_read, self._answers / f"{ticket}.json")
-                if found is not None:
-                    return Answer.read(found)
+                place = self._answers / f"{ticket}.json"
+                if (answer := await self._threads.run(_answer_in, place)) is not None:
+                    found: Answer = answer
+                    return found
                 if time.monotonic() >= end:
                     return None
                 await asyncio.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
@@ -110,7 +114,7 @@ class Desk:
         """Return the conversations that wait, the longest first; those whose askers are gone are cleared away."""
         found = []
         for path in self._waiting.glob("*.json"):
-            paper = _read(path)
+            paper = _paper_in(path)
             if paper is None:
                 continue
             if paper["until"] + 60.0 < time.time():
@@ -152,9 +156,42 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
     draft.replace(path)
 
 
-def _read(path: Path) -> Any:
-    """Return what a file holds; None if it is not there."""
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return what a file holds; None if it is not there, or not what we write."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    return found if isinstance(found, dict) else None
+
+
+def _paper_in(path: Path) -> dict[str, Any] | None:
+    """Return a conversation that waits; None where the file is none, whoever wrote it."""
+    paper = _read(path)
+    if paper is None or paper.get("ticket") != path.stem or not isinstance(paper.get("about"), dict):
+        return None
+    messages = paper.get("messages")
+    is_told = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    return paper if is_told and _is_finite(paper.get("since")) and _is_finite(paper.get("until")) else None
+
+
+def _answer_in(path: Path) -> Answer | None:
+    """Return an answer; one that cannot be read is thrown away, and the conversation goes on waiting."""
+    if not path.exists():
+        return None
+    given = _read(path)
+    try:
+        return Answer.read({} if given is None else given)
+    except DataError as problem:
+        logger.warning("the desk has an answer that is none, and goes on waiting: %s", problem)
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False

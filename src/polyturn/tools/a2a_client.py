@@ -32,6 +32,7 @@ MAX_PAUSE_S = 2.0
 CANCEL_S = 5.0
 _WORKING = ("submitted", "working", "unspecified")
 _OPEN = ("input_required", "auth_required")
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
 
 
 class A2AAgent:
@@ -139,6 +140,9 @@ class A2AAgent:
             if conversation.task_id == asked:
                 conversation.task_id = ""  # the next message does not meet what refused this one
             raise ToolError(f"the agent refused: {self._reason(problem)}") from problem
+        except (*_UNREADABLE, _parse_error()) as problem:  # whatever the SDK makes of an answer that is none
+            conversation.task_id = ""
+            raise ToolError(f"the agent's answer cannot be read: {self._reason(problem)}") from problem
         except (OSError, _http_error()) as problem:
             raise ToolConnectionError(f"the agent at {self.url} cannot be reached: {self._reason(problem)}") from problem
 
@@ -266,6 +270,12 @@ def _http_error() -> type[Exception]:
     import httpx
 
     return httpx.HTTPError
+
+
+def _parse_error() -> type[Exception]:
+    from google.protobuf.json_format import Error
+
+    return Error
 
 
 def _http_client(headers: Mapping[str, str]) -> Any:

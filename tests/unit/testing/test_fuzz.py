@@ -23,6 +23,7 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.nesting import is_deep
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import task_from_row
+from polyturn.interactions.desk import Answer, Desk
 from polyturn.testing.damage import as_json, damaged, damaged_bytes, damaged_words
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +45,7 @@ def fuzz() -> Iterator[Any]:
 def test_hundreds_of_damaged_inputs_end_in_errors_of_ours(fuzz: Any, capsys: pytest.CaptureFixture[str]):
     found = asyncio.run(fuzz.fuzz(400, seed=7))
     assert (found["crashes"], found["hangs"]) == (0, 0), capsys.readouterr().err
-    assert found["cases"] > 300 and found["surfaces"] >= 13
+    assert found["cases"] > 300 and found["surfaces"] >= 14
     assert found["answers"]["2xx"] > 2 and found["answers"]["4xx"] > 10, "damage gets past the first check"
     assert found["accepted"] > 100
 
@@ -133,3 +134,27 @@ def test_a_section_that_is_no_section_is_refused(tmp_path: Path):
             to_native(parse(["--model", "x", "--dataset", "a.jsonl", "--reward_funcs", "accuracy", *words]))
     assert read_value("9" * 5000) == float("inf")
     assert read_value("[" * 5000) == "[" * 5000
+
+
+def test_a_paper_or_an_answer_that_is_none_does_not_stop_a_desk(tmp_path: Path):
+    """The folder may be on a disk that others write to: what is there and cannot be read is nobody's."""
+    desk = Desk(tmp_path)
+    for number, text in enumerate(["", "{", "[]", "5", '{"ticket": "3"}', '{"ticket": "5", "until": "x"}', "[" * 5000]):
+        (tmp_path / "waiting" / f"{number}.json").write_text(text)
+    assert desk.waiting() == []
+    for score in (10**400, float("nan"), True, "1"):
+        with pytest.raises(DataError, match="finite number"):
+            Answer.read({"text": "x", "score": score})
+
+
+async def test_an_answer_that_is_none_is_thrown_away_and_the_conversation_goes_on_waiting(tmp_path: Path):
+    desk = Desk(tmp_path)
+    asking = asyncio.create_task(desk.ask([{"role": "user", "content": "Hi."}], about={}, deadline_s=5.0))
+    while not (waiting := desk.waiting()):  # noqa: ASYNC110 (a thread of the desk writes it)
+        await asyncio.sleep(0.01)
+    ticket = waiting[0]["ticket"]
+    (tmp_path / "answers" / f"{ticket}.json").write_text('{"text": 5}')
+    while (tmp_path / "answers" / f"{ticket}.json").exists():  # noqa: ASYNC110 (a thread of the desk removes it)
+        await asyncio.sleep(0.01)
+    desk.answer(ticket, Answer(text="yes"))
+    assert await asking == Answer(text="yes")

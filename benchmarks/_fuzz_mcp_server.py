@@ -1,0 +1,36 @@
+"""An MCP server on standard input and output that writes what it is told to, byte for byte. It does without the SDK.
+
+tools/call {"say": "eyJqc29u…", "is_whole": true}      those bytes, the request's number for @ID@, then a right answer
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from typing import Any
+
+
+def send(**message: Any) -> None:
+    """Write a message."""
+    sys.stdout.buffer.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    method, number = asked.get("method"), asked.get("id")
+    if method == "initialize":
+        version = asked["params"]["protocolVersion"]
+        server = {"name": "hostile", "version": "1"}
+        send(id=number, result={"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": server})
+    elif method == "tools/call":
+        arguments = asked["params"].get("arguments") or {}
+        sys.stdout.buffer.write(base64.b64decode(arguments["say"]).replace(b"@ID@", str(number).encode()) + b"\n")
+        sys.stdout.buffer.flush()
+        if arguments.get("is_whole"):
+            send(id=number, result={"content": [{"type": "text", "text": "done"}]})
+    elif method == "tools/list":
+        send(id=number, result={"tools": [{"name": "ask", "inputSchema": {"type": "object"}}]})
+    elif number is not None:
+        send(id=number, error={"code": -32601, "message": "Method not found"})
