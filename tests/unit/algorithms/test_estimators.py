@@ -228,6 +228,8 @@ def test_gdpo_normalises_each_reward_in_its_group_and_the_sums_over_the_batch(se
     compare(groups, found, per_trajectory(groups, found, numbers))
     with pytest.raises(UnknownNameError, match=r"'formt'.*Did you mean 'format'"):
         run("gdpo", weights={"formt": 1.0})
+    groups, found = run("gdpo", seed, weights={**weights, "tool/search": 1.0, "interaction": 1.0})
+    compare(groups, found, per_trajectory(groups, found, numbers))  # a step in which nobody searched is no mistake
 
 
 def test_gdpo_says_which_parts_of_a_reward_it_weighs() -> None:

@@ -19,7 +19,7 @@ def sample(id: str, turn_ids: list[int], *, weights: list[float] | None = None, 
     n = len(turn_ids)
     return TrainSample(
         id=SampleId("g", id, 0),
-        token_ids=np.arange(n),
+        token_ids=np.arange(n, dtype=np.int32),
         loss_weights=np.ones(n, np.float32) if weights is None else np.array(weights),
         turn_ids=np.array(turn_ids),
         values=None if values is None else np.array(values),
@@ -46,7 +46,7 @@ def member(id: str, reward: float = 0.0, turn_ids: tuple[int, ...] = (0,), **kno
 
 @pytest.mark.parametrize(("n", "right", "k"), [(8, 1, 4), (8, 3, 4), (8, 3, 2), (16, 5, 8), (8, 7, 4), (8, 6, 1)])
 def test_pass_at_k_of_right_and_wrong_answers(n: int, right: int, k: int) -> None:
-    """Chen et al. 2025 (Pass@k Training), section 2.4, analytical derivation, and passk_adv.py of its code.
+    """Chen et al. 2025 (Pass@k Training), analytical derivation, and the code that came with it.
 
     Of n answers `wrong` are wrong: mean 1 - C(wrong, k) / C(n, k), deviation sqrt(mean (1 - mean)); a right answer has
     (1 - mean) / deviation, a wrong one (1 - mean - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / deviation.
@@ -63,7 +63,7 @@ def test_pass_at_k_of_right_and_wrong_answers(n: int, right: int, k: int) -> Non
 
 
 def test_gdpo_tells_three_combinations_of_two_rewards_apart_where_grpo_tells_two() -> None:
-    """Liu et al. 2026 (GDPO), figure 2: two rollouts, two rewards of 0 and 1, before the normalisation of the batch."""
+    """Liu et al. 2026 (GDPO), its example: two rollouts, two rewards of 0 and 1, before the batch is normalised."""
 
     def pair(first: tuple[float, float], second: tuple[float, float]) -> list[float]:
         group = [member(str(i), sum(r), components=dict(zip("ab", r, strict=True))) for i, r in enumerate((first, second))]
@@ -77,7 +77,7 @@ def test_gdpo_tells_three_combinations_of_two_rewards_apart_where_grpo_tells_two
 
 
 def test_gdpo_normalises_the_sums_over_the_trajectories_of_the_batch() -> None:
-    """Liu et al. 2026, the last of its three steps, as in its TRL code: mean and deviation over trajectories, not tokens."""
+    """Liu et al. 2026, the last of its three steps, as in its code: mean and deviation over trajectories, not tokens."""
     long = (0, 0, 0, 0, 0, 0)
     groups = [
         [member("0", components={"a": 1.0}, turn_ids=long), member("1", components={"a": 0.0})],

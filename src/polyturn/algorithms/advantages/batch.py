@@ -69,7 +69,8 @@ def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> Estimate:
     """Centre rewards in their group and make up for the groups that teach nothing: A = alpha (r - mean) / f_norm.
 
     alpha = B / (B - M), B the trajectories of the batch and M those in groups whose rewards are all equal: their tokens take
-    part in the mean of the loss with a gradient of 0. Source: Chu et al. 2025 (GPG).
+    part in the mean of the loss with a gradient of 0. Source: Chu et al. 2025 (GPG), accurate gradient estimation, and its
+    code, which divides the loss by 1 / alpha.
     """
     totals = [g.totals for g in batch]
     num_all = sum(len(t) for t in totals)
@@ -96,6 +97,10 @@ def remax(batch: Sequence[GroupView]) -> Estimate:
     return spread(batch, scalars)
 
 
+_RARE = ("interaction", "turns", "overlong")
+"""Components that a step may do without: no episode was talked to, or none had a turn that was scored."""
+
+
 @advantages.register("gdpo")
 @declare(scope="batch", min_group=2, takes_penalties=False)
 def gdpo(
@@ -111,15 +116,18 @@ def gdpo(
     mean_c and std_c are those of component c in its group; the sums are then normalised over the trajectories of the batch.
     A component is one of `Reward.components`, or a number that the reward function returned beside its score; one that a
     trajectory lacks is 0. `weights` names those that count; by default `reward.weights`. Source: Liu et al. 2026 (GDPO).
+    Statistics of the batch are over trajectories, as in the paper and in one of the trainers that came with it; another one
+    takes them over tokens, so that long answers weigh more in them.
 
     Raises:
-        UnknownNameError: no trajectory has such a component.
+        UnknownNameError: no trajectory has such a component, and it is none that only some episodes leave.
     """
     known = dict.fromkeys(name for g in batch for m in g.members for name in m.components)
     if weights is None:
         weights = dict.fromkeys(known, 1.0)
     for name in weights:
-        if name not in known and known and weights[name]:
+        is_rare = name in _RARE or name.startswith(("tool/", "agent/"))
+        if known and weights[name] and name not in known and not is_rare:
             raise UnknownNameError(
                 f"gdpo weighs the reward {name!r}, which no trajectory of this step has.{did_you_mean(name, known)}"
             )

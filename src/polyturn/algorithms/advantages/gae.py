@@ -105,7 +105,7 @@ def bilevel_gae(
 
     Turns: delta_k = r_k + turn_gamma V_{k+1} - V_k and A_k = delta_k + turn_gamma turn_lam A_{k+1}, V_k the value at the
     last trained token of turn k. Tokens of a turn: the last one has A_k, and before it A_i = delta_i + gamma lam A_{i+1},
-    delta_i = r_i + gamma v_{i+1} - v_i. Source: Wang et al. 2025 (VAGEN), Bi-Level GAE.
+    delta_i = r_i + gamma v_{i+1} - v_i. Source: Wang et al. 2025 (VAGEN), Bi-Level GAE; its code has one lambda for both.
     """
 
     def one(member: MemberView, at: Stream, values_N: Numbers) -> _Found:

@@ -80,11 +80,11 @@ def grpo_passk(
 
     With k: let S be a set of k members, drawn from the n of the group, and R_S = max of r over S. With mean and std over all
     such sets, A_i = (mean of R_S over the sets that hold i - mean) / (std + eps); computed in closed form. Source: Chen et
-    al. 2025 (Pass@k Training), there for rewards of 0 and 1.
+    al. 2025 (Pass@k Training), analytical derivation, there for rewards of 0 and 1.
 
     Without k, that is k = n: A = (best - second best) / (std of r + eps) for the best member and 0 for the others, what the
-    best adds to the maximum of the group. Source: Tang et al. 2025 (Optimizing Language Models for Inference Time
-    Objectives). Without `norm_by_std` nothing is divided.
+    best adds to the maximum of the group; 0 for all where two are best. Source: Tang et al. 2025 (Optimizing Language Models
+    for Inference Time Objectives), leave-one-out, which divides by nothing. Without `norm_by_std` nothing is divided.
 
     Raises:
         ConfigError: k is not between 1 and n - 1.

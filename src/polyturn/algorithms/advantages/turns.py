@@ -64,17 +64,27 @@ def return_to_go(
 @advantages.register("mt_grpo")
 @declare(scope="batch", min_group=2, needs_turn_scores=True)
 def mt_grpo(
-    batch: Sequence[GroupView], *, outcome_weight: float = 1.0, norm_by_std: bool = True, eps: float = 1e-6
+    batch: Sequence[GroupView],
+    *,
+    outcome_weight: float = 1.0,
+    outcome: Outcome = "end",
+    norm_by_std: bool = True,
+    eps: float = 1e-6,
 ) -> Estimate:
     """Add a turn's standing among its peers to the trajectory's: A_k = T_k + outcome_weight O, at the last A_K = T_K + O.
 
     T_k = (s_k - mean) / (std + eps) over the scores of turn k in the group, 0 where the turn has none or no other has; O is
-    the same of the trajectories' rewards. Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO), where there are
-    two turns and the last has no score of its own.
+    the same of the trajectories' rewards, with `outcome` rest of what the turns' scores leave of them, with ignore 0.
+    Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO, first version), where there are two turns, the last has
+    no score of its own, and the outcome's reward holds none of the first one's: rest, where a reward is the sum of all.
     """
+    check_outcome(outcome)
     found = []
     for group in batch:
-        outcome_G = _standing(group.totals, norm_by_std, eps)
+        counted_G = group.totals
+        if outcome == "rest":
+            counted_G = counted_G - np.array([np.nan_to_num(m.turn_scores_K).sum() for m in group.members])
+        outcome_G = _standing(counted_G, norm_by_std, eps) * (outcome != "ignore")
         num_turns = [m.num_turns for m in group.members]
         credits = [np.zeros(k) for k in num_turns]
         for k in range(max([0, *num_turns])):
@@ -104,9 +114,9 @@ def gigpo(
 
     E = (R - mean) / (std + eps) over the group. Turns of the group with equal state keys, also of one trajectory, are an
     anchor group; S_k = (G_k - mean) / (std + eps) over it, G_k = sum over l >= k of gamma^(l-k) r_l; 0 in a state that was
-    met once. Without `norm_by_std` both are only centred. The key of a state is the `state_key` that the turn before it left
-    in its info, else what that turn's observation says; the first turn is in the state of the task. Source: Feng et al. 2025
-    (GiGPO).
+    met once. Without `norm_by_std` both are only centred, as its code does by default. The key of a state is the `state_key`
+    that the turn before it left in its info, else what that turn's observation says; the first turn is in the state of the
+    task. Source: Feng et al. 2025 (GiGPO), equations 3 and 5 to 8.
     """
     check_outcome(outcome)
     found = []
