@@ -100,6 +100,7 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     """
     build_trackers(parts.place)
     check_credit(parts)
+    check_warm_start(parts.place)
     scale = parts.place.config.algorithm.loss_scale
     build_loss_scale(scale, decode=parts.context.codec.decode, base=parts.place.base)
     build_sampler(parts.place, tasks.train)()
@@ -107,6 +108,29 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     if tasks.eval_sets:
         found["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
     check_use(parts.context, found)
+
+
+def check_warm_start(place: Place) -> None:
+    """Refuse a supervised start that has nothing to imitate.
+
+    Raises:
+        ConfigError: its conversations are not named, or no file, folder or function is there.
+    """
+    sft = place.config.warm_start
+    if sft.steps == 0:
+        return
+    if sft.conversations is None:
+        raise ConfigError(
+            f"warm_start.steps is {sft.steps} and warm_start.conversations is not set; name a jsonl file, a function or a "
+            "run's folder, or set the steps to 0"
+        )
+    if ":" in sft.conversations:
+        import_attr(sft.conversations, base=place.base)
+    elif not (place.base / sft.conversations).exists():
+        raise ConfigError(
+            f"warm_start.conversations is {sft.conversations!r}, and there is no such file or folder in "
+            f"{str(place.base)!r}; name a jsonl file, a function as file.py:function, or a run's folder"
+        )
 
 
 def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
@@ -226,6 +250,7 @@ def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
 def check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> None:
     """Refuse a run whose interactions, or whose tools, not one task uses: it would be single-turn without a word."""
     check_setup(context.interactions)
+    _tell_of_shared_tools(context)
     which = f"not one of the {sum(s.num_tasks for s in found.values())} tasks of {' and '.join(found)}"
     if context.interactions and not any(set(s.interactions) - {None} for s in found.values()):
         raise ConfigError(
@@ -236,6 +261,18 @@ def check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> N
         raise ConfigError(
             f"rollout.tools is set and {which} may call a tool of it, which has {sorted(context.tools.tools)}; name them in "
             "`tools` of the rows (extra_info.tools_kwargs in verl's format), leave that column out, or drop rollout.tools"
+        )
+
+
+def _tell_of_shared_tools(context: RolloutContext) -> None:
+    """Say which tools the branches of a scheduler that forks conversations have in common."""
+    shared = [name for name, seam in context.tools.seams.items() if seam.why_not is not None]
+    if context.scheduler.forks and shared:
+        logger.warning(
+            "the scheduler %s goes on from one place in several ways, and of %s all of them use one state; give such a tool "
+            "`snapshot` and `restore`, so that each has its own, or `stateless = True` where no call changes it",
+            type(context.scheduler).__name__,
+            ", ".join(map(repr, shared)),
         )
 
 

@@ -26,6 +26,11 @@ call = functools.partial(call_command, main)
         ("reward.function=gsm9k", "reward: there is no 'gsm9k'. Did you mean 'gsm8k'"),
         ("rollout.parser=hermess", "rollout.parser: there is no 'hermess'. Did you mean 'hermes'?"),
         ("model.tokenizer=gpt2", "model.tokenizer and model.train_tokenizer are two tokenizers; set one of them to null"),
+        (
+            "warm_start={steps: 3, conversations: shwn.jsonl}",
+            "warm_start.conversations is 'shwn.jsonl', and there is no such",
+        ),
+        ("warm_start={steps: 3, conversations: null}", "warm_start.steps is 3 and warm_start.conversations is not set"),
         ("out=/proc/none", "the run's folder '/proc/none/tiny' cannot be made (FileNotFoundError"),
     ],
 )
