@@ -4,19 +4,21 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from engine_servers import interpreter, why_not
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command, write_tiny_run
+from polyturn.testing.runs import SEVERAL_TURNS, call_command, write_tiny_run
+from polyturn.testing.tiny import tiny_model, tiny_tokenizer
 from polyturn.tracking.jsonl import read_metrics
 
 WIDER = ("model.init.hidden_size=64", "model.init.head_dim=32", "model.init.intermediate_size=64")
 """The heads of the tiny run are narrower than vLLM's attention knows."""
 
 
-@pytest.mark.parametrize(("kind", "replicas"), [("vllm", 2), ("sglang", 1)])
-def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, tmp_path):
+@pytest.mark.parametrize(("kind", "replicas", "way"), [("vllm", 2, "auto"), ("sglang", 1, "ipc")])
+def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, way, tmp_path):
     if (reason := why_not(kind)) is not None:
         pytest.skip(reason)
     log = tmp_path / "server.log"
@@ -24,10 +26,11 @@ def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, tmp_pa
         main,
         *("train", write_tiny_run(tmp_path), *WIDER, "train.steps=2"),
         *(f"engine.kind={kind}", f"engine.launch.python={interpreter(kind)}", f"engine.launch.log={log}"),
-        f"engine.launch.replicas={replicas}",
+        *(f"engine.launch.replicas={replicas}", f"engine.weights={way}"),
     )
     assert called.code == 0, called.err + log.read_text()[-2000:]
     assert "the weights arrive" in called.err + called.out
+    assert f"tensors are compared after every sync, of replica {replicas - 1}" in called.err + called.out
     trajectories = list(open_store(tmp_path / "runs" / "tiny").trajectories())
     versions = {
         span.policy_version for t in trajectories for s in t.segments for span in s.spans if span.logprobs is not None
@@ -60,6 +63,62 @@ def test_a_server_samples_beside_training_with_what_is_suspended_and_cut_off_cou
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_further_policy_on_a_server_of_its_own_plays_the_user_of_an_embedded_one(kind, tmp_path):
+    if (reason := why_not(kind)) is not None:
+        pytest.skip(reason)
+    tokenizer = tiny_tokenizer(vocab_size=320)
+    tiny_model(tokenizer, hidden=64, layers=1, max_positions=512).save_pretrained(tmp_path / "guest")
+    tokenizer.save_pretrained(tmp_path / "guest")
+    launch = f"launch: {{python: {interpreter(kind)}, log: {tmp_path / 'server.log'}}}"
+    user = "{policy: guest, goal: Hear it., instructions: '{goal}', stop_marker: null, max_tokens: 6, temperature: 0.7}"
+    entry = f"{{name: coach, class_name: polyturn.interactions.simulated_user.SimulatedUser, config: {user}}}"
+    called = call_command(
+        main,
+        *("train", write_tiny_run(tmp_path), *SEVERAL_TURNS, "train.steps=2", "evaluation.data=null"),
+        f"policies={{guest: {{model: guest, engine: {{kind: {kind}, {launch}}}}}}}",
+        f"rollout.interactions=[{entry}]",
+    )
+    assert called.code == 0, called.err + (tmp_path / "server.log").read_text()[-2000:]
+    steps = [m for m in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "loss/total" in m]
+    assert len(steps) == 2 and all(m["policies/guest/tokens"] > 0 for m in steps)
+    trajectories = list(open_store(tmp_path / "runs" / "tiny").trajectories())
+    assert all(t.error is None and t.turns[0].info["user_policy"] == "guest" for t in trajectories)
+
+
+@pytest.mark.slow
+def test_a_server_takes_new_weights_in_flight_and_nothing_that_was_sampled_is_lost(tmp_path):
+    """Weights change under running completions, groups are carried over and replayed, ratios to the engine are corrected."""
+    if (reason := why_not("vllm")) is not None:
+        pytest.skip(reason)
+    called = call_command(
+        main,
+        *("train", write_tiny_run(tmp_path), *WIDER, "train.steps=6", "evaluation.data=null"),
+        *("engine.kind=vllm", f"engine.launch.python={interpreter('vllm')}", "engine.update=in_flight"),
+        *("train.max_staleness=2", "train.oversample=1", "train.leftover=carry", "train.replay=0.5"),
+        *("rollout.limits.max_tokens_per_turn=256", "algorithm.correction={reject: {seq_mean_k1: [0.5, 2.0]}}"),
+    )
+    assert called.code == 0, called.err
+    steps = [m for m in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "loss/total" in m]
+    assert [m["step"] for m in steps] == [1, 2, 3, 4, 5, 6]
+    assert 1 <= max(m["buffer/staleness"] for m in steps) <= 2
+    assert not any("buffer/groups_left_over" in m for m in steps) and sum(m["buffer/groups_replayed"] for m in steps) > 0
+    assert all(0 < m["policy/correction_effective_share"] <= 1 for m in steps)
+    trained = list(open_store(tmp_path / "runs" / "tiny").trajectories(split="train"))
+    versions = [
+        {
+            span.policy_version
+            for s in t.segments
+            for span in s.spans
+            if span.turn == turn.index and span.logprobs is not None
+        }
+        for t in trained
+        for turn in t.turns
+    ]
+    assert any(len(seen) > 1 for seen in versions), "no completion crossed an update"
+
+
+@pytest.mark.slow
 def test_two_ranks_train_beside_a_server(tmp_path):
     if (reason := why_not("vllm")) is not None:
         pytest.skip(reason)
@@ -76,6 +135,13 @@ def test_a_server_that_is_not_installed_is_one_sentence(tmp_path):
     called = call_command(main, "train", write_tiny_run(tmp_path), "engine.kind=vllm")
     assert called.code == 2
     assert "vllm is not installed here; set engine.launch.python" in " ".join((called.err + called.out).split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is no mistake")
+def test_a_group_over_nccl_without_a_gpu_is_refused_before_anything_is_started(tmp_path):
+    called = call_command(main, "train", write_tiny_run(tmp_path), "engine.kind=vllm", "engine.weights=nccl")
+    assert called.code == 2
+    assert "engine.weights is nccl, which needs a GPU here" in " ".join((called.err + called.out).split())
 
 
 def test_top_p_with_vllm_is_refused_before_anything_is_started(tmp_path):
