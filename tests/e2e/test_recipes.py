@@ -197,9 +197,14 @@ def retrieval() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("recipe", FOLDERS)
+STEPS = [(recipe, "qwen3_one_gpu" if recipe == "gsm8k_tool" else "one_gpu") for recipe in FOLDERS]
+"""One config of each recipe: Qwen2.5 for one of the two on GSM8K, Qwen3 for the other."""
+
+
+@pytest.mark.parametrize(("recipe", "name"), STEPS, ids=[f"{recipe}/{name}" for recipe, name in STEPS])
 def test_each_recipe_takes_an_optimizer_step(
     recipe: str,
+    name: str,
     models: dict[str, Path],
     data: dict[str, Path],
     tmp_path: Path,
@@ -207,7 +212,7 @@ def test_each_recipe_takes_an_optimizer_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RETRIEVAL_URL", retrieval)
-    config = RECIPES / recipe / "one_gpu.yaml"
+    config = RECIPES / recipe / f"{name}.yaml"
     talks = recipe in ("gsm8k_interaction", "thinking_tips")  # long enough turns that some end by themselves
     done = call_command(
         main,
@@ -219,12 +224,12 @@ def test_each_recipe_takes_an_optimizer_step(
         *("rollout.limits.max_context=3072", "algorithm.drop_zero_variance=false", f"train.group_size={4 if talks else 2}"),
     )
     assert done.code == 0, done.err
-    name = yaml.safe_load(config.read_text())["name"]
-    lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    run = tmp_path / yaml.safe_load(config.read_text())["name"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss/total" in line]
     assert len(steps) == 1 and np.isfinite(steps[0]["loss/total"])
     assert steps[0]["rollout/failed"] == 0
-    trained = list(open_store(tmp_path / name).trajectories(split="train"))
+    trained = list(open_store(run).trajectories(split="train"))
     assert len(trained) == (8 if talks else 4)
     if talks:
         answered = [t for t in trained if len(t.turns) == 2]
