@@ -102,6 +102,13 @@ def test_tensor_parallel_must_divide_the_ranks(tmp_path):
     assert done.code == 2 and "tensor_parallel is 3 and there are 8 ranks; it must divide them" in done.err
 
 
+def test_an_adapter_is_not_split_within_layers(tmp_path):
+    (tmp_path / "run.yaml").write_text(CONFIGS["eight GPUs"])
+    split = ["train.distributed.tensor_parallel=2", "model.lora={rank: 4}"]
+    done = call_command(main, "train", tmp_path / "run.yaml", "--dry-run", *split)
+    assert done.code == 2 and "model.lora cannot be split within layers" in done.err and "set it to 1" in done.err
+
+
 def test_megatron_keys_are_refused_in_one_sentence(tmp_path):
     (tmp_path / "run.yaml").write_text(CONFIGS["laptop"])
     done = call_command(main, "train", tmp_path / "run.yaml", "--dry-run", "train.distributed.strategy=megatron")

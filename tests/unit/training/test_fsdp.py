@@ -117,6 +117,13 @@ def test_another_models_critic_is_refused_on_every_rank(results):
     assert all("checkpoint's critic is of another model: its backbone." in said for said in results["critic"]["refused"])
 
 
+def test_a_model_whose_layers_cannot_be_split_is_refused_in_a_sentence(results):
+    few_heads, adapted, unknown = results["refused"]
+    assert "tensor_parallel is 2 and the model's num_key_value_heads is 1; it must divide it" in few_heads
+    assert "model.lora cannot be split within layers" in adapted
+    assert "no tensor parallel plan for 'gpt2'; set it to 1" in unknown
+
+
 def test_ranks_in_bfloat16_train_what_they_loaded(results):
     """The float32 masters follow the weights that a run begins with, those of a warm start for instance."""
     assert max(results["bfloat16"].values()) < 1e-2

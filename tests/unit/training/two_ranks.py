@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from polyturn.algorithms.aggregate import loss_coefs
@@ -282,6 +283,20 @@ def compare_lora():
     return found
 
 
+def refusals():
+    """Return what is said of models that layers cannot be split of, by the first rank."""
+    mesh = make_mesh(CPU, tensor_parallel=2)
+    few_heads = tiny_model(VOCAB, hidden=16, layers=1, heads=2, kv_heads=1)
+    adapted = exact_model()
+    add_lora(adapted, LoraSettings(rank=2))
+    unknown = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=1, n_head=2))
+    unknown.tp_plan = {}
+    return [
+        error_of_all(lambda model=model: ShardedPolicy(model, mesh=mesh, device=CPU, optim=OptimSettings()))[0]
+        for model in (few_heads, adapted, unknown)
+    ]
+
+
 LAYOUTS = {
     "rows": LayoutSettings(max_tokens_per_batch=40),
     "packed": LayoutSettings(max_tokens_per_batch=40, packed=True),
@@ -323,6 +338,7 @@ if __name__ == "__main__":
     results["lora"] = compare_lora()
     results["critic"], results["critic_tensor_parallel"] = compare_critic(1), compare_critic(2)
     results["bfloat16"] = compare_bfloat16()
+    results["refused"] = refusals()
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
     dist.barrier()
