@@ -140,6 +140,9 @@ def huge(seed: int) -> Any:
     return kinds[seed % len(kinds)]()
 
 
+MADE = {"garbage": garbage, "huge": huge}
+"""What the tool makes with or without faults, because it is the tool's work."""
+
 CRASHES: tuple[type[BaseException], ...] = (
     ValueError,
     KeyError,
@@ -203,12 +206,12 @@ class Chaotic(BaseTool):
         return self.answer(fault, seed)
 
     def answer(self, fault: str, seed: int) -> Any:
-        if fault == "huge":
-            made = huge(seed)
+        if fault in MADE:
+            made = MADE[fault](seed)
             return made if self.world.is_hostile else "fine"
         if self.world.is_hostile and fault == "crash":
             crash(seed)
-        return garbage(seed) if self.world.is_hostile and fault == "garbage" else "fine"
+        return "fine"
 
 
 class Blocks(Chaotic):

@@ -18,6 +18,8 @@ from polyturn.tools.schema import ToolResponse
 
 MAX_DATA = 8 * 2**20
 """Characters of dicts, lists and bytes that are written out at all. A text may be longer: only what is kept is copied."""
+MAX_DEPTH = 256
+"""How deep dicts and lists may be nested."""
 MAX_MEDIUM = 64 * 2**20
 """Bytes, or characters of a data URL, that an image or a video may have."""
 
@@ -67,30 +69,41 @@ def to_response(value: Any) -> ToolResponse:
     if isinstance(value, Mapping) and (value.keys() & {"image", "video"}) and value.keys() <= _RESPONSE_KEYS:
         media = {k: [v] if k != "text" and v is not None and not isinstance(v, list) else v for k, v in value.items()}
         return to_response(ToolResponse(**media))
-    if isinstance(value, Mapping | list | bytes | bytearray) and (size := _size(value)) > MAX_DATA:
-        raise TooLargeError(f"the answer has {size:,} characters or more; at most {MAX_DATA:,} are read, so ask for less")
+    if isinstance(value, Mapping | list | bytes | bytearray):
+        _check_size(value)
     if isinstance(value, Mapping | list):
         return ToolResponse(text=json.dumps(value, ensure_ascii=False, default=str))
     return ToolResponse(text=str(value))
 
 
-def _size(value: Any) -> int:
-    """Return about how many characters a value has as JSON; the count stops where it is too many."""
-    total, stack = 0, [value]
-    while stack and total <= MAX_DATA:
-        one = stack.pop()
-        if isinstance(one, str | bytes | bytearray):
-            total += len(one)
-        elif isinstance(one, Mapping):
-            total += 4 * len(one)
-            stack += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple):
-            total += 2 * len(one)
-            if len(one) <= MAX_DATA:
-                stack += one
-        else:
-            total += 4
-    return total
+def _check_size(value: Any) -> None:
+    """Refuse data that has too many characters as JSON, or is nested too deep; no more is looked at than may be read.
+
+    Raises:
+        TooLargeError: it does, or is.
+    """
+    total, level = 0, [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, str | bytes | bytearray):
+                total += len(one)
+            elif isinstance(one, list | tuple):
+                total += 2 * len(one)
+                inner += one if total <= MAX_DATA else ()
+            elif isinstance(one, Mapping):
+                total += 4 * len(one)
+                inner += [*one.keys(), *one.values()] if total <= MAX_DATA else ()
+            else:
+                total += 4
+            if total > MAX_DATA:
+                raise TooLargeError(
+                    f"the answer has {total:,} characters or more; at most {MAX_DATA:,} are read, so ask for less"
+                )
+        if not inner:
+            return
+        level = inner
+    raise TooLargeError(f"the answer is nested more than {MAX_DEPTH} deep; ask for a part of it")
 
 
 def finite(value: Any, *, what: str) -> float:

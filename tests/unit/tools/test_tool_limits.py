@@ -21,7 +21,7 @@ from polyturn.tools.breaker import Breaker, BreakerSettings
 from polyturn.tools.cut import ResultLimit, truncate, truncate_tokens
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.lanes import FairLimit, Lanes
-from polyturn.tools.outcome import MAX_DATA, MAX_MEDIUM
+from polyturn.tools.outcome import MAX_DATA, MAX_DEPTH, MAX_MEDIUM
 from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
 
@@ -355,6 +355,38 @@ async def test_what_would_take_too_long_to_write_out_is_refused(answer: Any):
     (result,) = await ask(ToolBox([Big()]), call("tool"))
     assert result.error == "too_large"
     assert "at most" in result.content
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(("depth", "error"), [(MAX_DEPTH, None), (MAX_DEPTH + 1, "too_large"), (100_000, "too_large")])
+async def test_what_is_nested_too_deep_is_refused_before_it_is_gone_through(depth: int, error: str | None):
+    class Deep(Obeys):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            return answer
+
+    answer = nested(depth)
+    began = time.perf_counter()
+    (result,) = await ask(ToolBox([Deep()]), call("tool"))
+    assert time.perf_counter() - began < 0.1
+    assert result.error == error
+    assert error is None or f"nested more than {MAX_DEPTH} deep" in result.content
+
+
+async def test_an_answer_that_holds_itself_is_refused():
+    class Round(Obeys):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            answer: dict[str, Any] = {}
+            answer["self"] = answer
+            return answer
+
+    (result,) = await ask(ToolBox([Round()]), call("tool"))
+    assert result.error == "too_large"
 
 
 def test_tokens_without_a_tokenizer_are_refused():
