@@ -53,6 +53,7 @@ class Lookahead(MultiTurnScheduler):
 
     gives_reward = True
     scores_turns = True
+    forks = True
 
     def __init__(
         self,
@@ -113,10 +114,10 @@ class Lookahead(MultiTurnScheduler):
         """Begin to remember places."""
         self._places, self._is_looking = [], False
 
-    def on_turn_end(self, episode: Episode, turn: LiveTurn) -> None:
-        """Remember where a turn that speaks to the user stands."""
+    async def on_turn_end(self, episode: Episode, turn: LiveTurn) -> None:
+        """Remember where a turn that speaks to the user stands, and its tools with it."""
         if not self._is_looking and not turn.message.tool_calls:
-            self._places.append(Place(turn, episode.mark()))
+            self._places.append(Place(turn, await episode.mark_with_tools()))
 
     async def run(self, episode: Episode) -> StopReason:
         """Run the conversation, then the continuations of its turns, and score the turns."""

@@ -45,6 +45,8 @@ class Grown(NamedTuple):
 class Tree(MultiTurnScheduler):
     """Splits into `branching` before every chunk, until there are `width` branches."""
 
+    forks = True
+
     def __init__(self, *, width: int = 8, branching: int = 2, judge: str | Judge = "math", base: Path | None = None) -> None:
         if width < 1 or branching < 2:
             raise ConfigError(f"tree: width is {width} and branching {branching}; use at least 1 and at least 2")
