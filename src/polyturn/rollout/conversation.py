@@ -38,6 +38,8 @@ class EpisodeMark(NamedTuple):
     num_turns: int
     response_tokens: int
     num_user_turns: int
+    tools: Mapping[str, Any] | None = None
+    """What the tools kept there, where it was asked for; see `Episode.mark_with_tools`."""
 
 
 class Conversation:

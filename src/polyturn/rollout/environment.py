@@ -1,11 +1,12 @@
 """Environment: the tools and the interaction of one episode, from their start to their release.
 
 Separate from the episode, which keeps tokens and turns: everything here is foreign code that may raise, hang or score, and
-what matters is that each start has exactly one end. Forks of an episode share it.
+what matters is that each start has exactly one end. Forks of an episode share it, but for the tools that can be snapshotted.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from polyturn.interactions.scene import Scene
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import Reply
+from polyturn.rollout.tool_branches import ToolBranch
 
 
 class Environment:
@@ -29,6 +31,7 @@ class Environment:
         self._tools = context.tools.session(id)
         self._seams = context.tools.seams
         self._partner = context.partner_for(task)
+        self._branches: list[ToolBranch] = []
 
     @property
     def has_partner(self) -> bool:
@@ -80,10 +83,37 @@ class Environment:
         except InteractionError as problem:
             raise SnapshotError(str(problem)) from problem
 
-    async def call_tools(self, turn: LiveTurn, messages: Callable[[], list[dict[str, Any]]]) -> Reply:
-        """Run the turn's tool calls; a call that fails is an observation like any other."""
+    def branch(self, id: str, *, above: ToolBranch | None, states: Mapping[str, Any] | None) -> ToolBranch | None:
+        """Return the tools of a fork; None where it shares all of them.
+
+        Args:
+            id: The fork's id.
+            above: The tools of the fork that it is a fork of.
+            states: What the tools kept where it goes on; None is what they keep when it first calls one.
+        """
+        if not self._tools.has_states:
+            return None
+        made = ToolBranch(above or self._tools, id=id, states=states)
+        self._branches.append(made)
+        return made
+
+    async def tool_states(self, branch: ToolBranch | None) -> Mapping[str, Any] | None:
+        """Return what the tools of the episode, or of a fork, keep now; None where none keeps anything that can be had.
+
+        Raises:
+            SnapshotError: a tool's `snapshot` raised or was late.
+        """
+        if not self._tools.has_states:
+            return None
+        return copy.deepcopy(await (self._tools.snapshot() if branch is None else branch.states()))
+
+    async def call_tools(
+        self, turn: LiveTurn, messages: Callable[[], list[dict[str, Any]]], *, branch: ToolBranch | None = None
+    ) -> Reply:
+        """Run the turn's tool calls; a call that fails is an observation like any other. A fork brings its `branch`."""
         began = time.monotonic()
-        turn.tool_results = await self._tools.call(turn.message.tool_calls, messages=messages)
+        tools = self._tools if branch is None else await branch.session()
+        turn.tool_results = await tools.call(turn.message.tool_calls, messages=messages)
         turn.timings["tools"] = time.monotonic() - began
         for result in turn.tool_results:
             if result.reward is not None:
@@ -123,7 +153,8 @@ class Environment:
 
     async def close(self) -> list[str]:
         """Release the tools and finalize the interaction; return what went wrong."""
-        problems = [str(p) for p in await self._tools.close()]
+        problems = [problem for branch in self._branches for problem in await branch.close()]
+        problems += [str(p) for p in await self._tools.close()]
         if self._partner is not None and (problem := await self._partner.close()) is not None:
             problems.append(problem)
         return problems

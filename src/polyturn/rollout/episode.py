@@ -39,6 +39,7 @@ from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scene import Aside, EpisodeScene
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.rollout.token_check import check_tokens
+from polyturn.rollout.tool_branches import ToolBranch
 from polyturn.rollout.transcript import Transcript
 from polyturn.tokens.codec import Codec
 
@@ -74,6 +75,8 @@ class Episode:
         self._sampling = sampling or context.sampling
         self._stops: tuple[str, ...] = ()
         self._aside: Aside | None = None
+        self._tools: ToolBranch | None = None
+        """Of a fork: its own tools; None where it has all in common with the episode."""
         encoder = context.encoder_for(task)
         transcript = Transcript(encoder, context.parser, task.prompt, renders_history=context.renders_history)
         self._conversation = Conversation(transcript, context.codec)
@@ -277,10 +280,21 @@ class Episode:
         return self._conversation.mark()
 
     @not_own_time
+    async def mark_with_tools(self) -> EpisodeMark:
+        """Return where the episode stands, with what its tools keep there: for forks that go on from it later.
+
+        Raises:
+            SnapshotError: a tool's `snapshot` raised or was late.
+        """
+        return self._conversation.mark()._replace(tools=await self.backstage.environment.tool_states(self._tools))
+
+    @not_own_time
     async def call_tools(self, turn: LiveTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         self.lifecycle.move(RequestState.TOOL_CALLING)
-        reply = await self.backstage.environment.call_tools(turn, lambda: self._conversation.transcript.openai)
+        reply = await self.backstage.environment.call_tools(
+            turn, lambda: self._conversation.transcript.openai, branch=self._tools
+        )
         if narration.is_on():
             narration.tools_answered(self, turn)
         return reply
@@ -382,9 +396,11 @@ class Episode:
     ) -> Episode:
         """Return a second run that goes on from here by itself, with what waits to be shown; drive it as this one.
 
-        Its turns belong to the same trajectory, and it shares tools, interaction and reward with it. Limits hold along its
-        own history. Its tokens go into the same segment as long as it continues it alone; else into a segment of its own,
-        in which the tokens before the fork are prompt: each sampled token is trained once. Forks may run at the same time.
+        Its turns belong to the same trajectory, and it shares interaction and reward with it. Of tools that can be
+        snapshotted, a fork of the same agent has its own, which stand where this episode's do when the fork first calls one,
+        or where they stood `at` a mark with tools; it shares the others, and another agent shares all. Limits hold along its
+        own history. Its tokens go into the same segment as long as it continues it alone; else into a segment of its own, in
+        which the tokens before the fork are prompt: each sampled token is trained once. Forks may run at the same time.
 
         Args:
             agent: The name of another agent, whose history begins with `messages`; None is the same agent.
@@ -409,6 +425,9 @@ class Episode:
         other._seed = derive_seed(self._seed, "fork", number)
         other._conversation = self._conversation.fork(agent=agent, messages=messages, at=at)
         other.voices = {}
+        if agent is None:
+            states = None if at is None else at.tools
+            other._tools = self.backstage.environment.branch(other.id, above=self._tools, states=states)
         if aside is not None:
             before = self.turns if agent is not None else other.turns
             if not before:

@@ -68,6 +68,8 @@ class ToolSession:
         self._locks: dict[str, asyncio.Lock] = {}
         self._messages: Callable[[], list[dict[str, Any]]] = list
         self._agent_data: AgentData | None = None
+        self._lender: ToolSession | None = None
+        """Of a branch: whose instances it uses of the tools that it has none of its own of."""
 
     async def __aenter__(self) -> ToolSession:
         return self
@@ -108,6 +110,34 @@ class ToolSession:
                 for name in self._names:
                     group.create_task(self._create(name, said))
         return tuple(said[name] for name in self._names if name in said)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether one of its tools can be snapshotted, so that a branch has one of its own."""
+        return any(self._box.seams[name].snapshot is not None for name in self._names)
+
+    def branch(self, episode_id: str) -> ToolSession:
+        """Return the tools of a conversation that goes on from this one by itself; `start_branch` begins them."""
+        other = ToolSession(self._box, episode_id)
+        other._names, other._kwargs, other._lender = self._names, self._kwargs, self
+        return other
+
+    async def start_branch(self, states: Mapping[str, Any]) -> None:
+        """Create the tools that have a state, and let them take it up; the others are shared.
+
+        Args:
+            states: What `snapshot` returned where the branch goes on.
+
+        Raises:
+            ToolStartError: a `create` failed.
+            SnapshotError: a `restore` failed.
+        """
+        self._is_started = True
+        with first_error():
+            async with asyncio.TaskGroup() as group:
+                for name in states["states"]:
+                    group.create_task(self._create(name, {}))
+        await self.restore(copy.deepcopy(dict(states)))  # a tool may keep what it is given
 
     async def call(
         self, calls: Sequence[ToolCall], *, messages: Callable[[], list[dict[str, Any]]] = list
@@ -289,7 +319,7 @@ class ToolSession:
                 return self._failed(call, ToolFailure.SCHEMA, f"{wrong} (tool {call.name!r})")
         if inspect.iscoroutinefunction(tool.execute):
             return await self._in_turn(tool, call, arguments)
-        async with self._locks.setdefault(call.name, asyncio.Lock()):  # threads must not share one instance's state
+        async with self._lock_of(call.name):  # threads must not share one instance's state
             return await self._in_turn(tool, call, arguments)
 
     async def _in_turn(self, tool: Tool, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
@@ -330,7 +360,7 @@ class ToolSession:
             kwargs = {"agent_data": self._seen_by_tools(), **kwargs}
         began = time.perf_counter()
         try:
-            outcome = normalize(await bounded.run(tool.execute, self._ids[call.name], arguments, **kwargs))
+            outcome = normalize(await bounded.run(tool.execute, self._id_of(call.name), arguments, **kwargs))
             content = results.content_of(outcome.response, limit=self._box.limit)
         except RewardError as problem:
             raise RewardError(f"tool {call.name!r}: {problem}") from problem
@@ -349,6 +379,15 @@ class ToolSession:
             error=results.told_failure(outcome.metrics),
             duration_s=time.perf_counter() - began,
         )
+
+    def _id_of(self, name: str) -> str:
+        """Return the instance of a tool, maybe a lent one."""
+        return self._ids[name] if name in self._ids or self._lender is None else self._lender._id_of(name)
+
+    def _lock_of(self, name: str) -> asyncio.Lock:
+        if name not in self._ids and self._lender is not None:
+            return self._lender._lock_of(name)
+        return self._locks.setdefault(name, asyncio.Lock())
 
     def _seen_by_tools(self) -> AgentData:
         if self._agent_data is None:
