@@ -204,13 +204,14 @@ def test_an_evaluation_without_training_has_the_policies_too(tmp_path: Path) -> 
     assert found and all("opponents" in t.turns[-1].info for t in found)
 
 
-def test_a_dry_run_shows_them(tmp_path: Path) -> None:
+def test_a_dry_run_shows_them_and_says_which_nobody_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     changes = past(7)
     changes["policies"]["opponent"] = {"model": "opponent", "max_context": 99}
     called = call_command(main, "train", write_game(tmp_path, **changes), "--dry-run")
     assert called.code == 0, called.err
     assert "past: a copy of the policy that is trained, taken every 7 steps; context of 448 tokens" in called.out
     assert "opponent: opponent; context of 99 tokens" in called.out
+    assert "policies.opponent is in memory, and no seat" in caplog.text and "policies.past is" not in caplog.text
 
 
 def test_a_run_on_a_cluster_refuses_them(tmp_path: Path) -> None:

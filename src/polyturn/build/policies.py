@@ -74,7 +74,7 @@ def build_policies(place: Place, *, model: PreTrainedModel | None = None, codec:
                 raise ConfigError("it is a copy of the policy that is trained, which is not here; name its checkpoint")
             follower, by_name[name] = _follower(name, one, place, model=model, codec=codec)
             followers.append(follower)
-        except (ConfigError, PolyturnError) as problem:
+        except PolyturnError as problem:
             raise ConfigError(f"policies.{name}: {problem}") from problem
     return FurtherPolicies(by_name=by_name, followers=tuple(followers))
 

@@ -108,6 +108,9 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     if tasks.eval_sets:
         found["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
     check_use(parts.context, found)
+    for name, one in parts.policies.by_name.items():
+        if not one.is_named:
+            logger.warning("policies.%s is in memory, and no seat, simulated user or judge of the config names it", name)
 
 
 def check_warm_start(place: Place) -> None:

@@ -72,6 +72,8 @@ class OtherPolicy:
         self.sampling = sampling
         self._encoder = encoder
         self._parser = parser
+        self.is_named = False
+        """Whether a setting names it."""
         self.max_context = max_context
         """The longest prompt plus completion."""
         self._numbers = itertools.count()
@@ -158,6 +160,7 @@ def policy_named(name: Any, policies: Policies, *, who: str) -> OtherPolicy:
     if not isinstance(name, str) or name not in policies:
         hint = did_you_mean(str(name), policies) if policies else " It has none; name its model in the section `policies`."
         raise UnknownNameError(f"{who}: the run has no policy {name!r} beside the one that it trains.{hint}")
+    policies[name].is_named = True
     return policies[name]
 
 

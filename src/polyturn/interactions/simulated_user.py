@@ -109,7 +109,7 @@ class SimulatedUser(BaseInteraction):
         self._voice: Voice | None = None
         self._policy: str | None = None
         if config.get("policy") is not None:
-            self._voice = PolicyVoice.read({"max_tokens": 256, **config}, policies or {}, who=who)
+            self._voice = PolicyVoice.read(config, policies or {}, who=who)
             self._policy = self._voice.policy.name
             self._refuse_train(self._policy, who=who)
         elif config.get("model") == POLICY:
