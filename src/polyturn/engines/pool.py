@@ -431,7 +431,12 @@ class EnginePool:
             )
             replica.pause_s = min(2 * replica.pause_s, LAST_RETRY_S)
             loop.call_later(replica.pause_s / 2, self._admit)
+        was_one_live = any(one.is_live for one in self._replicas)
         replica.is_up = False
+        if was_one_live and not any(one.is_live for one in self._replicas):
+            logger.warning(
+                "no server is up; requests wait up to %g s for one to come back (engine.patience_s)", self._patience_s
+            )
         self._bring_back(replica)
 
     def _up(self, replica: Replica) -> None:

@@ -57,6 +57,21 @@ def test_what_a_killed_server_held_is_done_elsewhere_once_and_counted(caplog: py
     assert "replica 0 is left out (EngineLostError: s0 was killed)" in caplog.text
 
 
+def test_that_no_server_is_up_is_said_once_with_how_long_requests_wait(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        engines = servers(2)
+        pool = EnginePool(engines, patience_s=20.0)
+        for engine in engines:
+            engine.kill()
+        with pytest.raises(EngineLostError, match="cannot be reached"):
+            await pool.generate(ask("g/0"))
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(main())
+    said = [record.message for record in caplog.records if "no server is up" in record.message]
+    assert said == ["no server is up; requests wait up to 20 s for one to come back (engine.patience_s)"]
+
+
 def test_a_hung_server_is_left_after_its_time_and_used_again_when_it_is_back() -> None:
     async def main() -> tuple[int, list[int]]:
         engines = servers(2, timeout_s=5.0)
