@@ -57,6 +57,13 @@ def test_a_single_bit_changes_it_and_taking_it_changes_nothing(dtype):
     assert fold(tensor) == first
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_folds_to_the_same_number(dtype):
+    tensor = torch.randn(2**24 + 77).to(dtype)
+    assert fold(tensor.cuda()) == fold(tensor)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_tensor_is_found_in_what_a_server_made_of_them(dtype):
     own = weights()

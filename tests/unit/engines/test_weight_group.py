@@ -16,10 +16,13 @@ URL = "http://127.0.0.1:8000"
 WORKER = """
 import json, sys
 from polyturn_vllm_worker import WeightLoader
-host, port, size, name = sys.argv[1:]
+host, port, size, name, backend = sys.argv[1:]
+if backend == "nccl":
+    import torch
+    torch.cuda.set_device(1)
 worker = WeightLoader()
 worker.rank = 0
-worker.polyturn_join(host, int(port), int(size), name, "gloo")
+worker.polyturn_join(host, int(port), int(size), name, backend)
 print("joined", flush=True)
 worker.polyturn_receive(name, [["matrix", "float32", [3, 2]], ["one", "float32", [1]]])
 print(json.dumps({name: tensor.tolist() for name, tensor in worker._polyturn_held.items()}))
@@ -32,9 +35,13 @@ def test_nccl_without_a_gpu_is_one_sentence():
         WeightGroup(URL, name="g", backend="nccl", num_workers=1)
 
 
-async def test_a_worker_joins_and_receives_and_no_other_group_is_touched(tmp_path):
-    group = WeightGroup(URL, name="polyturn-one", backend="gloo", num_workers=1)
-    where = ["127.0.0.1", str(group.port), str(group.size), group.name]
+@pytest.mark.parametrize(
+    "backend",
+    ["gloo", pytest.param("nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs"))],
+)
+async def test_a_worker_joins_and_receives_and_no_other_group_is_touched(backend):
+    group = WeightGroup(URL, name="polyturn-one", backend=backend, num_workers=1)
+    where = ["127.0.0.1", str(group.port), str(group.size), group.name, backend]
     worker = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", WORKER, *where),
         env={**os.environ, "PYTHONPATH": str(SERVER_SIDE)},
