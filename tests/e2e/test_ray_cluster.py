@@ -57,6 +57,7 @@ def test_two_ranks_train_with_engine_and_tools_on_another_node(address, tmp_path
     assert done.code == 0, done.err
     steps = metrics_of(tmp_path / "runs" / "tiny")
     assert len(steps) == 2 and all(step["loss/grad_norm"] > 0 for step in steps)
+    assert all(0 < step["time/generate_s"] < step["time/step_s"] for step in steps), "what the engines spent for the workers"
     assert_each_call_ran_once(tmp_path, "tiny")
 
 

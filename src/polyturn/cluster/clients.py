@@ -37,6 +37,8 @@ from polyturn.training.team import values_of
 logger = logging.getLogger(__name__)
 
 _NUM_LINES = 20
+_SOON_S = 2.0
+"""What asks how an actor does waits so long."""
 
 
 class Member:
@@ -104,9 +106,16 @@ class RayEngine:
         """Of the replica that died last."""
         self._loads = {replica.name: 0 for replica in replicas}
         self._asked_of: dict[str, Member] = {}
-        self.busy_s = 0.0
-        """Seconds in which at least one request ran."""
-        self._busy_since = 0.0
+        self._busy_s: dict[str, float] = {}
+        self._is_closed = False
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the busiest replica spent generating, whoever asked it."""
+        for replica in [] if self._is_closed else self.replicas:
+            with contextlib.suppress(RayError):  # one that is slow to say, or dead, stays with what it last said
+                self._busy_s[replica.name] = ray.get(replica.handle.busy_s.remote(), timeout=_SOON_S)
+        return max(self._busy_s.values(), default=0.0)
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -119,8 +128,6 @@ class RayEngine:
         Raises:
             EngineLostError: the last replica died.
         """
-        if not self._asked_of:
-            self._busy_since = asyncio.get_running_loop().time()
         try:
             while True:
                 self._require_one()
@@ -139,8 +146,6 @@ class RayEngine:
                     self._loads[home.name] -= 1
         finally:
             self._asked_of.pop(request.request_id, None)
-            if not self._asked_of:
-                self.busy_s += asyncio.get_running_loop().time() - self._busy_since
 
     async def abort(self, request_id: str) -> None:
         """End a running request now."""
@@ -184,6 +189,7 @@ class RayEngine:
 
     async def close(self) -> None:
         """Let the replicas end."""
+        self._is_closed = True
         for replica in self.replicas:
             ray.kill(replica.handle)
 
@@ -302,7 +308,7 @@ async def _carry_until_dead(flights: Flights, worker: Member) -> None:
 
 def _is_dead(member: Member) -> bool:
     try:
-        ray.get(member.handle.home.remote(), timeout=2.0)
+        ray.get(member.handle.home.remote(), timeout=_SOON_S)
     except RayActorError:
         return True
     except RayError:
