@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from polyturn import compat
@@ -20,7 +19,7 @@ from polyturn.compat.swift.args.document import argument_table
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny import write_brief_model
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "tests" / "data" / "swift_plugins"
@@ -42,14 +41,7 @@ swift rlhf \\
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, rows and plug-in files, as its owner left it."""
     folder = tmp_path_factory.mktemp("swift_project")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    model = tiny_model(tokenizer, hidden=16, layers=1, max_positions=2048)
-    with torch.no_grad():  # every sixth token or so ends the turn, so that there are several
-        weight = model.get_input_embeddings().weight
-        weight[:, 0] += 1.0
-        weight[tokenizer.eos_token_id, 0] += 1.1
-    model.save_pretrained(folder / "model")
+    write_brief_model(folder / "model")
     rows = [{"messages": [{"role": "user", "content": "<placeholder>"}], "env_config": {"seed": k}} for k in range(4)]
     (folder / "frozen_lake.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sums = [{"messages": [{"role": "user", "content": f"{k}+1?"}], "solution": str(k + 1)} for k in range(4)]

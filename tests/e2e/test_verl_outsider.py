@@ -14,13 +14,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 import polyturn.compat
 from polyturn.cli import verl
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny import write_brief_model
 
 TOOLS = '''
 from typing import Any, Optional, Tuple
@@ -216,14 +215,7 @@ actor_rollout_ref:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("outsider")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    model = tiny_model(tokenizer, hidden=16, layers=1, max_positions=2048)
-    with torch.no_grad():  # every sixth token or so ends the turn
-        weight = model.get_input_embeddings().weight
-        weight[:, 0] += 1.0
-        weight[tokenizer.eos_token_id, 0] += 1.1
-    model.save_pretrained(folder / "model")
+    write_brief_model(folder / "model")
     files = {
         "outsider/__init__.py": "",
         "outsider/tools.py": TOOLS,

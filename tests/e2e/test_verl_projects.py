@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
 
 from polyturn.cli import verl
@@ -25,7 +24,7 @@ from polyturn.core.registry import import_attr
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny import write_brief_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "sglang_multiturn" / "config"
@@ -45,14 +44,7 @@ SMALL = [
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, and with data that the shipped scripts prepared."""
     folder = tmp_path_factory.mktemp("project")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    model = tiny_model(tokenizer, hidden=16, layers=1, max_positions=2048)
-    with torch.no_grad():  # every sixth token or so ends the turn, so that there are several
-        weight = model.get_input_embeddings().weight
-        weight[:, 0] += 1.0
-        weight[tokenizer.eos_token_id, 0] += 1.1
-    model.save_pretrained(folder / "model")
+    write_brief_model(folder / "model")
     problems = [{"question": f"What is {i} + 2?", "answer": f"It is {i + 2}.\n#### {i + 2}"} for i in range(3)]
     (folder / "raw").mkdir()
     for split in ("train", "test"):

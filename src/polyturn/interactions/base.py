@@ -11,8 +11,11 @@ method may also be a plain function; it then runs in a thread, beside those of o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
+
+if TYPE_CHECKING:
+    from polyturn.interactions.scene import Scene
 
 
 class BaseInteraction:
@@ -59,3 +62,22 @@ class BaseInteraction:
 
         Also after a start that failed on its way, with the id that it was given; what this raises then counts for nothing.
         """
+
+
+class SceneInteraction(BaseInteraction):
+    """A partner that is told the scene: it answers in `respond`, where nobody has a scene without one."""
+
+    reply_timeout_s: float | None = None
+    """Deadline of a reply; None is the run's, `rollout.interaction_timeout_s`."""
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Answer as `respond` does; it may give no score."""
+        return await self.respond(None, instance_id, messages, **kwargs)  # type: ignore[return-value]
+
+    async def respond(
+        self, scene: Scene | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float | None, dict[str, Any]]:
+        """Answer the conversation so far; a subclass does it."""
+        raise NotImplementedError

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, InteractionError
 from polyturn.engines.chat_voice import check_positive, refuse_unknown, without_thoughts
-from polyturn.interactions.base import BaseInteraction
+from polyturn.interactions.base import SceneInteraction
 from polyturn.interactions.desk import Answer, Desk
 from polyturn.interactions.roles import text_of
 from polyturn.interactions.scene import Scene
@@ -36,7 +36,7 @@ ROW_KEYS = ("goal", "persona", "about")
 """What a person is shown of the row."""
 
 
-class HumanUser(BaseInteraction):
+class HumanUser(SceneInteraction):
     """A user that is a person."""
 
     stateless = True
@@ -81,7 +81,7 @@ class HumanUser(BaseInteraction):
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self.asks_person = True
         # At a terminal, conversations wait for one another, and a person's time runs when it is asked.
-        self.reply_timeout_s: float | None = math.inf if self._desk is None else self._deadline_s + 30.0
+        self.reply_timeout_s = math.inf if self._desk is None else self._deadline_s + 30.0
 
     def check_setup(self) -> None:
         """Refuse to ask in a terminal that is none."""
@@ -97,12 +97,6 @@ class HumanUser(BaseInteraction):
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin one episode."""
         return str(uuid4()) if instance_id is None else instance_id
-
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Ask the person."""
-        return await self.respond(None, instance_id, messages, **kwargs)
 
     async def respond(
         self, scene: Scene | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any

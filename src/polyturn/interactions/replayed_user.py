@@ -21,8 +21,8 @@ from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
 from polyturn.engines.chat_voice import refuse_unknown
-from polyturn.interactions.base import BaseInteraction
-from polyturn.interactions.roles import text_of
+from polyturn.interactions.base import SceneInteraction
+from polyturn.interactions.roles import UserTurns, text_of
 from polyturn.interactions.scene import Scene
 
 ENDS = ("end", "repeat", "fail")
@@ -38,10 +38,8 @@ class Recorded:
     is_done: bool = False
 
 
-class ReplayedUser(BaseInteraction):
+class ReplayedUser(SceneInteraction):
     """A user that is replayed."""
-
-    reply_timeout_s: float | None = None
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None) -> None:
         """Read the config and the file.
@@ -75,14 +73,8 @@ class ReplayedUser(BaseInteraction):
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin one episode; the row gives `turns`, or the id of a `recording` in the file."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
-        self._live[instance_id] = _Live(self._turns(kwargs))
+        self._live[instance_id] = _Live(turns=self._turns(kwargs))
         return instance_id
-
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Say what was said."""
-        return await self.respond(None, instance_id, messages, **kwargs)  # type: ignore[return-value]
 
     async def respond(
         self, scene: Scene | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
@@ -139,19 +131,11 @@ class ReplayedUser(BaseInteraction):
         return self._recordings[str(name)]
 
 
-class _Live:
+@dataclass(slots=True, kw_only=True)
+class _Live(UserTurns):
     """One episode."""
 
-    def __init__(self, turns: tuple[Recorded, ...]) -> None:
-        self.turns = turns
-        self.first: int | None = None
-        """How many messages the user had written when it was first asked."""
-
-    def turn_of(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many replies were given before."""
-        num_users = sum(m.get("role") == "user" for m in messages)
-        self.first = num_users if self.first is None else min(self.first, num_users)
-        return num_users - self.first
+    turns: tuple[Recorded, ...]
 
 
 def _read_file(path: Path, *, who: str) -> dict[str, tuple[Recorded, ...]]:

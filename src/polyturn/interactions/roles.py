@@ -13,6 +13,7 @@ joined.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from polyturn.engines.chat_voice import without_thoughts
@@ -59,3 +60,17 @@ def text_of(message: Mapping[str, Any]) -> str:
             str(part.get("text", "")) if kind == "text" and isinstance(part, Mapping) else f"[{kind.split('_')[0]}]"
         )
     return "\n".join(parts)
+
+
+@dataclass(slots=True)
+class UserTurns:
+    """How far a user is in a conversation, counted from the messages where no scene says it."""
+
+    first: int | None = None
+    """How many messages of a user there were when it was first asked."""
+
+    def turn_of(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many replies the user gave before."""
+        num_users = sum(m.get("role") == "user" for m in messages)
+        self.first = num_users if self.first is None else min(self.first, num_users)
+        return num_users - self.first

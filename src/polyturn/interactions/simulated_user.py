@@ -36,8 +36,8 @@ from polyturn.engines.chat_voice import (
     without_thoughts,
 )
 from polyturn.engines.other_policy import Policies, PolicyVoice
-from polyturn.interactions.base import BaseInteraction
-from polyturn.interactions.roles import flipped
+from polyturn.interactions.base import SceneInteraction
+from polyturn.interactions.roles import UserTurns, flipped
 from polyturn.interactions.scene import Scene, VoiceOptions
 from polyturn.tools.bounded import Bounded
 
@@ -91,7 +91,7 @@ class UserSettings:
     """Where nothing else gives one."""
 
 
-class SimulatedUser(BaseInteraction):
+class SimulatedUser(SceneInteraction):
     """A user that a model plays."""
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None, policies: Policies | None = None) -> None:
@@ -105,7 +105,7 @@ class SimulatedUser(BaseInteraction):
         refuse_unknown(config, ["name", "policy", *names_of(UserSettings), *names_of(VoiceSettings)], who=who)
         self._who = who
         self._settings = _user_settings(config, who=who)
-        self.reply_timeout_s: float | None = math.inf  # of the run's own engine, which has deadlines
+        self.reply_timeout_s = math.inf  # of the run's own engine, which has deadlines
         self._voice: Voice | None = None
         self._policy: str | None = None
         if config.get("policy") is not None:
@@ -142,12 +142,6 @@ class SimulatedUser(BaseInteraction):
         if self._voice is not None:
             await live.held.enter_async_context(self._voice.in_use())
         return instance_id
-
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Answer the model as the user would."""
-        return await self.respond(None, instance_id, messages, **kwargs)  # type: ignore[return-value]
 
     async def respond(
         self, scene: Scene | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
@@ -264,20 +258,12 @@ class SimulatedUser(BaseInteraction):
 
 
 @dataclass(slots=True)
-class _Live:
+class _Live(UserTurns):
     """One episode."""
 
     num_calls: dict[str, int] = field(default_factory=dict)
     """By conversation: branches have a budget each."""
-    first: int | None = None
-    """How many messages the model had written when the user was first asked."""
     held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
-
-    def turn_of(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many replies the user gave before."""
-        num_users = sum(m.get("role") == "user" for m in messages)
-        self.first = num_users if self.first is None else min(self.first, num_users)
-        return num_users - self.first
 
 
 def _user_settings(config: Mapping[str, Any], *, who: str) -> UserSettings:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import ConfigError, did_you_mean
@@ -18,7 +19,7 @@ from polyturn.tokens.train import CHAT_TEMPLATE, TAG_TOKENS, TURN_TOKENS, train_
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["CHAT_TEMPLATE", "TAG_TOKENS", "TURN_TOKENS", "tiny_model", "tiny_tokenizer"]
+__all__ = ["CHAT_TEMPLATE", "TAG_TOKENS", "TURN_TOKENS", "tiny_model", "tiny_tokenizer", "write_brief_model"]
 
 
 def tiny_tokenizer(
@@ -104,6 +105,20 @@ def tiny_model(
         torch.manual_seed(seed)
         model: PreTrainedModel = model_class(config)
     return model.float().eval()
+
+
+def write_brief_model(folder: Path) -> None:
+    """Write a tokenizer and a model of which every sixth token or so ends the turn, so that conversations have several."""
+    import torch
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    model = tiny_model(tokenizer, hidden=16, layers=1, max_positions=2048)
+    with torch.no_grad():
+        weight: Any = model.get_input_embeddings().weight
+        weight[:, 0] += 1.0
+        weight[tokenizer.eos_token_id, 0] += 1.1
+    model.save_pretrained(folder)
 
 
 def _canned_texts() -> list[str]:
