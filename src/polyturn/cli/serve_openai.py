@@ -47,7 +47,8 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
     quiet_transformers()
     base = Path() if config is None else config.parent
     read: Any = loaded.config
-    values = read.model_copy(update={"rollout": read.rollout.model_copy(update={"scheduler": None, "scheduler_kwargs": {}})})
+    hosted_rollout = {"scheduler": None, "scheduler_kwargs": {}, "limits": _without_default_time(read.rollout.limits)}
+    values = read.model_copy(update={"rollout": read.rollout.model_copy(update=hosted_rollout)})
     parts = build.build_parts(build.Place(config=values, base=base.resolve()))
     names = [n for n in hosted.model_names if n != "*"] or _names(values)
     endpoint = EndpointOptions(host=options.host, models=tuple(names), any_model="*" in hosted.model_names, rules=rules)
@@ -81,6 +82,11 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
                 store.flush()
 
         asyncio.run(serve(record))
+
+
+def _without_default_time(limits: Any) -> Any:
+    """Return limits without the default time of an episode: who asks may be a person, and silence ends it (`--idle`)."""
+    return limits if "timeout_s" in limits.model_fields_set else limits.model_copy(update={"timeout_s": None})
 
 
 def _names(config: Any) -> list[str]:

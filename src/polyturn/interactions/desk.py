@@ -160,6 +160,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """Return what a file holds; None if it is not there, or not what we write."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))  # no half of a character
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,8 +25,12 @@ from polyturn.rollout.context import RolloutContext, derive_seed
 from polyturn.rollout.conversation import Conversation
 from polyturn.rollout.stop_strings import Stopped, generate_until
 
+logger = logging.getLogger(__name__)
+
 END_SESSION_S = 30.0
 """How long an engine may take to drop what it keeps of a conversation."""
+ABORT_S = 30.0
+"""How long an engine may take to hear that a completion is to end."""
 
 
 class Asking:
@@ -58,7 +63,11 @@ class Asking:
     async def abort(self) -> None:
         """Let the engine end what it is sampling, and wait until it has."""
         for request_id, answered in list(self._answered.items()):
-            await self._context.engine.abort(request_id)
+            try:
+                async with asyncio.timeout(ABORT_S):
+                    await self._context.engine.abort(request_id)
+            except TimeoutError:
+                logger.warning("%s: the engine did not take an abort within %g s; it samples on", request_id, ABORT_S)
             await answered.wait()
 
     async def end_sessions(self, ids: Sequence[str]) -> list[str]:

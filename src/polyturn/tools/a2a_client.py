@@ -30,6 +30,8 @@ MAX_CONNECTIONS = 1024
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 CANCEL_S = 5.0
+CARD_S = 30.0
+"""How long an agent may take to show its card."""
 _WORKING = ("submitted", "working", "unspecified")
 _OPEN = ("input_required", "auth_required")
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
@@ -171,7 +173,8 @@ class A2AAgent:
 
         http = _http_client(self._headers)
         try:
-            card = await self._card(http)
+            async with asyncio.timeout(CARD_S):  # whoever waits for it may be gone before; the next one asks again
+                card = await self._card(http)
             bindings = ["JSONRPC", "HTTP+JSON"]
             config = ClientConfig(httpx_client=http, polling=True, supported_protocol_bindings=bindings)
             try:

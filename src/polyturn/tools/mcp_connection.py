@@ -38,6 +38,8 @@ FIRST_PAUSE_S = 0.25
 LOST_PAUSE_S = 0.1
 MAX_PAUSE_S = 30.0
 CANCEL_GRACE_S = 0.5
+CLOSE_S = 5.0
+"""How long a server may take to let go of a session, before it is left alone; a process is ended in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +131,10 @@ class McpConnection:
         self._is_over.set()
         if ready is not None and not ready.done():
             holder.cancel()
-        await asyncio.wait({holder})
+        await asyncio.wait({holder}, timeout=CLOSE_S)
+        if not holder.done():  # behind a URL: it does not answer the farewell
+            holder.cancel()
+            await asyncio.wait({holder}, timeout=CLOSE_S)
 
     async def _call(self, tool: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:
         from mcp import MCPError

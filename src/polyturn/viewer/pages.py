@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polyturn.core.errors import PolyturnError
 from polyturn.serving.guard import guarded
@@ -46,11 +47,7 @@ def page_app(title: str, *, page: str, files: Sequence[str], cookie: str, rules:
     app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
     guarded(app, dataclasses.replace(rules, for_browsers=True, cookie=cookie))
 
-    @app.middleware("http")
-    async def with_headers(request: Request, call_next: Any) -> Response:
-        response: Response = await call_next(request)
-        response.headers.update(_HEADERS)
-        return response
+    app.add_middleware(_WithHeaders)
 
     @app.exception_handler(PolyturnError)
     async def refused(request: Request, problem: PolyturnError) -> Response:
@@ -67,3 +64,18 @@ def page_app(title: str, *, page: str, files: Sequence[str], cookie: str, rules:
         return FileResponse(STATIC / name, media_type=_TYPES[Path(name).suffix])
 
     return app
+
+
+class _WithHeaders:
+    """Adds the headers to every answer; one that nobody waits for any more is none."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, with_headers)

@@ -95,3 +95,13 @@ async def test_a_plain_run_that_never_returns_ends_with_the_limit():
     finally:
         gate.set()
     assert trajectory.stop_reason is StopReason.TIMEOUT
+
+
+def test_a_server_for_agents_has_no_limit_that_nobody_asked_for():
+    """Who asks it may be a person; silence ends their episode."""
+    pytest.importorskip("aiohttp")
+    from polyturn.cli.serve_openai import _without_default_time
+
+    default = load_config(RunConfig, None, ["model.path=tiny"]).config.rollout.limits
+    asked = load_config(RunConfig, None, ["model.path=tiny", "rollout.limits.timeout_s=7200"]).config.rollout.limits
+    assert _without_default_time(default).timeout_s is None and _without_default_time(asked).timeout_s == 7200

@@ -123,3 +123,27 @@ def test_a_schema_goes_to_a_skill_and_back_whole() -> None:
     skill = CONVERT.to_a2a_skill(tags=["money"])
     assert (skill.id, list(skill.tags), list(skill.input_modes)) == ("convert", ["money"], ["application/json"])
     assert OpenAIFunctionToolSchema.from_a2a_skill(skill).to_dict() == CONVERT.to_dict()
+
+
+async def test_an_agent_that_does_not_show_its_card_is_asked_again_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyturn.tools.a2a_client.CARD_S", 0.1)
+    asked: list[bytes] = []
+    over = asyncio.Event()
+
+    async def silent(reading: asyncio.StreamReader, writing: asyncio.StreamWriter) -> None:
+        asked.append(await reading.readline())
+        await over.wait()
+        writing.close()
+        await writing.wait_closed()
+
+    listening = await asyncio.start_server(silent, "127.0.0.1", 0)
+    agent = A2AAgent(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+    agent.open()
+    for number in (1, 2):
+        with pytest.raises(ToolTimeoutError):
+            await agent.ask(A2AConversation(), text="hi", timeout_s=0.5)
+        assert len(asked) == number
+    await agent.close()
+    over.set()
+    listening.close()
+    await asyncio.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -266,3 +267,43 @@ def test_what_the_model_sees_is_what_the_server_declared() -> None:
     assert draw["$defs"]["Point"]["properties"]["next"]["anyOf"][0] == {"$ref": "#/$defs/Point"}
     assert draw["$defs"]["Unit"]["enum"] == ["m", "ft"] and draw["properties"]["width"]["maximum"] == 9
     assert draw["properties"]["style"]["default"] == "solid" and draw["required"] == ["points"]
+
+
+async def test_a_server_behind_a_url_that_does_not_answer_the_farewell_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyturn.tools.mcp_connection.CLOSE_S", 0.2)
+    said_farewell, over = asyncio.Event(), asyncio.Event()
+
+    async def serve(reading: asyncio.StreamReader, writing: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reading.readuntil(b"\r\n\r\n"):
+                if head.startswith(b"DELETE"):
+                    said_farewell.set()
+                    await over.wait()
+                sizes = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+                body = await reading.readexactly(int(sizes[0].split(b":")[1])) if sizes else b"{}"
+                asked = json.loads(body)
+                params, number = asked.get("params") or {}, asked.get("id")
+                result: dict[str, Any] = {"content": [{"type": "text", "text": "done"}], "tools": []}
+                if asked.get("method") == "initialize":
+                    version = params["protocolVersion"]
+                    result = {"protocolVersion": version, "capabilities": {}, "serverInfo": {"name": "s", "version": "1"}}
+                reply = b"" if number is None else json.dumps({"jsonrpc": "2.0", "id": number, "result": result}).encode()
+                status = b"405 No" if head.startswith(b"GET") else b"202 OK" if number is None else b"200 OK"
+                writing.write(b"HTTP/1.1 " + status + b"\r\nMcp-Session-Id: s\r\nContent-Type: application/json\r\n")
+                writing.write(f"Content-Length: {len(reply)}\r\n\r\n".encode() + reply)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writing.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/mcp"
+    server = McpServer("rude", {"url": url}, session="episode")
+    server.open("e")
+    assert await asker(server)("any") == "done"
+    began = time.monotonic()
+    await server.close("e")
+    assert said_farewell.is_set() and time.monotonic() - began < 2.0 and server.num_connected == 0
+    over.set()
+    listening.close()
+    await asyncio.sleep(0.05)
