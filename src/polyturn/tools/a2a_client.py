@@ -34,7 +34,8 @@ CARD_S = 30.0
 """How long an agent may take to show its card."""
 _WORKING = ("submitted", "working", "unspecified")
 _OPEN = ("input_required", "auth_required")
-_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, SystemError)
+"""What the SDK and the messages under it, compiled ones, raise at an answer that is none."""
 
 
 class A2AAgent:
