@@ -7,6 +7,7 @@
     seats: [policy, opponent]                        a further policy of the run, a key of the section `policies`
     seats: [policy, {policy: opponent, temperature: 0.5, system: "Play badly."}]
     seats: [policy, {url: "http://…/v1", model: m}]  a model behind an OpenAI-compatible endpoint
+    seats: [policy, [policy, past, random]]          one of these, drawn for each task: a league
 
 An opponent is made for each episode and seat, so it may remember. It is shown the same observations that the policy would be
 shown in its place; a further policy of the run also the same prompt before them, and its words are read in the same way.
@@ -14,6 +15,7 @@ shown in its place; a further policy of the run also the same prompt before them
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import re
@@ -77,6 +79,8 @@ class Leaves(Protocol):
 
 MakePlayer = Callable[[Seat], Player]
 """From an episode's seat to its player."""
+Named = MakePlayer | None | tuple[MakePlayer | None, ...]
+"""Who a seat is given to: None is the policy that is trained; of several, one is drawn for each task."""
 
 _MOVE = re.compile(r"\[([^\[\]]{1,40})\]")
 
@@ -202,17 +206,18 @@ class PolicyPlayer:
 
 
 def seat_players(
-    seats: Sequence[str | Mapping[str, Any]],
+    seats: Sequence[str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]],
     *,
     num_seats: int,
     name: str,
     base: Path | None,
     policies: Policies | None = None,
-) -> tuple[MakePlayer | None, ...]:
+) -> tuple[Named, ...]:
     """Return for each seat what makes its opponent, None where the policy plays. No seats at all: the policy plays them all.
 
     Raises:
-        ConfigError: there are more or fewer seats than the game has, the policy has none, or an opponent cannot be made.
+        ConfigError: there are more or fewer seats than the game has, the policy has none to itself, or an opponent cannot be
+            made.
     """
     if not seats:
         return (None,) * num_seats
@@ -220,10 +225,20 @@ def seat_players(
         raise ConfigError(
             f"env {name!r} is a game of {num_seats} and env.seats has {len(seats)}, {list(seats)!r:.200}; name one each"
         )
-    found = tuple(_maker(seat, name=name, base=base, policies=policies or {}) for seat in seats)
-    if all(maker is not None for maker in found):
-        raise ConfigError(f"env {name!r}: the policy plays no seat of {list(seats)!r:.200}; put 'policy' in one of them")
-    return found
+    make = functools.partial(_maker, name=name, base=base, policies=policies or {})
+    found: list[Named] = []
+    for seat in seats:
+        if isinstance(seat, str | Mapping):
+            found.append(make(seat))
+        elif seat:
+            found.append(tuple(make(one) for one in seat))
+        else:
+            raise ConfigError(f"env {name!r}: a seat is an empty list; name the players that one is to be drawn of")
+    if None not in found:
+        raise ConfigError(
+            f"env {name!r}: the policy plays no seat of {list(seats)!r:.200} in every game; put 'policy' in one of them"
+        )
+    return tuple(found)
 
 
 def _maker(seat: str | Mapping[str, Any], *, name: str, base: Path | None, policies: Policies) -> MakePlayer | None:

@@ -25,7 +25,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter
-from polyturn.environments.players import Leaves, MakePlayer, Player, PolicyPlayer, Recalls, Seat
+from polyturn.environments.players import Leaves, MakePlayer, Named, Player, PolicyPlayer, Recalls, Seat
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.env import EnvStep, Seated, observed
 from polyturn.rollout.env_session import EnvSession
@@ -43,9 +43,9 @@ class Stage:
     """An environment as a run uses it."""
 
     adapter: Adapter
-    players: tuple[MakePlayer | None, ...] = (None,)
+    players: tuple[Named, ...] = (None,)
     """For each seat who plays it; None is the policy."""
-    eval_players: tuple[MakePlayer | None, ...] | None = None
+    eval_players: tuple[Named, ...] | None = None
     """Who plays in evaluation, where that differs."""
     rotates: bool = True
     """Whether the players change seats from task to task."""
@@ -56,12 +56,17 @@ class Stage:
     several: else a player who is about to lose would do well to talk until it is cut."""
 
     def players_of(self, task: Task) -> tuple[MakePlayer | None, ...]:
-        """Return who plays each seat in a task: moved on by its seed, so that all members of a group sit alike."""
+        """Return who plays each seat in a task: drawn and moved on by its seed, so that all members of a group play and sit
+        alike."""
         named = self.players
         if self.eval_players is not None and task.extra[ENV].get("split") == "eval":
             named = self.eval_players
-        first = int(task.extra[ENV]["seed"]) % len(named) if self.rotates else 0
-        return named[-first:] + named[:-first] if first else named
+        seed = int(task.extra[ENV]["seed"])
+        drawn = tuple(
+            one[derive_seed(seed, SEAT, n) % len(one)] if isinstance(one, tuple) else one for n, one in enumerate(named)
+        )
+        first = seed % len(drawn) if self.rotates else 0
+        return drawn[-first:] + drawn[:-first] if first else drawn
 
     def action_of(self, text: str, message: Message) -> str:
         """Return the action that a turn is, from all that was written and from the same read as a message."""

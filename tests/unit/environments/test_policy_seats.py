@@ -146,6 +146,7 @@ async def test_a_game_goes_on_after_a_restart_without_asking_it_for_its_moves_ag
     make = seat_players(["policy", "past"], num_seats=2, name="x", base=None, policies={"past": opponent})[1]
     assert make is not None
     prompt = (Message(role="user", content="Say a number."),)
+    assert not isinstance(make, tuple)
     player: Any = make(Seat(id="e:seat 1", seed=0, prompt=prompt, action_of=lambda text, message: message.text))
     can_recall = isinstance(player, Recalls)
     assert can_recall and player.recall("The other said 1.", "2") == "2"
@@ -154,6 +155,19 @@ async def test_a_game_goes_on_after_a_restart_without_asking_it_for_its_moves_ag
     assert re.sub(r"\W+", " ", shown).endswith(
         "The other said 1 im_end im_start assistant 2 im_end im_start user The other said 3 im_end im_start assistant "
     )
+
+
+def test_a_player_is_drawn_for_each_task_and_is_the_same_in_all_games_of_its_group() -> None:
+    adapter = Races("races:Race", "Race", {})
+    seats = ["policy", ["policy", "past", "random"]]
+    players = seat_players(seats, num_seats=2, name="races:Race", base=None, policies={"past": Opponent()})
+    stage = Stage(adapter=adapter, players=players, rotates=False)
+    tasks = [at_stage(split="train", score="sum")(t) for t in adapter.tasks(split="train", seeds=range(60))]
+    drawn = [stage.players_of(task) for task in tasks]
+    assert [stage.players_of(task) for task in tasks] == drawn
+    assert {first for first, _ in drawn} == {None} and {second for _, second in drawn} == set(players[1])  # type: ignore[arg-type]
+    turned = Stage(adapter=adapter, players=players)
+    assert [turned.players_of(task)[::-1] for task in tasks[1::2]] == drawn[1::2], "who is drawn does not depend on the seat"
 
 
 async def test_an_opponent_whose_engine_is_lost_fails_the_game_and_is_not_won_against() -> None:
@@ -170,6 +184,9 @@ async def test_an_opponent_whose_engine_is_lost_fails_the_game_and_is_not_won_ag
         (["policy", {"policy": "past", "temperature": -1}], ConfigError, "temperature is -1"),
         (["policy", {"policy": "past", "system": 5}], ConfigError, "system is 5; give a text"),
         (["past", "past"], ConfigError, "the policy plays no seat"),
+        (["past", ["policy", "past"]], ConfigError, "in every game; put 'policy' in one of them"),
+        (["policy", ["past", "pst"]], UnknownNameError, "there is no player 'pst'"),
+        (["policy", []], ConfigError, "a seat is an empty list"),
     ],
 )
 def test_seats_that_no_policy_can_play_are_refused(seats: Any, error: type[Exception], says: str) -> None:

@@ -38,10 +38,10 @@ class EnvConfig(Section):
     Null gives the environment all but the reasoning."""
     score: Literal["sum", "last"] | None = None
     """What an episode is worth: the sum of its rewards or the last one; null for what suits the environment."""
-    seats: list[str | dict[str, Any]] = []
+    seats: list[str | dict[str, Any] | list[str | dict[str, Any]]] = []
     """Who plays each seat of a game: policy, random, one of `policies` by its name or as {policy: …, temperature: …},
-    `file.py:function`, {url: …, model: …}. Empty: the policy, each."""
-    eval_seats: list[str | dict[str, Any]] = []
+    `file.py:function`, {url: …, model: …}; or a list, of which one is drawn for each task. Empty: the policy, each."""
+    eval_seats: list[str | dict[str, Any] | list[str | dict[str, Any]]] = []
     """The same in evaluation; empty: as in training."""
     rotate: bool = True
     """Let the players change seats from task to task."""
