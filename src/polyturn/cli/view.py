@@ -8,6 +8,7 @@ from pathlib import Path
 from polyturn.cli.console import Output
 from polyturn.cli.listening import needing, show_page
 from polyturn.cli.serve import ServeOptions
+from polyturn.config.load import RESOLVED_HEAD
 from polyturn.core.errors import DataError
 
 
@@ -39,7 +40,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
         if is_run(folder):
             runs.append(folder)
             continue
-        inside = sorted((p for p in folder.iterdir() if p.is_dir() and is_run(p)), key=lambda p: -p.stat().st_mtime)
+        inside = _runs_in(folder) or (_runs_in(folder / "runs") if (folder / "runs").is_dir() else [])
         if not inside:
             raise DataError(
                 f"{str(folder)!r} is no run and holds none; a run has metrics.jsonl, trajectories/ or config.yaml"
@@ -48,6 +49,16 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(runs))
 
 
+def _runs_in(folder: Path) -> list[Path]:
+    return sorted((p for p in folder.iterdir() if p.is_dir() and is_run(p)), key=lambda p: -p.stat().st_mtime)
+
+
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run, however little it wrote so far."""
-    return any((folder / name).exists() for name in ("metrics.jsonl", "trajectories", "config.yaml"))
+    """Return whether a folder is that of a run, however little it wrote so far; a config that a person wrote is none."""
+    if any((folder / name).exists() for name in ("metrics.jsonl", "trajectories")):
+        return True
+    try:
+        with (folder / "config.yaml").open(encoding="utf-8") as lines:
+            return lines.readline() == RESOLVED_HEAD
+    except (OSError, UnicodeDecodeError):
+        return False

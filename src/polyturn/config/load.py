@@ -34,6 +34,10 @@ __all__ = ["Loaded", "load_config", "load_values", "schema_table", "write_resolv
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+RESOLVED_HEAD = (
+    "# Everything this run used, defaults included. ${oc.env:...} is read from the environment and never written.\n"
+)
+"""The first line of a run's own configuration, which tells it from one that a person wrote."""
 MAX_NAME = 1000
 """Characters of a file's path, far below what systems take."""
 
@@ -119,10 +123,9 @@ def write_resolved(resolved: Mapping[str, Any], path: Path) -> None:
     It loads again to the same configuration, except that a secret which was written into it is not there.
     """
     text = yaml.safe_dump(masked(resolved), sort_keys=False, allow_unicode=True, width=1000)
-    head = "# Everything this run used, defaults included. ${oc.env:...} is read from the environment and never written.\n"
     temporary = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(head + text, encoding="utf-8")
+    temporary.write_text(RESOLVED_HEAD + text, encoding="utf-8")
     os.replace(temporary, path)
 
 

@@ -9,11 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from polyturn.cli import list_runs, rescore
+from polyturn.cli.runs import new_run_folder
+from polyturn.cli.view import find_runs
+from polyturn.config.load import load_config, write_resolved
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.testing.episodes import scripted_context, task
+from polyturn.testing.runs import write_tiny_run
 
 LENGTH = """
 def length(data_source, solution_str, ground_truth, extra_info=None):
@@ -69,3 +74,12 @@ def test_runs_are_listed_with_where_they_are(run_folder: Path, capsys: pytest.Ca
     assert "one" in shown and "0.250" in shown and "0.500" in shown and "empty" not in shown
     with pytest.raises(DataError, match="is no run and holds none"):
         list_runs.run(run_folder.parent / "empty")
+
+
+def test_the_folder_of_a_project_is_no_run_and_its_runs_are_found(tmp_path: Path):
+    config = write_tiny_run(tmp_path)
+    with pytest.raises(DataError, match="is no run and holds none"):
+        find_runs([tmp_path])
+    folder = new_run_folder(tmp_path / "runs" / "tiny")
+    write_resolved(load_config(RunConfig, config).resolved, folder / "config.yaml")
+    assert find_runs([tmp_path]) == find_runs([tmp_path / "runs"]) == find_runs([folder]) == [folder]
