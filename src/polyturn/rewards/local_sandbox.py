@@ -4,7 +4,7 @@
     ->  {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "2\\n", …}, …}
 
 Plain blocking calls, for the threads of rewards. As many programs run at once as there are cores; the others wait, which is
-no part of their time. A program never meets what another one left behind.
+no part of their time; sandboxes are started side by side. A program never meets what another one left behind.
 """
 
 from __future__ import annotations

@@ -180,3 +180,19 @@ async def test_a_tool_of_ones_own_can_say_that_it_is_not_the_models_fault():
     assert trajectory.error == "ToolUnavailableError: tool 'gone': nobody listens"
     refused = await play(ToolBox([Gone(polyturn.ToolError)], fails_unreachable=True), "gone")
     assert not refused.is_failed, "a refusal is the model's to mend"
+
+
+def test_a_machine_without_threads_is_said_and_nobody_is_counted(monkeypatch: pytest.MonkeyPatch):
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = WarmPool(lambda: Interpreter(Limits(), walls=Walls.NONE, python=bare_python()), size=0, keep_s=0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(SandboxStartError, match="no sandbox can be started: can't start new thread"):
+            pool.open()
+    pool.open()
+    made = pool.take()
+    assert made.is_alive
+    made.close()
+    pool.close()

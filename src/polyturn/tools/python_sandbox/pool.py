@@ -69,11 +69,19 @@ class WarmPool:
         return len(self._ready)
 
     def open(self) -> None:
-        """Count a user; the first one starts the pool."""
+        """Count a user; the first one starts the pool.
+
+        Raises:
+            SandboxStartError: the machine has no thread left; nobody is counted.
+        """
         with self._changed:
             self._num_users += 1
             self._is_broken = False
-            self._grow()
+            try:
+                self._grow()
+            except SandboxStartError:
+                self._num_users -= 1
+                raise
             self._changed.notify_all()
 
     def close(self) -> None:
