@@ -1,9 +1,8 @@
 """EnginePool: many servers behind one `Engine`, with the order in which requests are admitted, and what is lost redone.
 
-A request waits here until a server has a place. An episode's turns go where its prefix is cached while that server has a
-place; else they move, which costs its prefill. What a lost server (`EngineLostError`) held is asked of another one. A
-request holds the whole prompt, so that the turn is done again from its last complete turn, and only one answer of it is ever
-returned: no token is trained twice. The server itself is brought back by `recovery.py`.
+A request waits until a server has a place (`admission.py`). What a lost server (`EngineLostError`) held is asked of another
+one. A request holds the whole prompt, so that the turn is done again from its last complete turn, and only one answer of it
+is ever returned: no token is trained twice. The server itself is brought back by `recovery.py`.
 
 An answer from weights that the server was not given (it was restarted, or somebody else changed them) is dropped, asked of
 another one, and the server serves again once it has the right ones.
@@ -22,6 +21,7 @@ from polyturn.core.aio import first_error
 from polyturn.core.errors import ConfigError, EngineError, EngineGoneError, EngineLostError, one_line
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.engines.admission import Admission
 from polyturn.engines.capabilities import common_capabilities
 from polyturn.engines.continuation import nothing
 from polyturn.engines.order import OrderPolicy, make_policy
@@ -67,7 +67,8 @@ class EnginePool:
         self._max_tries = max_tries
         self._patience_s = patience_s
         self._replicas: list[Replica] = []
-        self._homes: dict[str, Replica] = {}
+        self.admission = Admission(self._policy, self._replicas, patience_s=patience_s)
+        """Who waits, and who gets which place."""
         self._live: dict[str, Waiting] = {}
         self._files = files
         self._recovery_s = recovery_s
@@ -81,15 +82,11 @@ class EnginePool:
         self.verify: Verify | None = None
         """Proves that a server that was brought back serves the pool's weights."""
         self._num_made = 0
-        self._num_waiting = 0
-        self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.num_lost = 0
         """Requests that were lost with their server and asked of another one."""
         self.num_stale = 0
         """Answers that were dropped because the server had gone back to older weights."""
-        self.num_moved = 0
-        """Turns that were sent to another server than the one that has their prefix."""
         self.num_redone = 0
         """Requests that were answered after they had been lost."""
         for engine in engines:
@@ -120,8 +117,7 @@ class EnginePool:
         if replica.is_stale:
             self._bring_back(replica)
         self._replicas.append(replica)
-        if self._num_waiting:
-            self._admit()
+        self.admission.admit()
         return replica
 
     def leave(self, replica: Replica) -> None:
@@ -129,8 +125,7 @@ class EnginePool:
         replica.is_leaving = True
         if replica.recovery is not None:
             replica.recovery.cancel()
-        self._replicas = [other for other in self._replicas if other is not replica]
-        self._homes = {session: home for session, home in self._homes.items() if home is not replica}
+        self.admission.remove(replica)
 
     # core.protocols.Engine.
 
@@ -150,7 +145,7 @@ class EnginePool:
             "engine/lost": self.num_lost,
             "engine/redone": self.num_redone,
             "engine/stale": self.num_stale,
-            "engine/moved": self.num_moved,
+            "engine/moved": self.admission.num_moved,
             "engine/restarts": sum(r.engine.num_restarts for r in self._replicas if isinstance(r.engine, Revivable)),
         }
         new = {name: total - self._reported.get(name, 0) for name, total in totals.items()}
@@ -180,7 +175,7 @@ class EnginePool:
         try:
             while len(problems) < self._max_tries:
                 waiting = self._live[request.request_id] = Waiting(request, loop.time(), loop.create_future())
-                replica = await self._placed(waiting)
+                replica = await self.admission.place(waiting)
                 if replica is None:
                     return nothing(self._served.version)
                 try:
@@ -215,7 +210,7 @@ class EnginePool:
     async def end_session(self, session_id: str) -> None:
         """Forget where an episode ran, and learn from how long it took."""
         self._policy.predictor.ended(session_id)
-        home = self._homes.pop(session_id, None)
+        home = self.admission.forget(session_id)
         if home is not None and home.is_up:
             await home.engine.end_session(session_id)
 
@@ -276,7 +271,7 @@ class EnginePool:
             time.perf_counter() - began,
             running,
         )
-        self._admit()
+        self.admission.admit()
 
     async def _one_is_live(self) -> bool:
         """Wait for a server to come back; return false where none does in time."""
@@ -296,8 +291,7 @@ class EnginePool:
     async def close(self) -> None:
         """Close all servers."""
         self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self.admission.close()
         recoveries = [replica.recovery for replica in self._replicas if replica.recovery is not None]
         for recovery in recoveries:
             recovery.cancel()
@@ -309,81 +303,7 @@ class EnginePool:
         if self._files is not None:
             self._files.close()
 
-    # Placing.
-
-    async def _placed(self, waiting: Waiting) -> Replica | None:
-        """Wait for a server; None once the request was aborted."""
-        self._policy.push(waiting)
-        self._num_waiting += 1
-        self._admit()
-        deadline, loop = waiting.request.deadline, asyncio.get_running_loop()
-        try:
-            if waiting.place.done():
-                return waiting.place.result()
-            async with asyncio.timeout_at(deadline):
-                return await waiting.place
-        except TimeoutError:
-            self._withdraw(waiting)
-            return None
-        except asyncio.CancelledError:
-            self._withdraw(waiting)
-            task = asyncio.current_task()
-            if waiting.is_aborted and (task is None or not task.cancelling()):
-                return None
-            raise
-        finally:
-            waited = loop.time() - waiting.arrived
-            self._policy.predictor.admitted(waiting.request, waited_s=waited)
-
-    def _withdraw(self, waiting: Waiting) -> None:
-        """Take a request that nobody waits for out of the queue, or off the place that it was just given."""
-        if waiting.place.done() and not waiting.place.cancelled() and waiting.place.exception() is None:
-            self._free(waiting.place.result(), waiting)
-        elif not waiting.is_gone:
-            waiting.is_gone = True
-            self._num_waiting -= 1
-
-    def _admit(self) -> None:
-        """Give free places to those who wait, in the policy's order."""
-        now = asyncio.get_running_loop().time() if self._num_waiting else 0.0
-        while self._num_waiting:
-            free = [replica for replica in self._replicas if replica.takes_work(now)]
-            if not free:
-                break
-            waiting = self._policy.pop()
-            if waiting is None:
-                break
-            assert isinstance(waiting, Waiting)
-            self._num_waiting -= 1
-            waiting.is_gone = True
-            if waiting.place.done():
-                continue
-            session = waiting.request.session_id
-            home = self._homes.get(session)
-            chosen = self._policy.place(home if home in free else None, free)
-            assert isinstance(chosen, Replica)
-            self.num_moved += home is not None and home is not chosen
-            self._homes[session] = chosen
-            chosen.running[waiting.request.request_id] = waiting
-            waiting.place.set_result(chosen)
-        if self._num_waiting and not any(replica.is_live for replica in self._replicas):
-            self._look_again(now)
-
-    def _look_again(self, now: float) -> None:
-        """Set a timer for the next server that may be tried; give up on those that have waited too long."""
-        are_gone = bool(self._replicas) and all(replica.is_gone for replica in self._replicas)
-        why = "all servers are lost for good" if are_gone else f"no server was up for {self._patience_s:g} s"
-        for waiting in list(self._live.values()):
-            if not waiting.place.done() and (are_gone or now - waiting.arrived >= self._patience_s):
-                waiting.is_gone = True
-                self._num_waiting -= 1
-                waiting.place.set_exception(EngineLostError(why))
-        if self._timer is None and self._num_waiting:
-            self._timer = asyncio.get_running_loop().call_later(FIRST_RETRY_S, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._admit()
+    # One request.
 
     async def _ask(self, replica: Replica, waiting: Waiting) -> Completion | None:
         """Ask `replica`; None where it answered with other weights than it was given."""
@@ -400,7 +320,7 @@ class EnginePool:
                 self._down(replica, problem)
             raise
         finally:
-            self._free(replica, waiting)
+            self.admission.free(replica, waiting)
         versions = [version for _, version in completion.policy_versions]
         if not all(before <= version <= max(self._coming, replica.version) for version in versions):
             self.num_stale += 1
@@ -412,10 +332,7 @@ class EnginePool:
             self._up(replica)
         return completion
 
-    def _free(self, replica: Replica, waiting: Waiting) -> None:
-        if replica.running.get(waiting.request.request_id) is waiting:
-            del replica.running[waiting.request.request_id]
-        self._admit()
+    # One server.
 
     def _down(self, replica: Replica, problem: EngineError) -> None:
         """Leave `replica` out until it is well."""
@@ -430,7 +347,7 @@ class EnginePool:
                 len(replica.running),
             )
             replica.pause_s = min(2 * replica.pause_s, LAST_RETRY_S)
-            loop.call_later(replica.pause_s / 2, self._admit)
+            loop.call_later(replica.pause_s / 2, self.admission.admit)
         was_one_live = any(one.is_live for one in self._replicas)
         replica.is_up = False
         if was_one_live and not any(one.is_live for one in self._replicas):
@@ -443,7 +360,7 @@ class EnginePool:
         if not replica.is_up and replica.recovery is None:
             logger.info("%s is back", replica.name)
             replica.is_up, replica.pause_s = True, FIRST_RETRY_S
-            self._admit()
+            self.admission.admit()
 
     def _bring_back(self, replica: Replica) -> None:
         """Start to bring `replica` back, where its engine can be asked how it is."""
@@ -456,7 +373,7 @@ class EnginePool:
                 return False
             replica.version, replica.is_stale, replica.is_up = served.version, False, True
             replica.pause_s, replica.recovery = FIRST_RETRY_S, None
-            self._admit()
+            self.admission.admit()
             return True
 
         try:
@@ -472,4 +389,4 @@ class EnginePool:
             replica.is_gone, replica.recovery = True, None
             left = sum(not other.is_gone for other in self._replicas)
             logger.error("%s is out for good (%s); %d servers are left", replica.name, one_line(problem), left)
-            self._admit()
+            self.admission.admit()

@@ -37,7 +37,7 @@ def test_turns_of_a_session_go_where_its_prefix_is_and_new_ones_where_the_least_
         pool = EnginePool(engines)
         await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
         await asyncio.gather(*(pool.generate(ask(f"g/{i}", turn=1, prompt=120)) for i in range(4)))
-        return [engine.prefilled_tokens for engine in engines], pool.num_moved
+        return [engine.prefilled_tokens for engine in engines], pool.admission.num_moved
 
     assert run_virtual(main()) == ([40, 40], 0)
 

@@ -1,0 +1,140 @@
+"""Admission: who waits for a place on a server of a pool, and who gets which, in the policy's order.
+
+    an episode's next turn  ->  the server that has its prefix, while it has a place; else another, which costs its prefill
+    no server is live       ->  wait, with a look at who may be tried; in the end, `EngineLostError`
+
+Separate from the pool, which asks servers and says which of them are well: here is only the queue in front of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from polyturn.core.errors import EngineLostError
+from polyturn.engines.order import OrderPolicy
+from polyturn.engines.replica import FIRST_RETRY_S, Replica, Waiting
+
+
+class Admission:
+    """The queue of a pool."""
+
+    def __init__(self, policy: OrderPolicy, replicas: list[Replica], *, patience_s: float) -> None:
+        """Begin with nobody waiting.
+
+        Args:
+            policy: Who goes next and where.
+            replicas: The pool's servers; they join and leave while the queue lives.
+            patience_s: How long a request waits while no server is up.
+        """
+        self.num_moved = 0
+        """Turns that were sent to another server than the one that has their prefix."""
+        self._policy = policy
+        self._replicas = replicas
+        self._patience_s = patience_s
+        self._homes: dict[str, Replica] = {}
+        """Where an episode's latest turn ran."""
+        self._waiting: dict[Waiting, None] = {}
+        """In the order of their arrival."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def place(self, waiting: Waiting) -> Replica | None:
+        """Wait for a server; None once the request was aborted, or its deadline has passed.
+
+        Raises:
+            EngineLostError: no server came back in time.
+        """
+        self._policy.push(waiting)
+        self._waiting[waiting] = None
+        self.admit()
+        deadline, loop = waiting.request.deadline, asyncio.get_running_loop()
+        try:
+            if waiting.place.done():
+                return waiting.place.result()
+            async with asyncio.timeout_at(deadline):
+                return await waiting.place
+        except TimeoutError:
+            self._withdraw(waiting)
+            return None
+        except asyncio.CancelledError:
+            self._withdraw(waiting)
+            task = asyncio.current_task()
+            if waiting.is_aborted and (task is None or not task.cancelling()):
+                return None
+            raise
+        finally:
+            waited = loop.time() - waiting.arrived
+            self._policy.predictor.admitted(waiting.request, waited_s=waited)
+
+    def free(self, replica: Replica, waiting: Waiting) -> None:
+        """Give the place of a request back."""
+        if replica.running.get(waiting.request.request_id) is waiting:
+            del replica.running[waiting.request.request_id]
+        self.admit()
+
+    def admit(self) -> None:
+        """Give free places to those who wait, in the policy's order."""
+        if not self._waiting:
+            return
+        now = asyncio.get_running_loop().time()
+        while self._waiting:
+            free = [replica for replica in self._replicas if replica.takes_work(now)]
+            if not free:
+                break
+            waiting = self._policy.pop()
+            if waiting is None:
+                break
+            assert isinstance(waiting, Waiting)
+            self._leave(waiting)
+            if waiting.place.done():
+                continue
+            session = waiting.request.session_id
+            home = self._homes.get(session)
+            chosen = self._policy.place(home if home in free else None, free)
+            assert isinstance(chosen, Replica)
+            self.num_moved += home is not None and home is not chosen
+            self._homes[session] = chosen
+            chosen.running[waiting.request.request_id] = waiting
+            waiting.place.set_result(chosen)
+        if self._waiting and not any(replica.is_live for replica in self._replicas):
+            self._look_again(now)
+
+    def forget(self, session_id: str) -> Replica | None:
+        """Forget where an episode ran, and return where that was; None if nowhere."""
+        return self._homes.pop(session_id, None)
+
+    def remove(self, replica: Replica) -> None:
+        """Send a server nothing more; what runs there ends there."""
+        if replica in self._replicas:
+            self._replicas.remove(replica)
+        self._homes = {session: home for session, home in self._homes.items() if home is not replica}
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _leave(self, waiting: Waiting) -> None:
+        waiting.is_gone = True
+        self._waiting.pop(waiting, None)
+
+    def _withdraw(self, waiting: Waiting) -> None:
+        """Take a request that nobody waits for out of the queue, or off the place that it was just given."""
+        if waiting.place.done() and not waiting.place.cancelled() and waiting.place.exception() is None:
+            self.free(waiting.place.result(), waiting)
+        else:
+            self._leave(waiting)
+
+    def _look_again(self, now: float) -> None:
+        """Set a timer for the next server that may be tried; give up on those that have waited too long."""
+        are_gone = bool(self._replicas) and all(replica.is_gone for replica in self._replicas)
+        why = "all servers are lost for good" if are_gone else f"no server was up for {self._patience_s:g} s"
+        for waiting in list(self._waiting):
+            if not waiting.place.done() and (are_gone or now - waiting.arrived >= self._patience_s):
+                self._leave(waiting)
+                waiting.place.set_exception(EngineLostError(why))
+        if self._timer is None and self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(FIRST_RETRY_S, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.admit()
