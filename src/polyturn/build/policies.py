@@ -21,7 +21,7 @@ from polyturn.core.generation import SamplingParams
 from polyturn.engines.other_policy import OtherPolicy
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.parsers import build_parser
+from polyturn.tokens.parsers import ToolCallParser, build_parser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,13 +81,16 @@ def build_policies(place: Place, *, model: PreTrainedModel | None = None, codec:
 
 def _frozen(name: str, one: PolicyConfig, place: Place) -> OtherPolicy:
     checkpoint = None if one.checkpoint is None else model_folder(place.base / Path(one.checkpoint).expanduser())
+    import torch
+
     own = _own_place(one, place, _model_config(one, place, checkpoint))
     codec = build_codec(own, checkpoint=checkpoint)
     model = build_model(own, codec.tokenizer, checkpoint=checkpoint).requires_grad_(False).eval()
-    _to_device(model)
+    if own.config.engine.kind == "embedded" and torch.cuda.is_available():
+        model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
     max_context = _max_context(one, model, default=4096)
     engine = build_engine(own, model, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=checkpoint)
-    return _policy(name, one, place, engine=engine, codec=codec, max_context=max_context)
+    return _policy(name, one, place, engine=engine, codec=codec, parser=build_parser(codec), max_context=max_context)
 
 
 def _follower(
@@ -101,17 +104,21 @@ def _follower(
     own = _own_place(one, place, place.config.model)
     engine = build_engine(own, copied, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=None)
     follower = Follower(name=name, model=copied, engine=engine, refresh_every=one.refresh_every)
-    return follower, _policy(name, one, place, engine=engine, codec=codec, max_context=max_context)
+    rollout = place.config.rollout
+    parser = build_parser(codec, rollout.parser, reasoning=rollout.reasoning_parser, base=place.base)
+    return follower, _policy(name, one, place, engine=engine, codec=codec, parser=parser, max_context=max_context)
 
 
-def _policy(name: str, one: PolicyConfig, place: Place, *, engine: Any, codec: Codec, max_context: int) -> OtherPolicy:
+def _policy(
+    name: str, one: PolicyConfig, place: Place, *, engine: Any, codec: Codec, parser: ToolCallParser, max_context: int
+) -> OtherPolicy:
     rollout = place.config.rollout
     sampling = one.sampling or rollout.sampling
     return OtherPolicy(
         name,
         engine=engine,
         encoder=DeltaEncoder(codec, escape_prompts=rollout.escape_prompts, escape_observations=rollout.escape_observations),
-        parser=build_parser(codec),
+        parser=parser,
         sampling=SamplingParams(
             max_tokens=one.max_tokens or rollout.limits.max_tokens_per_turn or MAX_TOKENS,
             temperature=sampling.temperature,
@@ -149,10 +156,3 @@ def _max_context(one: PolicyConfig, model: PreTrainedModel, *, default: int) -> 
     if wanted > own:
         raise ConfigError(f"max_context is {wanted} and the model has {own} positions; lower it")
     return wanted
-
-
-def _to_device(model: PreTrainedModel) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
