@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, one_line
+from polyturn.core.nesting import is_deep
 from polyturn.tools.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))  # no half of a character
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and not is_deep(found) else None
 
 
 def _paper_in(path: Path) -> dict[str, Any] | None:

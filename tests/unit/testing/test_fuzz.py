@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import random
 import signal
 import sys
@@ -139,9 +140,14 @@ def test_a_section_that_is_no_section_is_refused(tmp_path: Path):
 def test_a_paper_or_an_answer_that_is_none_does_not_stop_a_desk(tmp_path: Path):
     """The folder may be on a disk that others write to: what is there and cannot be read is nobody's."""
     desk = Desk(tmp_path)
-    for number, text in enumerate(["", "{", "[]", "5", '{"ticket": "3"}', '{"ticket": "5", "until": "x"}', "[" * 5000]):
+    good = {"ticket": "7", "about": {}, "since": 1.0, "until": 4e9, "messages": []}
+    deep = json.dumps({**good, "about": nested(60)})
+    texts = ["", "{", "[]", "5", '{"ticket": "4"}', '{"ticket": "5", "until": "x"}', "[" * 5000, deep]
+    for number, text in enumerate(texts):
         (tmp_path / "waiting" / f"{number}.json").write_text(text)
     assert desk.waiting() == []
+    (tmp_path / "waiting" / "7.json").write_text(json.dumps({**good, "about": {"goal": "\ud800"}}))
+    assert [paper["about"] for paper in desk.waiting()] == [{"goal": "?"}], "what has half a character can be shown"
     for score in (10**400, float("nan"), True, "1"):
         with pytest.raises(DataError, match="finite number"):
             Answer.read({"text": "x", "score": score})
