@@ -333,6 +333,8 @@ def grpo_passk(group, m, greedy, k=None, norm_by_std=True):
         lead = max(totals) - max(x.total for x in group if x is not m)
         return lead / (statistics.stdev(totals) + 1e-6) if norm_by_std else lead
     sets = list(itertools.combinations(group, k))
+    if len(sets) < 2:
+        return 0.0
     best = [max(x.total for x in s) for s in sets]
     mine = statistics.fmean(b for s, b in zip(sets, best, strict=True) if any(x is m for x in s))
     centred = mine - statistics.fmean(best)
@@ -530,9 +532,8 @@ def drawn(name: str, seed: int) -> tuple[Game, dict[str, Any]]:
     dice = Dice(seed)
     game = a_game(dice)
     options = {key: dice.choice(values) for key, values in OPTIONS.get(name, {}).items() if dice.random() < 0.5}
-    sizes = [len(group) for group in seen(game)[0] if len(group) > 1]
-    if name == "grpo_passk" and sizes and dice.random() < 0.5:
-        options["k"] = dice.randint(1, min(sizes) - 1) if min(sizes) > 1 else 1
+    if name == "grpo_passk" and dice.random() < 0.5:
+        options["k"] = dice.randint(1, 3)  # failures may leave fewer
     return game, options
 
 

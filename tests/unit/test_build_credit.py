@@ -41,6 +41,8 @@ def test_an_estimator_gets_what_it_has_a_parameter_for_and_its_own_options_win(t
         (["train.group_size=1"], r"train\.group_size is 1 and the estimator 'grpo' compares"),
         (["algorithm.advantage_kwargs={norm_by_sdt: false}"], "Did you mean 'norm_by_std'"),
         (["algorithm.advantage=gdpo", "algorithm.kl_in_reward.coef=0.1"], r"kl_in_reward\.coef to 0"),
+        (["algorithm.advantage=grpo_passk", "algorithm.advantage_kwargs={k: 3}"], r"k is 3 in groups of 3 .*from 1 to 2"),
+        (["algorithm.advantage=grpo_passk", "algorithm.advantage_kwargs={k: 0}"], r"k is 0 in groups of 3"),
     ],
 )
 def test_what_cannot_work_is_said(tmp_path: Path, overrides: list[str], words: str) -> None:

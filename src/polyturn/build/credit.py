@@ -31,7 +31,13 @@ def build_estimator(place: Place) -> Any:
 
         estimator = as_estimator(estimator)
     has_penalties = algorithm.kl_in_reward.coef > 0
-    check_estimator(estimator, name=algorithm.advantage, group_size=config.train.group_size, has_penalties=has_penalties)
+    check_estimator(
+        estimator,
+        name=algorithm.advantage,
+        group_size=config.train.group_size,
+        kwargs=algorithm.advantage_kwargs,
+        has_penalties=has_penalties,
+    )
     weights = DEFAULT_WEIGHTS if config.reward.weights is None else config.reward.weights
     offered = {
         "norm_by_std": algorithm.norm_by_std,

@@ -194,8 +194,11 @@ def test_pass_at_the_size_of_the_group_gives_the_best_its_lead() -> None:
         for t, r in zip(group.trajectories, rewards, strict=True):
             lead = r - sorted(rewards)[-2] if r == max(rewards) else 0.0
             assert all(x["advantages"] == pytest.approx(lead, abs=1e-5) for x in tokens(t, found))
-    with pytest.raises(ConfigError, match="k is 4 in a group of 4; it must be from 1 to 3"):
-        run("grpo_passk", k=4)
+
+
+def test_a_group_that_failures_left_too_small_for_k_teaches_nothing_and_does_not_end_the_run() -> None:
+    _, found = run("grpo_passk", k=4)
+    assert not any(np.any(s.advantages) for s in found)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])

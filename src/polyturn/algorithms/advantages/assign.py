@@ -94,13 +94,26 @@ def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: 
     return functools.partial(estimator, **bound) if bound else estimator
 
 
-def check_estimator(estimator: Estimator, *, name: str, group_size: int, has_penalties: bool = False) -> None:
+def check_estimator(
+    estimator: Estimator,
+    *,
+    name: str,
+    group_size: int,
+    kwargs: Mapping[str, Any] | None = None,
+    has_penalties: bool = False,
+) -> None:
     """Refuse an estimator that cannot work in a run, before anything is sampled.
 
     Raises:
-        ConfigError: groups are too small for it, or it has no use for rewards on single tokens.
+        ConfigError: groups are too small for it and its options, or it has no use for rewards on single tokens.
     """
     traits = traits_of(estimator)
+    drawn = None if traits.draws is None else (kwargs or {}).get(traits.draws)
+    if drawn is not None and not (isinstance(drawn, int) and 1 <= drawn < group_size):
+        raise ConfigError(
+            f"algorithm.advantage_kwargs.{traits.draws} is {drawn!r} in groups of {group_size} (train.group_size); it must "
+            f"be a number from 1 to {group_size - 1}"
+        )
     if group_size < traits.min_group:
         raise ConfigError(
             f"train.group_size is {group_size} and the estimator {name!r} compares the trajectories of a group; "

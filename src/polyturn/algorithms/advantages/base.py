@@ -39,6 +39,8 @@ class Traits:
     scope: Literal["group", "batch"] = "group"
     min_group: int = 1
     """The smallest group that it can compare."""
+    draws: str | None = None
+    """The option that says how many of a group are taken at once: at least 1, and fewer than there are."""
     only_compares: bool = False
     """Whether all advantages of a group are 0 whose rewards are equal, and no other group is touched by that group: then it
     may be left out before anything is computed for it."""
@@ -60,6 +62,7 @@ def declare(
     *,
     scope: Literal["group", "batch"] = "group",
     min_group: int = 1,
+    draws: str | None = None,
     only_compares: bool = False,
     needs_turn_scores: bool = False,
     needs_values: bool = False,
@@ -71,6 +74,7 @@ def declare(
     traits = Traits(
         scope=scope,
         min_group=min_group,
+        draws=draws,
         only_compares=only_compares,
         needs_turn_scores=needs_turn_scores,
         needs_values=needs_values,

@@ -12,7 +12,6 @@ import numpy as np
 
 from polyturn.algorithms.advantages.base import Rewards, advantages, declare, on_weighted
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import ConfigError
 from polyturn.core.sample import TrainSample
 
 Samples = Sequence[Sequence[TrainSample]]
@@ -72,7 +71,7 @@ def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
 
 
 @advantages.register("grpo_passk")
-@declare(min_group=2, only_compares=True)
+@declare(min_group=2, draws="k", only_compares=True)
 def grpo_passk(
     rewards_G: Rewards, samples_G: Samples, *, k: int | None = None, norm_by_std: bool = True, eps: float = 1e-6
 ) -> list[list[Floats]]:
@@ -84,10 +83,8 @@ def grpo_passk(
 
     Without k, that is k = n: A = (best - second best) / (std of r + eps) for the best member and 0 for the others, what the
     best adds to the maximum of the group; 0 for all where two are best. Source: Tang et al. 2025 (Optimizing Language Models
-    for Inference Time Objectives), leave-one-out, which divides by nothing. Without `norm_by_std` nothing is divided.
-
-    Raises:
-        ConfigError: k is not between 1 and n - 1.
+    for Inference Time Objectives), leave-one-out, which divides by nothing. Without `norm_by_std` nothing is divided. A
+    group of which failures left k or fewer has no two sets to compare: 0.
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     n = len(values)
@@ -99,8 +96,8 @@ def grpo_passk(
         lead = values[order[-1]] - values[order[-2]]
         scalars[order[-1]] = lead / (values.std(ddof=1) + eps) if norm_by_std else lead
         return _on_all(samples_G, scalars)
-    if not 1 <= k < n:
-        raise ConfigError(f"algorithm.advantage_kwargs.k is {k} in a group of {n}; it must be from 1 to {n - 1}")
+    if k >= n:
+        return _on_all(samples_G, np.zeros(n))
     sorted_G = values[order]
     # Of the sets whose best is the one of rank j, there are as many as ways to choose the other k - 1 below it.
     share = np.array([math.comb(j, k - 1) for j in range(n)]) / math.comb(n, k)
