@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,15 @@ from cluster_run import assert_each_call_ran_once, metrics_of, write_run
 from transformers import AutoModelForCausalLM
 
 from polyturn.cli.main import main
+from polyturn.core.errors import EngineError, EngineLostError
+from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.engines.scripted import ScriptedEngine
 from polyturn.testing.runs import SEVERAL_TURNS, call_command
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
+
+from polyturn.cluster.placement import Cluster, Need
+
 pytestmark = pytest.mark.timeout(300)
 
 PLACES = [
@@ -59,6 +66,35 @@ def test_two_ranks_train_with_engine_and_tools_on_another_node(address, tmp_path
     assert len(steps) == 2 and all(step["loss/grad_norm"] > 0 for step in steps)
     assert all(0 < step["time/generate_s"] < step["time/step_s"] for step in steps), "what the engines spent for the workers"
     assert_each_call_ran_once(tmp_path, "tiny")
+
+
+@pytest.mark.slow
+async def test_a_request_goes_to_another_replica_where_one_died_and_errors_are_in_the_engines_own_words(address):
+    cluster = Cluster(address)
+    try:
+        script = [[5, 6], EngineError("the prompt is too long")]
+        engine = cluster.engines(Need(count=2, resources={"rollout": 0.5}), partial(ScriptedEngine, script))
+        first, second = (replica.home.pid for replica in engine.replicas)
+        assert list((await engine.generate(request("a/0", session="a"))).token_ids) == [5, 6]
+        os.kill(first, signal.SIGKILL)
+        assert list((await engine.generate(request("a/1", session="a"))).token_ids) == [5, 6], "of the other's script"
+        assert engine.read_metrics() == {"engine/replicas": 2, "engine/replicas_live": 1}
+        with pytest.raises(EngineError) as said:
+            await engine.generate(request("a/2", session="a"))
+        assert str(said.value) == "the prompt is too long"
+        os.kill(second, signal.SIGKILL)
+        with pytest.raises(EngineLostError, match=r"(?s)no engine replica is left\. engine replica 1 \(process .* died"):
+            await engine.generate(request("b/0", session="b"))
+        with pytest.raises(EngineLostError, match="no engine replica is left"):
+            await engine.update_weights(1, weights={})
+        await engine.abort("b/0")
+        await engine.end_session("b")
+    finally:
+        cluster.close()
+
+
+def request(name, *, session):
+    return GenerateRequest(request_id=name, session_id=session, prompt_ids=[1], sampling=SamplingParams(max_tokens=4))
 
 
 def kill_after_a_step(folder, mark, *kinds):

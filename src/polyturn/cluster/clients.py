@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from polyturn.cluster.actors import Home
 from polyturn.cluster.journal import Handed, carry
-from polyturn.core.errors import EngineLostError, RankLostError
+from polyturn.core.errors import EngineLostError, PolyturnError, RankLostError
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.core.trajectory import TrajectoryGroup
@@ -142,6 +142,8 @@ class RayEngine:
                     return completion
                 except RayActorError:
                     self._lose(home)
+                except RayTaskError as problem:
+                    raise own_words(problem) from None
                 finally:
                     self._loads[home.name] -= 1
         finally:
@@ -171,6 +173,8 @@ class RayEngine:
                 await done
             except RayActorError:
                 self._lose(replica)
+            except RayTaskError as problem:
+                raise own_words(problem) from None
         self._require_one()
 
     def read_metrics(self) -> dict[str, float]:
@@ -260,6 +264,8 @@ class RayPool(RolloutPool):
             except asyncio.CancelledError:
                 ray.cancel(running)
                 raise
+            except RayTaskError as problem:
+                raise own_words(problem) from None
             except RayActorError:
                 await self._lose(name)
                 handed = self._recall(spec, Flights.recall_lost)
@@ -302,8 +308,18 @@ async def _abort(handle: Any, group: str) -> list[int]:
 
 
 async def _carry_until_dead(flights: Flights, worker: Member) -> None:
-    with contextlib.suppress(RayActorError):
+    try:
         await carry(flights, worker.handle.posts.remote)
+    except RayActorError:
+        return
+    except Exception:  # its conversations would wait for ever
+        logger.exception("%s is ended, because what it says of its conversations cannot be taken up", worker.name)
+        ray.kill(worker.handle)
+
+
+def own_words(problem: RayTaskError) -> BaseException:
+    """Return what was raised in an actor, where it is ours, without the trace that Ray puts around it."""
+    return problem.cause if isinstance(problem.cause, PolyturnError) else problem
 
 
 def _is_dead(member: Member) -> bool:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from polyturn.cluster.actors import BusyEngine, EngineActor, RankActor, RolloutActor
-from polyturn.cluster.clients import Member, RayEngine, RayTeam
+from polyturn.cluster.clients import Member, RayEngine, RayTeam, own_words
 from polyturn.cluster.journal import WorkerJournal
 from polyturn.core.errors import ConfigError, EngineLostError, RankLostError
 from polyturn.rollout.pool import RolloutPool
@@ -89,6 +89,8 @@ class Cluster:
                 ray.get(done)
             except RayActorError as problem:
                 raise RankLostError(ranks[joined.index(done)].obituary()) from problem
+            except RayTaskError as problem:
+                raise own_words(problem) from None
         return RayTeam(ranks, tensor_parallel=tensor_parallel, on_close=self.close)
 
     def close(self) -> None:
