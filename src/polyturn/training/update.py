@@ -95,6 +95,8 @@ class Update:
         self.is_half_done = False
         """Whether some of a step's optimizer steps are taken and others are not: no state to go on from."""
         self._settings = settings or UpdateSettings()
+        self._has_scored = False
+        """Whether a step has brought what the estimator needs of turns; one that does not is no mistake afterwards."""
 
     def has_signal(self, group: TrajectoryGroup) -> bool:
         """Return whether a group's members differ in what the estimator reads: rewards, their parts, scores of turns."""
@@ -122,7 +124,8 @@ class Update:
         if self._reward_kl is not None:
             samples, found = self._reward_kl.apply(samples)
             parts.append(found)
-        samples = assign_advantages(kept.groups, samples, estimator=self.estimator)
+        samples = assign_advantages(kept.groups, samples, estimator=self.estimator, has_scored=self._has_scored)
+        self._has_scored |= bool(samples)
         rejected: set[str] = set()
         if settings.correction is not None:
             before = {s.id.trajectory for s in samples if s.num_weighted}
@@ -186,6 +189,7 @@ class Update:
         return {
             "critic": None if self.critic is None else self.critic.state_dict(),
             "reward_kl": None if self._reward_kl is None else self._reward_kl.state_dict(),
+            "has_scored": self._has_scored,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -200,6 +204,7 @@ class Update:
                     "the checkpoint has no critic and this run trains one; resume with the algorithm.advantage that wrote it"
                 )
             self.critic.load_state_dict(state["critic"])
+        self._has_scored = bool(state.get("has_scored", False))
         if self._reward_kl is not None:
             self._reward_kl.load_state_dict(state.get("reward_kl") or {})
 

@@ -478,6 +478,11 @@ def test_what_an_estimator_lacks_is_said(name: str, words: str) -> None:
         assign_advantages(*plain(), estimator=advantages.resolve(name))
 
 
+def test_a_step_in_which_nobody_earned_a_score_is_no_mistake_where_earlier_ones_had_some() -> None:
+    (found,) = assign_advantages(*plain(), estimator=advantages.resolve("return_to_go"), has_scored=True)
+    assert found.advantages is not None and found.advantages.tolist() == [0, 1, 1], "the reward alone, from each turn on"
+
+
 def test_a_group_of_one_has_nothing_to_compare_with() -> None:
     for name in ALL:
         estimator = advantages.resolve(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from polyturn.algorithms.advantages import advantages, bind_estimator
 from polyturn.algorithms.kl import FixedKl
-from polyturn.core.errors import CheckpointError
+from polyturn.core.errors import CheckpointError, TrainingError
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.group import GroupSpec, run_group
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
@@ -120,3 +121,27 @@ def test_without_being_asked_no_greedy_member_is_run() -> None:
 
 def test_advantages_over_the_batch_have_mean_0() -> None:
     assert update("reinforce_plus_plus").run(played(), step=0).metrics["policy/advantage"] == pytest.approx(0, abs=1e-6)
+
+
+def test_scores_that_a_step_happens_to_lack_end_no_run_that_has_had_some() -> None:
+    def scored(score: float | None) -> list[TrajectoryGroup]:
+        scores = {} if score is None else {"env": score}
+        return [
+            dataclasses.replace(
+                g,
+                trajectories=tuple(
+                    dataclasses.replace(t, turns=tuple(dataclasses.replace(turn, scores=scores) for turn in t.turns))
+                    for t in g.trajectories
+                ),
+            )
+            for g in played()
+        ]
+
+    made = update("return_to_go")
+    with pytest.raises(TrainingError, match="needs scores of turns"):
+        made.run(scored(None), step=0)
+    made.run(scored(0.5), step=0)
+    assert made.run(scored(None), step=1).metrics["loss/grad_norm"] > 0
+    again = update("return_to_go")
+    again.load_state_dict(made.state_dict())
+    assert again.run(scored(None), step=2).metrics["loss/grad_norm"] > 0

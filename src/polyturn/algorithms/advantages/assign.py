@@ -26,7 +26,11 @@ from polyturn.core.trajectory import Trajectory, TrajectoryGroup, Turn
 
 
 def assign_advantages(
-    groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, estimator: Estimator
+    groups: Sequence[TrajectoryGroup],
+    samples: Sequence[TrainSample],
+    *,
+    estimator: Estimator,
+    has_scored: bool = False,
 ) -> list[TrainSample]:
     """Return `samples`, in their order, with `advantages` set by `estimator`, and `returns` where it has a critic.
 
@@ -34,6 +38,8 @@ def assign_advantages(
         groups: The groups the samples come from. Failed trajectories are left out of the statistics.
         samples: Samples of these groups; those of failed trajectories must have been left out.
         estimator: One of the registry `advantages`, its options bound (`bind_estimator`).
+        has_scored: Whether earlier steps brought the scores or states of turns that it needs: then a step in which nobody
+            happened to earn one is no mistake, and its turns are taken as not scored.
 
     Raises:
         AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
@@ -62,7 +68,7 @@ def assign_advantages(
         raise AlignmentError(
             f"sample {lost} belongs to no live trajectory of these groups; filter samples and groups together"
         )
-    _check_batch(batch, estimator)
+    _check_batch(batch, estimator, has_scored=has_scored)
     found = _call(estimator, batch)
     out = list(samples)
     arrays = [member for group in found.advantages for member in group]
@@ -174,19 +180,19 @@ def _greedy_reward(group: TrajectoryGroup, agent: str | None) -> float | None:
     return greedy.reward.total if agent is None else greedy.reward.of(agent)
 
 
-def _check_batch(batch: Sequence[GroupView], estimator: Estimator) -> None:
+def _check_batch(batch: Sequence[GroupView], estimator: Estimator, *, has_scored: bool) -> None:
     traits = traits_of(estimator)
     members = [m for g in batch for m in g.members]
     if not members:
         return
-    if traits.needs_turn_scores and not any(np.isfinite(m.turn_scores_K).any() for m in members):
+    if traits.needs_turn_scores and not has_scored and not any(np.isfinite(m.turn_scores_K).any() for m in members):
         raise TrainingError(
             f"the advantage estimator needs scores of turns and none of the {len(members)} trajectories of a step has one; "
             "let the interaction or the tools return scores, set turn.scores in a scheduler, or use an estimator of "
             "outcomes such as grpo"
         )
     later = [s for m in members for s in m.states_K[1:]]
-    if traits.needs_states and later and all(s is None for s in later):
+    if traits.needs_states and not has_scored and later and all(s is None for s in later):
         raise TrainingError(
             "the advantage estimator compares turns that were taken in one state, and no turn of this step left an "
             "observation or a state_key in its info; set turn.info['state_key'], or use one of outcomes such as grpo"
