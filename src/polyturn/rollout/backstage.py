@@ -15,6 +15,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from polyturn.core.aio import finish
 from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.task import Task
 from polyturn.rollout.asking import Asking
@@ -67,16 +68,10 @@ class Backstage:
 
 async def close_episode(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:
     """Close the episode even while it is being cancelled; the cancellation goes on once everything is released."""
-    closing = asyncio.ensure_future(_let_go(episode, scheduler))
-    cancelled: asyncio.CancelledError | None = None
-    while not closing.done():
-        try:
-            await asyncio.wait({closing})
-        except asyncio.CancelledError as problem:
-            cancelled = problem
+    problems, cancelled = await finish(asyncio.create_task(_let_go(episode, scheduler)))
     if cancelled is not None:
         raise cancelled
-    return closing.result()
+    return problems
 
 
 async def _let_go(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:

@@ -23,9 +23,10 @@ from polyturn.tools.breaker import Breaker, BreakerSettings
 from polyturn.tools.cut import ResultLimit, TruncateSide
 from polyturn.tools.forms import methods_of
 from polyturn.tools.function import FunctionTool
+from polyturn.tools.instances import ToolStartError
 from polyturn.tools.lanes import Lanes
 from polyturn.tools.outcome import finite
-from polyturn.tools.session import ToolSession, ToolStartError
+from polyturn.tools.session import ToolSession
 
 __all__ = ["ToolBox", "ToolSession", "ToolStartError"]
 

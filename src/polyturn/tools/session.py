@@ -4,7 +4,7 @@
         await session.start(task)                   create, once per tool the task selects
         results = await session.call(calls)         execute, in parallel, answered in call order
         rewards = await session.finish()            calc_reward, once
-                                                    release, exactly once per create (I9), also after errors
+                                                    release, exactly once per create (`instances`)
 
     a call:   can it be read, is the tool there, do the arguments fit -> its turn -> breaker -> execute, with a deadline
 
@@ -22,33 +22,28 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.aio import first_error
-from polyturn.core.errors import LifecycleError, PolyturnError, RewardError, SnapshotError, ToolUnavailableError, one_line
+from polyturn.core.errors import LifecycleError, RewardError, ToolUnavailableError, one_line
 from polyturn.core.messages import ToolCall
 from polyturn.core.protocols import Tool
-from polyturn.core.task import Task, ToolKwargs
+from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
 from polyturn.tools import results
 from polyturn.tools.agent_data import AgentData
 from polyturn.tools.base import BaseTool
 from polyturn.tools.failures import ToolFailure, kind_of, reason_of
-from polyturn.tools.outcome import ToolOutcome, normalize, to_response
+from polyturn.tools.instances import Instances
+from polyturn.tools.outcome import ToolOutcome, normalize
 from polyturn.tools.validate import arguments_problem
 
 if TYPE_CHECKING:
     from polyturn.tools.executor import ToolBox
 
 logger = logging.getLogger(__name__)
-
-_NO_KWARGS = ToolKwargs()
-
-
-class ToolStartError(PolyturnError, RuntimeError):
-    """A tool whose `create` failed: the trajectory fails, the run goes on."""
 
 
 class ToolSession:
@@ -58,13 +53,9 @@ class ToolSession:
         self._box = box
         self._episode_id = episode_id
         self._names: tuple[str, ...] = ()
-        self._kwargs: Mapping[str, ToolKwargs] = {}
-        self._ids: dict[str, str] = {}
-        self._half_created: list[str] = []
-        """Tools whose create began and failed or was cancelled, maybe after it took something."""
+        self._instances = Instances(box, episode_id)
         self._is_started = False
         self._is_finished = False
-        self._closing: asyncio.Task[tuple[str, ...]] | None = None
         self._locks: dict[str, asyncio.Lock] = {}
         self._messages: Callable[[], list[dict[str, Any]]] = list
         self._agent_data: AgentData | None = None
@@ -99,17 +90,13 @@ class ToolSession:
             DataError: the task names a tool that is not there.
             ToolStartError: a `create` raised, was late, or returned an id that another live episode uses.
         """
-        if self._is_started or self._closing is not None:
+        if self._is_started or self._instances.is_closing:
             raise LifecycleError(f"episode {self._episode_id!r}: its tools were started already")
         self._is_started = True
         self._names = self._box.select(task)
-        self._kwargs = task.tools_kwargs
-        said: dict[str, ToolResult] = {}
-        with first_error():
-            async with asyncio.TaskGroup() as group:
-                for name in self._names:
-                    group.create_task(self._create(name, said))
-        return tuple(said[name] for name in self._names if name in said)
+        self._instances.kwargs = task.tools_kwargs
+        said = await self._create(self._names)
+        return tuple(result for result in said if result is not None)
 
     @property
     def has_states(self) -> bool:
@@ -119,7 +106,7 @@ class ToolSession:
     def branch(self, episode_id: str) -> ToolSession:
         """Return the tools of a conversation that goes on from this one by itself; `start_branch` begins them."""
         other = ToolSession(self._box, episode_id)
-        other._names, other._kwargs, other._lender = self._names, self._kwargs, self
+        other._names, other._instances.kwargs, other._lender = self._names, self._instances.kwargs, self
         return other
 
     async def start_branch(self, states: Mapping[str, Any]) -> None:
@@ -133,11 +120,14 @@ class ToolSession:
             SnapshotError: a `restore` failed.
         """
         self._is_started = True
+        await self._create(states["states"])
+        await self.restore(copy.deepcopy(dict(states)))  # a tool may keep what it is given
+
+    async def _create(self, names: Iterable[str]) -> list[ToolResult | None]:
         with first_error():
             async with asyncio.TaskGroup() as group:
-                for name in states["states"]:
-                    group.create_task(self._create(name, {}))
-        await self.restore(copy.deepcopy(dict(states)))  # a tool may keep what it is given
+                tasks = [group.create_task(self._instances.create(name)) for name in names]
+        return [task.result() for task in tasks]
 
     async def call(
         self, calls: Sequence[ToolCall], *, messages: Callable[[], list[dict[str, Any]]] = list
@@ -154,7 +144,7 @@ class ToolSession:
             RolloutError: too many calls run on past their deadline.
             asyncio.CancelledError: the episode is cancelled; the calls are too.
         """
-        if not self._is_started or self._closing is not None:
+        if not self._is_started or self._instances.is_closing:
             raise LifecycleError(f"episode {self._episode_id!r}: tools called before their start or after their end")
         self._box.check_abandoned()
         self._messages = messages
@@ -179,12 +169,12 @@ class ToolSession:
         Raises:
             RewardError: one raised, was late, or returned something that is neither a finite number nor None.
         """
-        if self._is_finished or self._closing is not None:
+        if self._is_finished or self._instances.is_closing:
             raise LifecycleError(f"episode {self._episode_id!r}: the rewards of its tools were asked for already")
         self._is_finished = True
         rewards: dict[str, float | None] = {}
-        for name, instance_id in self._ids.items():
-            methods, kwargs = self._box.methods[name], self._kwargs.get(name, _NO_KWARGS).calc_reward_kwargs
+        for name, instance_id in self._instances.ids.items():
+            methods, kwargs = self._box.methods[name], self._instances.kwargs_of(name).calc_reward_kwargs
             bounded = self._box.bounded[name]
             try:
                 value = await bounded.run(methods.calc_reward, instance_id, **kwargs)
@@ -199,8 +189,8 @@ class ToolSession:
         Raises:
             SnapshotError: a tool's `snapshot` raised or was late.
         """
-        offered = [(name, id) for name, id in self._ids.items() if self._box.seams[name].snapshot is not None]
-        states = {name: await self._seam(name, "snapshot", id) for name, id in offered}
+        offered = [(name, id) for name, id in self._instances.ids.items() if self._box.seams[name].snapshot is not None]
+        states = {name: await self._instances.seam(name, "snapshot", id) for name, id in offered}
         data = self._agent_data
         return {"states": states, "rewards": data.tool_rewards, "extra": data.extra_fields} if data else {"states": states}
 
@@ -211,7 +201,7 @@ class ToolSession:
             SnapshotError: a tool's `restore` raised or was late.
         """
         for name, held in state["states"].items():
-            await self._seam(name, "restore", self._ids[name], held)
+            await self._instances.seam(name, "restore", self._instances.ids[name], held)
         if "extra" in state:
             data = self._seen_by_tools()
             data.tool_rewards, data.extra_fields = list(state["rewards"]), dict(state["extra"])
@@ -228,81 +218,9 @@ class ToolSession:
         Raises:
             asyncio.CancelledError: the caller was cancelled meanwhile; everything has been released first.
         """
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._release_all())
-        cancelled: asyncio.CancelledError | None = None
-        while not self._closing.done():
-            try:
-                await asyncio.wait({self._closing})
-            except asyncio.CancelledError as problem:
-                cancelled = problem
-        if cancelled is not None:
-            raise cancelled
-        return self._closing.result()
+        return await self._instances.close()
 
-    # ---- one tool ---------------------------------------------------------------------------------------------------
-
-    async def _create(self, name: str, said: dict[str, ToolResult]) -> None:
-        methods, kwargs = self._box.methods[name], self._kwargs.get(name, _NO_KWARGS).create_kwargs
-        bounded, loop = self._box.bounded[name], asyncio.get_running_loop()
-
-        def on_late(returned: Any) -> None:
-            try:
-                loop.call_soon_threadsafe(self._own, name, returned)
-            except RuntimeError:  # the loop has ended, and with it the run
-                logger.warning("tool %r: create of episode %s ended after the run", name, self._episode_id)
-
-        async def create() -> Any:
-            try:
-                returned = await bounded.call(methods.create, self._episode_id, on_late=on_late, **kwargs)
-            except BaseException as problem:
-                is_late = isinstance(problem, asyncio.CancelledError) and not inspect.iscoroutinefunction(methods.create)
-                if not is_late:  # what runs on in its thread is taken over by `on_late`
-                    self._own_half(name)
-                raise
-            self._own(name, returned)  # at once: nothing may come between a create and our knowing of it
-            return returned
-
-        try:
-            returned = await bounded.run(create)
-            response = to_response(returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None)
-            content = results.content_of(response, limit=self._box.limit)
-        except ToolStartError:
-            raise
-        except Exception as problem:
-            raise ToolStartError(
-                f"tool {name!r}: create failed for episode {self._episode_id!r}: {one_line(problem)}; check the row's "
-                f"tools_kwargs[{name!r}]['create_kwargs']"
-            ) from problem
-        if not response.is_empty():
-            said[name] = ToolResult(call_id="", name=name, content=content)
-
-    def _own(self, name: str, returned: Any) -> None:
-        """Take over what a `create` made; release it now if the episode has ended meanwhile."""
-        first = returned[0] if isinstance(returned, tuple) and returned else returned
-        instance_id = self._episode_id if first is None or isinstance(first, tuple) else str(first)
-        if (name, instance_id) in self._box.live_ids:
-            raise ToolStartError(
-                f"tool {name!r}: create returned the id {instance_id!r}, which another live episode uses; return the id it "
-                "was given, or a new one"
-            )
-        self._box.live_ids.add((name, instance_id))
-        self._ids[name] = instance_id
-        if self._closing is not None:
-            self._do_late(self._release(name, []))
-
-    def _own_half(self, name: str) -> None:
-        """Release with the rest what a failed `create` may have taken; now, if the episode has ended meanwhile."""
-        if self._closing is None:
-            self._half_created.append(name)
-        else:
-            self._do_late(self._release_half(name))
-
-    def _do_late(self, release: Coroutine[Any, Any, None]) -> None:
-        """Release something of an episode that has ended."""
-        late = asyncio.get_running_loop().create_task(release)
-        self._box.late.add(late)
-        late.add_done_callback(self._box.late.discard)
+    # One call.
 
     async def _answer(self, call: ToolCall) -> ToolResult:
         if call.error is not None:
@@ -355,7 +273,7 @@ class ToolSession:
         return result
 
     async def _execute(self, tool: Tool, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
-        bounded, kwargs = self._box.bounded[call.name], self._kwargs.get(call.name, _NO_KWARGS).execute_kwargs
+        bounded, kwargs = self._box.bounded[call.name], self._instances.kwargs_of(call.name).execute_kwargs
         if self._box.methods[call.name].wants_agent_data:
             kwargs = {"agent_data": self._seen_by_tools(), **kwargs}
         began = time.perf_counter()
@@ -382,58 +300,20 @@ class ToolSession:
 
     def _id_of(self, name: str) -> str:
         """Return the instance of a tool, maybe a lent one."""
-        return self._ids[name] if name in self._ids or self._lender is None else self._lender._id_of(name)
+        ids = self._instances.ids
+        return ids[name] if name in ids or self._lender is None else self._lender._id_of(name)
 
     def _lock_of(self, name: str) -> asyncio.Lock:
-        if name not in self._ids and self._lender is not None:
+        if name not in self._instances.ids and self._lender is not None:
             return self._lender._lock_of(name)
         return self._locks.setdefault(name, asyncio.Lock())
 
     def _seen_by_tools(self) -> AgentData:
         if self._agent_data is None:
-            kwargs = {name: dataclasses.asdict(of) for name, of in self._kwargs.items()}
+            kwargs = {name: dataclasses.asdict(of) for name, of in self._instances.kwargs.items()}
             self._agent_data = AgentData(request_id=self._episode_id, tools_kwargs=kwargs)
         self._agent_data.messages = self._messages()
         return self._agent_data
-
-    async def _release_all(self) -> tuple[str, ...]:
-        problems: list[str] = []
-        async with asyncio.TaskGroup() as group:
-            for name in list(self._ids):
-                group.create_task(self._release(name, problems))
-            for name in self._half_created:
-                group.create_task(self._release_half(name))
-        return tuple(problems)
-
-    async def _release(self, name: str, problems: list[str]) -> None:
-        instance_id = self._ids.pop(name, None)
-        if instance_id is None:  # a create that came late has begun to release it
-            return
-        methods, kwargs = self._box.methods[name], self._kwargs.get(name, _NO_KWARGS).release_kwargs
-        bounded = self._box.bounded[name]
-        try:
-            await bounded.run(methods.release, instance_id, is_owed=True, **kwargs)
-        except Exception as problem:
-            problems.append(f"tool {name!r}: release failed for episode {self._episode_id!r}: {one_line(problem)}")
-            logger.warning("%s", problems[-1])
-        finally:
-            self._box.live_ids.discard((name, instance_id))
-
-    async def _release_half(self, name: str) -> None:
-        """Release what a failed create may have taken; where it took nothing, a release may well fail."""
-        methods, kwargs = self._box.methods[name], self._kwargs.get(name, _NO_KWARGS).release_kwargs
-        try:
-            await self._box.bounded[name].run(methods.release, self._episode_id, is_owed=True, **kwargs)
-        except Exception as problem:
-            logger.debug("tool %r: release after a failed create: %s", name, one_line(problem))
-
-    async def _seam(self, name: str, which: str, *args: Any) -> Any:
-        seam = self._box.seams[name]
-        method: Any = seam.snapshot if which == "snapshot" else seam.restore
-        try:
-            return await self._box.bounded[name].run(method, *args)
-        except Exception as problem:
-            raise SnapshotError(f"{seam.label}: {which} failed: {one_line(problem)}") from problem
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
