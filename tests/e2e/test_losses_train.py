@@ -33,6 +33,15 @@ def test_a_run_trains_with_each_kind_of_loss(tmp_path, loss):
     assert all(s["loss/grad_norm"] > 0 and s["loss/skipped_steps"] == 0 for s in steps)
 
 
+def test_a_run_leaves_truncated_trajectories_out_and_counts_them_by_their_length(tmp_path):
+    """Those of this model of random numbers nearly all end at their limit."""
+    called = call_command(main, "train", write_tiny_run(tmp_path), *RUN, "train.steps=1", "algorithm.drop_truncated=true")
+    assert called.code == 0, called.err
+    (step,) = (json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines())
+    assert step["buffer/samples_truncated"] > 0 and step["tokens/dropped_truncated"] > 0
+    assert sum(step[f"buffer/dropped_decile_{i}"] for i in range(10)) >= step["buffer/samples_truncated"]
+
+
 def test_a_run_corrects_for_its_engine(tmp_path):
     """The embedded engine is the policy, so weights are 1 and nothing is rejected: what is measured is float32's noise."""
     steps = train(tmp_path, CORRECTION)
