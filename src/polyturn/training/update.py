@@ -152,7 +152,8 @@ class Update:
                 self.is_half_done = True
             train_s += time.perf_counter() - began
         else:
-            logger.warning("step %d: no group has anything to learn from; the weights stay as they are", step + 1)
+            why = _nothing_left(kept.metrics)
+            logger.warning("step %d: no group has anything to learn from (%s); the weights stay as they are", step + 1, why)
         parts.append({"time/train_s": Sum(train_s)})
         order = [sample for share in shares for sample in share]
         metrics = reduce(merge(parts))
@@ -229,6 +230,18 @@ class Update:
                 f"algorithm.old_logprobs is 'engine' and sample {missing} came without logprobs; set it to 'trainer'"
             )
         return [s.rollout_logprobs for s in samples if s.rollout_logprobs is not None]
+
+
+def _nothing_left(counts: Metrics) -> str:
+    """Return what became of the groups of a step of which nothing is trained."""
+    of = {name: int(counts[f"buffer/{name}"].value) for name in ("groups", "groups_zero_variance", "groups_all_failed")}
+    rest = of["groups"] - of["groups_zero_variance"] - of["groups_all_failed"]
+    said = {
+        "have the same reward for every member": of["groups_zero_variance"],
+        "failed": of["groups_all_failed"],
+        "are truncated, rejected or of weight 0": rest,
+    }
+    return f"of {of['groups']} groups " + ", ".join(f"{number} {what}" for what, number in said.items() if number)
 
 
 def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:

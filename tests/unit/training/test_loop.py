@@ -278,7 +278,9 @@ def test_a_step_with_nothing_to_learn_from_takes_no_optimizer_step_and_the_run_g
     rig = Rig(tmp_path, is_right=is_right, drop_zero_variance=True).run()
     assert rig.policy.steps == 1 and rig.trainer.state.step == 3
     assert [rig.observer.metrics[s]["buffer/groups_zero_variance"] for s in (1, 2, 3)] == [2, 0, 2]
-    assert "step 1: no group has anything to learn from" in caplog.text and "step 3: no group" in caplog.text
+    assert "step 3: no group" in caplog.text and (
+        "step 1: no group has anything to learn from (of 2 groups 2 have the same reward for every member)" in caplog.text
+    )
 
 
 def test_too_many_failures_end_the_run_with_the_reasons_and_leave_a_checkpoint(tmp_path: Path):
