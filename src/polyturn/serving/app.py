@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -49,12 +50,6 @@ def create_app(
     max_weights = (1 << 16) + 2 * sum(4 * t.numel() for t in model.state_dict().values())
     rules = rules or ServerRules()
     guarded(app, dataclasses.replace(rules, body_limits={"/update_weights/": max_weights}))
-    one_update = asyncio.Lock()
-    inbox = WeightInbox(
-        shapes,
-        lambda weights: service.update_weights(weights, version=service.version + 1),
-        is_loopback=rules.is_loopback,
-    )
 
     @app.exception_handler(PolyturnError)
     async def refused(request: Request, problem: PolyturnError) -> Response:
@@ -99,6 +94,25 @@ def create_app(
     @app.post("/probe/")
     async def probe() -> dict[str, Any]:
         return await service.probe()
+
+    async def nothing_to_do() -> dict[str, str]:
+        return {"message": "there is nothing to do here"}
+
+    for path in ("reset_encoder_cache", "reset_mm_cache"):
+        app.post(f"/{path}/")(nothing_to_do)
+
+    _take_weights(app, service, shapes, is_loopback=rules.is_loopback)
+    return app
+
+
+def _take_weights(
+    app: FastAPI, service: RolloutService, shapes: Mapping[str, tuple[int, ...]], *, is_loopback: bool
+) -> None:
+    """Add the paths on which weights come: as a file, or through a process group."""
+    one_update = asyncio.Lock()
+    inbox = WeightInbox(
+        shapes, lambda weights: service.update_weights(weights, version=service.version + 1), is_loopback=is_loopback
+    )
 
     @app.post("/update_weights/")
     async def update_weights(request: Request, version: int) -> dict[str, Any]:
@@ -153,15 +167,8 @@ def create_app(
         inbox.close()
         return {"message": "the group is left"}
 
-    async def nothing_to_do() -> dict[str, str]:
-        return {"message": "there is nothing to do here"}
-
-    for path in ("reset_encoder_cache", "reset_mm_cache"):
-        app.post(f"/{path}/")(nothing_to_do)
-
     async def no_adapters() -> None:
         raise HTTPException(501, "this server takes whole weights, no adapters: merge them before the update")
 
     for path in ("update_adapter_param", "update_adapter_flattened_param"):
         app.post(f"/{path}/")(no_adapters)
-    return app
