@@ -47,7 +47,7 @@ def results(tmp_path_factory):
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -35,9 +35,9 @@ VOCAB = 48
 CPU = torch.device("cpu")
 
 
-def exact_model(seed=0):
+def exact_model(seed=0, layers=2):
     """A tiny Qwen3 in float64; transformers' own norms round to float32, which would hide small differences."""
-    model = tiny_model(VOCAB, hidden=16, layers=2, heads=2, kv_heads=2, seed=seed)
+    model = tiny_model(VOCAB, hidden=16, layers=layers, heads=2, kv_heads=2, seed=seed)
     for name, norm in [(n, m) for n, m in model.named_modules() if isinstance(m, Qwen3RMSNorm)]:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, torch.nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon))
@@ -161,9 +161,9 @@ def compare_critic(tp):
         "settings": CriticSettings(clip=0.2),
         "layout": LayoutSettings(max_tokens_per_batch=20),
     }
-    model = exact_model()
+    model = exact_model(layers=1)
     one = Critic(copy.deepcopy(model), **options)
-    many = ShardedCritic(exact_model(), mesh=mesh, device=CPU, **options)
+    many = ShardedCritic(exact_model(layers=1), mesh=mesh, device=CPU, **options)
     many.load_whole({"model": first_weights(model)} if rank == 0 else None)
     found = {}
     for step, (size, last) in enumerate(((5, 0), (2, rows))):
@@ -185,7 +185,7 @@ def compare_critic(tp):
         norms = [made.optim_step()["critic/grad_norm"].value for made in (one, many)]
         found[f"{step}/norm"] = abs(norms[0] - norms[1])
     state = many.state_dict()
-    fresh = ShardedCritic(exact_model(), mesh=mesh, device=CPU, **options)
+    fresh = ShardedCritic(exact_model(layers=1), mesh=mesh, device=CPU, **options)
     fresh.load_whole(one.state_dict() if rank == 0 else None)
     again = fresh.state_dict()
     if rank == 0:
@@ -201,7 +201,7 @@ def compare_critic(tp):
     after = many.state_dict()
     if rank == 0:
         found["skipped_changed"] = same_parts(state["model"], after["model"])
-    other = Critic(tiny_model(VOCAB, hidden=32, layers=2), **options).state_dict()
+    other = Critic(tiny_model(VOCAB, hidden=32, layers=1), **options).state_dict()
     found["refused"] = error_of_all(lambda: many.load_whole(other if rank == 0 else None))
     return found
 
@@ -209,9 +209,9 @@ def compare_critic(tp):
 def compare_bfloat16():
     """Return how far two ranks and one process are apart, in bfloat16, that begin with weights which were loaded."""
     options = {"optim": OptimSettings(lr=1e-3, max_grad_norm=None), "layout": LayoutSettings(max_tokens_per_batch=20)}
-    start = tiny_model(VOCAB, hidden=16, layers=2, heads=2, kv_heads=2, seed=3).bfloat16()
+    start = tiny_model(VOCAB, hidden=16, layers=1, heads=2, kv_heads=2, seed=3).bfloat16()
     one = LocalPolicy(copy.deepcopy(start), **options)
-    many = ShardedPolicy(exact_model().bfloat16(), mesh=make_mesh(CPU), device=CPU, **options)
+    many = ShardedPolicy(exact_model(layers=1).bfloat16(), mesh=make_mesh(CPU), device=CPU, **options)
     many.load_whole({"model": start.state_dict()} if dist.get_rank() == 0 else None)
     samples = samples_of(1, 2)
     coefs = loss_coefs(samples, mode="token-mean")
@@ -224,7 +224,7 @@ def compare_bfloat16():
     found = {"policy": same_parts(one.model.state_dict(), whole) if rank == 0 else None}
     # The critic, whose head is float32 on a backbone of bfloat16.
     one = Critic(copy.deepcopy(start), **options)
-    many = ShardedCritic(exact_model().bfloat16(), mesh=make_mesh(CPU), device=CPU, **options)
+    many = ShardedCritic(exact_model(layers=1).bfloat16(), mesh=make_mesh(CPU), device=CPU, **options)
     many.load_whole({"model": first_weights(start)} if rank == 0 else None)
     samples = [s.replace(values=np.zeros(len(s)), returns=np.ones(len(s))) for s in samples]
     coefs = value_coefs(samples)
@@ -239,7 +239,7 @@ def compare_bfloat16():
 
 def compare_lora():
     """Return how far two ranks and one process differ that train an adapter which was not zero at the start."""
-    model = exact_model()
+    model = exact_model(layers=1)
     add_lora(model, LoraSettings(rank=2, alpha=4))
     torch.manual_seed(1)
     for name, tensor in adapter_tensors(model).items():
@@ -317,10 +317,16 @@ def compare_losses():
         selection = selection_of(loss.policy_loss, kwargs={})
         marks = [np.zeros(len(s)) for s in samples] if selection is None else mark(samples, selection, seed=0)
         marked = [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
-        one = LocalPolicy(exact_model(), optim=OptimSettings(), loss=loss, reference=True)
+        one = LocalPolicy(exact_model(layers=1), optim=OptimSettings(), loss=loss, reference=True)
         one.forward_backward(marked, coefs=coefs)
         many = ShardedPolicy(
-            exact_model(), mesh=mesh, device=CPU, optim=OptimSettings(), loss=loss, layout=LAYOUTS[kind], reference=True
+            exact_model(layers=1),
+            mesh=mesh,
+            device=CPU,
+            optim=OptimSettings(),
+            loss=loss,
+            layout=LAYOUTS[kind],
+            reference=True,
         )
         mine = assign(marked, settings=LAYOUTS[kind], num_shares=2)[dist.get_rank()]
         many.forward_backward([marked[i] for i in mine], coefs=[coefs[i] for i in mine])
