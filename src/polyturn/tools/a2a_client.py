@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from polyturn.core.errors import ConfigError, ToolConnectionError, ToolError, ToolTimeoutError, one_line
 from polyturn.core.secret import bearer, hide
 from polyturn.tools.a2a_parts import A2AAnswer, A2AConversation, answer_of, plain, request_of, state_of, update_task
+from polyturn.tools.http_client import http_client
 from polyturn.tools.own_loop import in_own_loop
 
 CARD_PATH = "/.well-known/agent-card.json"
@@ -285,36 +286,13 @@ def _parse_error() -> type[Exception]:
 def _http_client(headers: Mapping[str, str]) -> Any:
     import httpx
 
-    async def bound(response: Any) -> None:
-        response.stream = _Bounded(response.stream)
-
-    return httpx.AsyncClient(
-        headers=dict(headers),
-        timeout=httpx.Timeout(30.0, read=None),
-        limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=64),
-        event_hooks={"response": [bound]},
+    return http_client(
+        httpx,
+        headers,
+        max_connections=MAX_CONNECTIONS,
+        max_bytes=lambda response: MAX_ANSWER_BYTES,
+        too_large=httpx.ReadError,
     )
-
-
-class _Bounded:
-    """A response that may not be larger than an answer can be."""
-
-    def __new__(cls, stream: Any) -> Any:
-        import httpx
-
-        class Bounded(httpx.AsyncByteStream):
-            async def __aiter__(self) -> AsyncIterator[bytes]:
-                total = 0
-                async for chunk in stream:
-                    total += len(chunk)
-                    if total > MAX_ANSWER_BYTES:
-                        raise httpx.ReadError(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
-                    yield chunk
-
-            async def aclose(self) -> None:
-                await stream.aclose()
-
-        return Bounded()
 
 
 def _has_failed(task: asyncio.Task[Any]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.secret import bearer, is_secret_name, token_from
+from polyturn.tools.http_client import http_client
 from polyturn.tools.mcp_connection import McpConnection, McpLimits, McpServer, reason
 from polyturn.tools.mcp_stdio import LastWords, StdioCommand, stdio_transport
 from polyturn.tools.own_loop import in_own_loop
@@ -126,39 +127,16 @@ async def _owning(client: Any, transport: Callable[[Any], Any]) -> AsyncIterator
 
 
 def _http_client(headers: Mapping[str, str], words: LastWords, max_answer_bytes: int) -> Any:
-    """Return an HTTP client that remembers the last error's status and bounds answers; deadlines are the calls' own."""
+    """Return an HTTP client that remembers the last error's status and bounds answers, of which a stream has none."""
     import httpx2
 
-    async def look(response: Any) -> None:
+    def look(response: Any) -> int | None:
         if response.status_code >= 400:
             words.http_status = response.status_code
-        if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
-            response.stream = _bounded(response.stream, max_answer_bytes)
+        is_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        return None if is_stream else max_answer_bytes
 
-    return httpx2.AsyncClient(
-        headers=dict(headers),
-        timeout=httpx2.Timeout(30.0, read=None),
-        limits=httpx2.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=64),
-        event_hooks={"response": [look]},
-    )
-
-
-def _bounded(stream: Any, limit: int) -> Any:
-    import httpx2
-
-    class Bounded(httpx2.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            total = 0
-            async for chunk in stream:
-                total += len(chunk)
-                if total > limit:
-                    raise httpx2.StreamError(f"the answer is larger than {limit} bytes; ask for less at once")
-                yield chunk
-
-        async def aclose(self) -> None:
-            await stream.aclose()
-
-    return Bounded()
+    return http_client(httpx2, headers, max_connections=MAX_CONNECTIONS, max_bytes=look, too_large=httpx2.StreamError)
 
 
 def read_servers(source: Path | Mapping[str, Any], *, where: str = "mcp.servers") -> dict[str, Mapping[str, Any]]:
