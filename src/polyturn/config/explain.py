@@ -18,6 +18,9 @@ from polyturn.config.references import secrets_in, value_at
 from polyturn.config.schema import KeyPath, dotted
 from polyturn.config.sources import Sources
 
+MAX_KEYS = 6
+"""Keys of a section that a message shows."""
+
 
 def explain(
     error: ValidationError,
@@ -46,8 +49,10 @@ def explain(
         else:
             text = re.sub(r"^Input should be", "it must be", message)
             if problem["type"] in ("model_type", "model_attributes_type"):
-                text = "it must be a section, with keys of its own"
+                text = f"it must be a section, with keys of its own{_keys(model, path)}"
                 text += "; leave it out for its defaults" if problem["input"] is None else ""
+            elif problem["type"] == "list_type" and isinstance(problem["input"], str):
+                text = f"it must be a list, such as [{problem['input']}]"
             wrong.setdefault(path, []).append(text)
     for path, texts in wrong.items():
         if isinstance(value_at(values, path), Mapping) and any(p != path and p[: len(path)] == path for p in places):
@@ -56,6 +61,18 @@ def explain(
         shown = as_shown(value_at(values, path), path, raw_env)
         sentences.append(f"{dotted(path)} is {shown}{sources.of(path)}; {said}")
     return sentences
+
+
+def _keys(model: type[BaseModel], path: KeyPath) -> str:
+    """Return the keys that a section has, for a message."""
+    annotation: Any = model
+    for step in path:
+        annotation = schema.child(schema.meant(annotation, {}), step)
+    section = next((m for m in schema.unwrap(annotation) if schema.is_model(m)), None)
+    if section is None:
+        return ""
+    known = list(schema.names(section))
+    return f" ({', '.join(known[:MAX_KEYS])}{', …' if len(known) > MAX_KEYS else ''})"
 
 
 def _locate(loc: Sequence[str | int], model: type[BaseModel], values: Any) -> tuple[KeyPath, bool]:

@@ -30,11 +30,23 @@ class Sources:
 
     def of(self, path: KeyPath) -> str:
         """Return " (in run.yaml)" for the value at `path`, "" where nobody wrote it."""
-        inside = [p for p in self.origin if p[: len(path)] == path]
+        inside = [p for p in self.origin if p[: len(path)] == path and _is_there(self.values, p)]
         for candidate in [*(path[:n] for n in range(len(path), 0, -1)), *inside]:
             if candidate in self.origin:
                 return f" ({self.origin[candidate]})"
         return ""
+
+
+def _is_there(values: Any, path: KeyPath) -> bool:
+    """Return whether there is a value at `path`; what an override replaced is gone."""
+    for step in path:
+        if isinstance(values, Mapping) and step in values:
+            values = values[str(step)]
+        elif isinstance(values, list) and isinstance(step, int) and step < len(values):
+            values = values[step]
+        else:
+            return False
+    return True
 
 
 def merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:

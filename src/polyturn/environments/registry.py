@@ -46,7 +46,7 @@ def find_adapter(name: str, kwargs: Mapping[str, Any] | None = None, *, base: Pa
     if not colon or not id:
         raise ConfigError(
             f"env {name!r} is no name of an environment; write 'prefix:id', for instance 'textarena:GuessTheNumber-v0', or "
-            "'package.module:Class' for one of your own"
+            "'package.module:Class' or 'file.py:Class' for one of your own"
         )
     if "." in prefix or "/" in prefix:
         return _own(name, import_attr(name, base=base), kwargs or {}, base)

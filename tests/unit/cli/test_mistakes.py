@@ -106,3 +106,16 @@ def test_a_section_that_is_set_to_null_is_told_what_to_do(tmp_path: Path):
     called = call("train", write_tiny_run(tmp_path), "evaluation=null")
     assert "evaluation is None (from the override 'evaluation=null'); it must be a section" in called.err
     assert called.err.strip().endswith("leave it out for its defaults")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model=Qwen/x", "it must be a section, with keys of its own (path, revision, init, tokenizer, train_tokenizer, "),
+        ("data.train=rows.jsonl", "with keys of its own (files, generator, kwargs, limit, system)"),
+        ("tracking=wandb", "it must be a list, such as [wandb]"),
+        ("rollout.interactions={name: a}", "is {'name': 'a'} (from the override 'rollout.interactions={name: a}')"),
+    ],
+)
+def test_a_value_of_the_wrong_form_is_told_which_form_and_where_it_came_from(tmp_path: Path, override: str, said: str):
+    assert said in call("train", write_tiny_run(tmp_path), override).err
