@@ -27,6 +27,8 @@ _WHERE = {
     "TrainSample": "polyturn.core.sample",
     "PolyturnError": "polyturn.core.errors",
     "ToolError": "polyturn.core.errors",
+    "ToolConnectionError": "polyturn.core.errors",
+    "ToolTimeoutError": "polyturn.core.errors",
     "ToolUnavailableError": "polyturn.core.errors",
     "BaseInteraction": "polyturn.interactions.base",
     "BaseTool": "polyturn.tools.base",
@@ -42,7 +44,7 @@ _WHERE = {
 __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:
-    from polyturn.core.errors import PolyturnError, ToolError, ToolUnavailableError
+    from polyturn.core.errors import PolyturnError, ToolConnectionError, ToolError, ToolTimeoutError, ToolUnavailableError
     from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
     from polyturn.core.messages import Message, ToolCall
     from polyturn.core.reward import Reward
