@@ -7,8 +7,9 @@
 
 Everything is run twice with the same plan. In the second run nothing goes wrong, and the work that the faults cost is done
 all the same: where a call hung it takes the call's deadline (and the grace of one that would not be cancelled), garbage and
-100 MB are made and thrown away, a server that dropped answers at that moment. What the killed inference servers had computed of
-requests that were lost is added to its time, divided by the episodes side by side. What is lost beyond the work really lost:
+100 MB are made and thrown away, a server that dropped answers at that moment. What the killed inference servers had computed
+of requests that were lost is added to its time, divided by the episodes side by side. What is lost beyond the work really
+lost:
 
     lost_share = 1 - (seconds without faults + lost engine seconds / concurrency) / seconds with faults
 

@@ -130,7 +130,7 @@ def test_what_is_no_import_path_is_refused_with_the_form_it_needs(path: str) -> 
 def test_a_file_that_fails_when_imported_says_why_and_can_be_mended(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("raise RuntimeError('no model')")
-    with pytest.raises(MissingModuleError, match=r"broken\.py' fails when imported: RuntimeError: no model"):
+    with pytest.raises(MissingModuleError, match=r"broken\.py' fails when imported, at line 1: RuntimeError: no model"):
         import_attr(f"{path}:x")
     path.write_text("x = 1")
     assert import_attr(f"{path}:x") == 1

@@ -97,7 +97,7 @@ async def test_a_plug_in_is_named_once_and_counted_each_time(caplog: pytest.LogC
     for number in range(2):
         await run_episode(context, task(), id=f"e{number}")
     assert len(warnings(caplog)) == 1
-    assert watchdog.num_blocked["sleeps"] >= 3
+    assert watchdog.num_blocked["sleeps"] >= 2
 
 
 async def test_nothing_is_said_of_who_awaits(caplog: pytest.LogCaptureFixture):
