@@ -9,8 +9,9 @@ import pytest
 import torch
 from conftest import VOCAB, small_model
 
-from polyturn.core.errors import EngineError
+from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.engines.remote import FOREIGN_VERSION
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
@@ -51,6 +52,33 @@ async def test_weights_that_are_sent_pass_the_canary_and_each_later_sync(place, 
         assert len(completion.token_ids) == 300
         assert {version for _, version in completion.policy_versions} <= {0, 1}
         assert (await engine.generate(ask("after", max_tokens=2))).policy_versions == ((0, 1),)
+    finally:
+        await engine.close()
+
+
+async def test_weights_that_break_off_in_the_middle_can_be_sent_again(place, model_folder, monkeypatch):
+    monkeypatch.setattr(f"polyturn.engines.{place[0]}.buckets", lambda weights: small_buckets(weights))
+    engine = client(place, model_folder, "http")
+    post, sent = engine._post, 0
+
+    async def breaks_off(path, body=None, **options):
+        nonlocal sent
+        if path == "/update_weights_from_tensor" or (body or {}).get("method") == "polyturn_hold":
+            sent += 1
+            if sent == 2:
+                raise EngineLostError("the connection broke off")
+        return await post(path, body, **options)
+
+    try:
+        await engine.update_weights(0, weights=small_model().state_dict())
+        engine._post = breaks_off
+        with pytest.raises(EngineLostError, match="broke off"):
+            await engine.update_weights(1, weights=small_model().state_dict())
+        engine._post = post
+        between = await engine.generate(ask("between", max_tokens=2))
+        assert between.policy_versions == ((0, FOREIGN_VERSION),)  # half of them are new: nobody's weights
+        await engine.update_weights(2, weights=small_model().state_dict())
+        assert (await engine.generate(ask("again", max_tokens=2))).policy_versions == ((0, 2),)
     finally:
         await engine.close()
 

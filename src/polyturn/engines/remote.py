@@ -196,6 +196,10 @@ class RemoteEngine(ABC):
         """Do as `_load`, with the tensors themselves, over HTTP or a process group."""
         raise EngineError(f"weights go to {self.name} through a folder; leave engine.weights at shared_memory or disk")
 
+    async def _rename(self, tag: str) -> None:
+        """Let the server call the weights that it has `tag`."""
+        return
+
     async def _leave_group(self, name: str) -> None:
         """Let the server leave a process group."""
         return
@@ -300,8 +304,11 @@ class RemoteEngine(ABC):
                     await self._load(weights.folder, version)
                 else:
                     await self._send(weights, version)
-            except EngineError:
+            except BaseException:
                 self._drop_group()
+                if self._way not in FOLDER_WAYS:  # some tensors are new, and tokens from these weights are nobody's
+                    with contextlib.suppress(EngineError):
+                        await self._rename(f"{self._prefix}unfinished")
                 raise
             finally:
                 await self._resume()  # also after a failure: a server that stays paused answers nobody

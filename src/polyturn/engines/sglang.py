@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import pickle
 import re
 from collections.abc import Mapping
@@ -156,11 +157,26 @@ class SglangEngine(RemoteEngine):
         group = await self._joined_group(self._join, is_known=known)
         if self._has_sessions:
             await self._told("/begin_weight_update", {"selector": "target"})
-        for bucket in buckets(weights):
-            body: dict[str, Any] = {"flush_cache": False}
-            if group is None:
-                await self._tell_tensors(bucket, body)
-                continue
+        try:
+            for bucket in buckets(weights):
+                await self._send_bucket(bucket, group)
+        except BaseException:
+            if self._has_sessions:  # one that stays open refuses the next weights
+                with contextlib.suppress(EngineError):
+                    await self._told("/end_weight_update", {})
+            raise
+        if self._has_sessions:
+            await self._told("/end_weight_update", {})
+        await self._post("/flush_cache")  # with no wait: what was running stands in the queue again
+        await self._rename(self.tag(version))
+
+    async def _rename(self, tag: str) -> None:
+        await self._post("/update_weight_version", {"new_version": tag, "abort_all_requests": False})
+
+    async def _send_bucket(self, bucket: Mapping[str, Tensor], group: WeightGroup | None) -> None:
+        """Broadcast a bucket; or send it, or on this machine where it lies, in the server's format, a pickle a rank."""
+        body: dict[str, Any] = {"flush_cache": False}
+        if group is not None:
             body |= {
                 "names": list(bucket),
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
@@ -168,13 +184,7 @@ class SglangEngine(RemoteEngine):
                 "group_name": group.name,
             }
             await group.broadcast(list(bucket.values()), self._told("/update_weights_from_distributed", body))
-        if self._has_sessions:
-            await self._told("/end_weight_update", {})
-        await self._post("/flush_cache")  # with no wait: what was running stands in the queue again
-        await self._post("/update_weight_version", {"new_version": self.tag(version), "abort_all_requests": False})
-
-    async def _tell_tensors(self, bucket: Mapping[str, Tensor], body: dict[str, Any]) -> None:
-        """Send a bucket, or on this machine where it lies, in the server's own format: a pickle for each rank."""
+            return
         workers = 1 if self._facts is None else self._facts.num_workers
         path = "/update_weights_from_tensor"
         if self._way != "ipc":

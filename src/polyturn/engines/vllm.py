@@ -180,7 +180,10 @@ class VllmEngine(RemoteEngine):
 
     async def _renamed(self, version: int) -> None:
         await self._forget()
-        await self._post("/update_weight_version", {"new_version": self.tag(version)})
+        await self._rename(self.tag(version))
+
+    async def _rename(self, tag: str) -> None:
+        await self._post("/update_weight_version", {"new_version": tag})
 
     async def _forget(self) -> None:
         if not (await self._post("/reset_prefix_cache?reset_running_requests=true"))["success"]:
