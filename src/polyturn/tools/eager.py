@@ -59,18 +59,24 @@ class _Rest(Coroutine[Any, Any, Any]):
         self._waits_for: list[Any] | None = None
 
     def take(self, waits_for: Any) -> None:
-        """Begin with what it waits for."""
-        self._waits_for = [waits_for]
+        """Begin with what it waits for; the task's first step is the next turn of the loop that None asks for."""
+        self._waits_for = [] if waits_for is None else [waits_for]
+        if asyncio.isfuture(waits_for):  # until then, others may await it too
+            waits_for._asyncio_future_blocking = False
 
     def send(self, value: Any) -> Any:
         if self._waits_for is None:
             raise StopIteration
-        return self._waits_for.pop() if self._waits_for else self._work.send(value)
+        return self._handed_over() if self._waits_for else self._work.send(value)
 
     def throw(self, *problem: Any) -> Any:
         if self._waits_for is None:
             raise problem[0]
-        self._waits_for.clear()
+        if self._waits_for:  # cancelled before its task waits: what it would wait for is cancelled, as a task does
+            waits_for = self._waits_for[0]
+            if asyncio.isfuture(waits_for) and waits_for.cancel(*problem[0].args):
+                return self._handed_over()
+            self._waits_for.clear()
         return self._work.throw(*problem)
 
     def close(self) -> None:
@@ -78,3 +84,15 @@ class _Rest(Coroutine[Any, Any, Any]):
 
     def __await__(self) -> Generator[Any, Any, Any]:
         raise TypeError("only a task may wait for it")
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for the coroutine where somebody looks at it: its name, its frame, whether it runs."""
+        return getattr(self._work, name)
+
+    def _handed_over(self) -> Any:
+        """Return what the task is to wait for, marked as awaited, as it looks for."""
+        assert self._waits_for is not None
+        waits_for = self._waits_for.pop()
+        if asyncio.isfuture(waits_for):
+            waits_for._asyncio_future_blocking = True
+        return waits_for

@@ -84,6 +84,75 @@ async def test_a_call_that_is_cancelled_in_the_moment_that_it_begins_to_wait_cle
     assert events == ["clean"]
 
 
+@pytest.mark.parametrize("of_task", [True, False])
+async def test_several_calls_may_begin_to_wait_for_one_and_the_same(of_task: bool) -> None:
+    gate: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def opens() -> str:
+        return await gate
+
+    shared: asyncio.Future[str] = asyncio.create_task(opens()) if of_task else gate
+
+    async def waits() -> str:
+        return await shared
+
+    one = bounded(timeout_s=60)
+    calls = [asyncio.create_task(one.run(waits)) for _ in range(3)]
+    asyncio.get_running_loop().call_later(0.005, gate.set_result, "open")
+    assert [await call for call in calls] == ["open"] * 3
+
+
+async def test_what_a_call_waits_for_is_cancelled_with_it_in_the_moment_that_it_begins_to_wait() -> None:
+    events: list[str] = []
+
+    async def part() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            events.append("cancelled")
+            raise
+
+    parts = [asyncio.create_task(part()) for _ in range(2)]
+    await asyncio.sleep(0)
+
+    async def waits() -> None:
+        await asyncio.gather(*parts)
+
+    task = begun(waits())
+    task.cancel("enough")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert events == ["cancelled"] * 2
+
+
+@pytest.mark.parametrize("done", [True, False])
+async def test_a_call_that_is_cancelled_as_it_begins_to_wait_ends_though_nothing_else_can_be_cancelled(done: bool) -> None:
+    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def waits() -> None:
+        await (gate if done else asyncio.sleep(0))
+        await asyncio.sleep(60)
+
+    task = begun(waits())
+    gate.set_result(None)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_call_that_waits_shows_where() -> None:
+    async def waits() -> None:
+        await asyncio.sleep(60)
+
+    task = begun(waits())
+    await asyncio.sleep(0)
+    assert "waits" in repr(task) and "test_bounded.py" in repr(task)
+    assert isinstance(task, asyncio.Task)
+    (frame,) = task.get_stack()
+    assert frame.f_code is waits.__code__
+    task.cancel()
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 async def test_code_that_is_late_is_cancelled_and_cleans_up(at_once: bool) -> None:
     events: list[str] = []
