@@ -31,6 +31,7 @@ from polyturn.core.sample import TrainSample
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
+from polyturn.training.towers import touching
 
 _NAMES = {"loss/lr": "critic/lr", "loss/grad_norm": "critic/grad_norm", "loss/skipped_steps": "critic/skipped_steps"}
 """What the optimizer calls its metrics -> what they are called here."""
@@ -212,6 +213,8 @@ class ValueModel(nn.Module):
         config = model.config.get_text_config()
         like = next(model.parameters())
         self.backbone = backbone
+        self.towers: tuple[nn.Module, ...] = ()
+        """What only some ranks would run; see `towers.py`."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         self.head = nn.Linear(int(config.hidden_size), 1).to(device=like.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
@@ -226,7 +229,8 @@ class ValueModel(nn.Module):
         ).last_hidden_state
         read_SH = hidden_BTH.flatten(0, 1).index_select(0, batch.flat_S)
         values_S1: Tensor = self.head(read_SH.to(self.head.weight.dtype))
-        return values_S1[:, 0].clone()  # the hook of a sharded module's backward pass must not sit on a view
+        # The hook of a sharded module's backward pass must not sit on a view, hence the copy.
+        return touching(values_S1[:, 0].clone(), self.towers)
 
 
 def first_weights(model: PreTrainedModel) -> dict[str, Tensor]:

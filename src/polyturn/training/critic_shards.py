@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -31,6 +30,7 @@ from polyturn.training.optim import OptimSettings
 from polyturn.training.shards import cut_like, gather_whole, require_same_shapes, spread_whole
 from polyturn.training.team import Team, assign, put_back
 from polyturn.training.tensor_parallel import split_layers
+from polyturn.training.towers import layers_of, towers_of
 
 
 class ShardedCritic(Critic):
@@ -94,8 +94,8 @@ class ShardedCritic(Critic):
         assert isinstance(backbone, PreTrainedModel)
         value_model = ValueModel(model, backbone)
         partial = split_layers(backbone, tp) if tp.size() > 1 else []
-        kinds = set(model._no_split_modules or ())
-        layers: list[nn.Module] = [m for m in backbone.modules() if type(m).__name__ in kinds]
+        value_model.towers = tuple(towers_of(backbone))
+        layers = layers_of(backbone, value_model.towers)
         # The head is by itself, because it is float32 whatever the backbone is.
         self._sharded = shard_layers([*layers, value_model.head, value_model], mesh=self._mesh["dp"])
         named = [f"backbone.{name}" for name in partial]

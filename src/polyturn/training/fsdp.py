@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import AlignmentError, ConfigError
+from polyturn.core.errors import AlignmentError, ConfigError, PolyturnError
 from polyturn.core.metrics import Metrics
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.forward import TargetForward, TargetScores
@@ -37,6 +37,7 @@ from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
 from polyturn.training.reference import AdapterReference, FrozenModel, Scorer, make_reference
 from polyturn.training.shards import cut_like, gather_whole, is_split_over_row, local_part, spread_whole
 from polyturn.training.tensor_parallel import split_layers
+from polyturn.training.towers import layers_of, touching, towers_of
 
 _FILLER = TrainSample(
     id=SampleId("filler", "0", 0),
@@ -184,21 +185,21 @@ def in_step(
     """Cut the samples of this rank by `lay_out`, and add passes without weight until it has as many as the longest rank.
 
     Raises:
-        AlignmentError: on every rank, where the samples of one cannot be laid out.
+        PolyturnError: on every rank, with the reason of the one whose samples cannot be laid out.
     """
     batches: list[MicroBatch] = []
-    problem: AlignmentError | None = None
+    problem: PolyturnError | None = None
     try:
         batches = lay_out(samples, coefs) if samples else []
-    except AlignmentError as found:
+    except PolyturnError as found:  # a medium that cannot be read, too: the other ranks are waiting
         problem = found
     counts = torch.tensor([len(batches), problem is not None], device=device)
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
     most, is_wrong = counts.tolist()
-    if problem is not None:
-        raise problem
     if is_wrong:
-        raise AlignmentError("the samples of another rank cannot be laid out")
+        reasons: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, None if problem is None else str(problem))
+        raise problem or AlignmentError(next(r for r in reasons if r is not None))
     if len(batches) == most:
         return batches
     (empty,) = lay_out([_FILLER], [np.zeros(2)])
@@ -233,12 +234,11 @@ class _Root(nn.Module):
         super().__init__()
         self.model = model
         self._targets = forward
+        self._towers = tuple(towers_of(model))
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Spread the parameters over `mesh`, layer by layer, and sum gradients instead of averaging them."""
-        kinds = set(self.model._no_split_modules or ())
-        layers = [m for m in self.model.modules() if type(m).__name__ in kinds]
-        shard_layers([*layers, self], mesh=mesh)
+        shard_layers([*layers_of(self.model, self._towers), self], mesh=mesh)
 
     def reshard(self) -> None:
         """Free the whole copies of what the last pass used; the sharded module brings its own."""
@@ -246,7 +246,8 @@ class _Root(nn.Module):
     def forward(self, batch: MicroBatch, **options: Any) -> TargetScores:
         """Return what the forward pass gives for each target."""
         scores = self._targets(batch, **options)
-        return scores._replace(logprobs_S=scores.logprobs_S.clone())  # the hook of the backward pass must not sit on a view
+        # The hook of the backward pass must not sit on a view, hence the copy.
+        return scores._replace(logprobs_S=touching(scores.logprobs_S.clone(), self._towers))
 
 
 class _ShardedFrozenModel(FrozenModel):

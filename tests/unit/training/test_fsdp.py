@@ -113,6 +113,19 @@ def test_a_value_loss_that_is_not_finite_on_one_rank_is_skipped_on_all_then_ends
     assert all("the value loss is not finite at optimizer step 3" in said for said in found["ended"])
 
 
+@pytest.mark.parametrize("name", ["policy", "critic"])
+def test_one_rank_may_have_all_the_pictures(results, name):
+    """The parts of a model that see run on that rank alone, and every rank waits for the same collectives."""
+    found = results["vision"]
+    assert found[f"{name}/score"] < 1e-5 and found[f"{name}/gradient"] < 1e-6, found
+
+
+@pytest.mark.parametrize("name", ["policy", "critic"])
+def test_a_picture_that_one_rank_cannot_read_is_said_by_all(results, name):
+    said = results["vision"][f"{name}/unreadable"]
+    assert len(said) == 2 and said[0] == said[1] and "gone.png" in said[0]
+
+
 def test_another_models_critic_is_refused_on_every_rank(results):
     assert all("checkpoint's critic is of another model: its backbone." in said for said in results["critic"]["refused"])
 

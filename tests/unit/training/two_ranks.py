@@ -4,6 +4,7 @@ python two_ranks.py TP OUT     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_POR
 """
 
 import copy
+import dataclasses
 import datetime
 import json
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -19,8 +21,12 @@ from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.losses import mark, policy_losses, selection_of
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import PolyturnError
+from polyturn.core.messages import Message
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny import tiny_model
+from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.critic import Critic, CriticSettings, first_weights, value_coefs
 from polyturn.training.critic_shards import ShardedCritic
 from polyturn.training.fsdp import ShardedPolicy, make_mesh
@@ -283,6 +289,56 @@ def compare_lora():
     return found
 
 
+def vision_samples(media, codec):
+    """Return samples that show a picture, two pictures, and none."""
+    shown = [Image.new("RGB", (28, 28), "red")], [Image.new("RGB", (56, 28), color) for color in ("blue", "green")], []
+    out = []
+    for number, pictures in enumerate(shown):
+        parts = [{"type": "image", "image": picture} for picture in pictures] + [{"type": "text", "text": "What is this?"}]
+        message = Message(role="user", content=tuple(parts))
+        ids = media.expand(codec.encode(codec.render([message], add_generation_prompt=True)), [message])
+        ids = np.concatenate([ids, codec.encode(" 7 apples")])
+        weights = (np.arange(len(ids)) >= len(ids) - 3).astype(np.float32)
+        made = TrainSample(
+            id=SampleId("g", str(number), 0), token_ids=ids, loss_weights=weights, turn_ids=np.zeros(len(ids), np.int32)
+        )
+        noise = np.random.default_rng(number).normal(size=len(ids))
+        out.append(made.replace(media=message.media, advantages=noise, returns=noise, values=np.zeros(len(ids))))
+    return out
+
+
+def compare_vision():
+    """Return how far two ranks and one process differ, of which one rank has all the pictures; and what is said of a medium
+    that cannot be read there."""
+    tokenizer = vision_tokenizer()
+    codec = Codec(tokenizer)
+    media = MediaProcessor(tiny_processor(tokenizer), codec)
+    model, rank, mesh = tiny_vision_model(tokenizer, layers=1), dist.get_rank(), make_mesh(CPU)
+    options = {"optim": OptimSettings(lr=1e-3), "layout": LayoutSettings(max_tokens_per_batch=32), "media": media}
+    samples = vision_samples(media, codec)
+    share = samples[:2] if rank == 0 else samples[2:]
+    found = {}
+    for name, alone, sharded, coefs in (
+        ("policy", LocalPolicy, ShardedPolicy, loss_coefs(samples, mode="token-mean")),
+        ("critic", Critic, ShardedCritic, value_coefs(samples)),
+    ):
+        one = alone(copy.deepcopy(model), **options)
+        many = sharded(copy.deepcopy(model), mesh=mesh, device=CPU, **options)
+        a, b = one.score(samples), many.score(share)
+        found[f"{name}/score"] = largest([(a[i + 2 * rank], b[i]) for i in range(len(share))])
+        one.forward_backward(samples, coefs=coefs)
+        many.forward_backward(share, coefs=coefs[:2] if rank == 0 else coefs[2:])
+        grads = {n: p.grad for n, p in one.model.named_parameters()}
+        whole = {n: p.grad.full_tensor() for n, p in many.model.named_parameters()}
+        found[f"{name}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in grads if grads[n] is not None)
+        for made in (one, many):
+            made.optim_step()
+        lost = samples[0].replace(media=tuple(dataclasses.replace(m, source="gone.png") for m in samples[0].media))
+        bad = [lost] if rank == 0 else samples[2:]
+        found[f"{name}/unreadable"] = error_of_all(lambda many=many, bad=bad: many.score(bad))
+    return found
+
+
 def refusals():
     """Return what is said of models that layers cannot be split of, by the first rank."""
     mesh = make_mesh(CPU, tensor_parallel=2)
@@ -343,7 +399,7 @@ if __name__ == "__main__":
     results = {"shards": compare(1), "tensor_parallel": compare(2), "losses": compare_losses()}
     results["lora"] = compare_lora()
     results["critic"], results["critic_tensor_parallel"] = compare_critic(1), compare_critic(2)
-    results["bfloat16"] = compare_bfloat16()
+    results["bfloat16"], results["vision"] = compare_bfloat16(), compare_vision()
     results["refused"] = refusals()
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))

@@ -1,0 +1,51 @@
+"""Towers: the parts of a model that run only where a batch shows something, beside the decoder, which always runs.
+
+    rank 0   [ image + text ]   visual, language_model
+    rank 1   [ text ]                   language_model      visual is touched: its gradient is 0, not none
+
+Over ranks every collective must be every rank's. So a tower is never sharded by itself, which would gather it only on ranks
+that see something, but with the root; and each of its parameters has a gradient on all ranks, or on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def towers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules of a backbone beside its decoder; none where the backbone is the decoder."""
+    decoder = model.base_model.get_decoder()
+    if decoder is None or decoder is model.base_model:
+        return []
+    inside = set(decoder.modules())
+    found: list[nn.Module] = []
+    around: list[nn.Module] = [model.base_model]
+    while around:
+        for child in around.pop().children():
+            if child is decoder or child in inside:
+                continue
+            if decoder in child.modules():
+                around.append(child)
+            else:
+                found.append(child)
+    return found
+
+
+def layers_of(model: PreTrainedModel, towers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the layers of a model that always run, which may be sharded one by one."""
+    kinds = set(model._no_split_modules or ())
+    apart = {module for tower in towers for module in tower.modules()}
+    return [module for module in model.modules() if type(module).__name__ in kinds and module not in apart]
+
+
+def touching(out: Tensor, towers: Sequence[nn.Module]) -> Tensor:
+    """Return `out`, in which every trained parameter of `towers` has a part of 0."""
+    if not torch.is_grad_enabled():
+        return out
+    for parameter in (p for tower in towers for p in tower.parameters() if p.requires_grad and p.numel()):
+        out = out + 0.0 * parameter.reshape(-1)[0]
+    return out
