@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Messages = Callable[[], list[dict[str, Any]]]
+"""Gives a conversation so far, in OpenAI's form."""
+
 
 class ToolSession:
     """The tools in one episode. `close` must be called whatever happened; `async with` does."""
@@ -57,7 +60,6 @@ class ToolSession:
         self._is_started = False
         self._is_finished = False
         self._locks: dict[str, asyncio.Lock] = {}
-        self._messages: Callable[[], list[dict[str, Any]]] = list
         self._agent_data: AgentData | None = None
         self._lender: ToolSession | None = None
         """Of a branch: whose instances it uses of the tools that it has none of its own of."""
@@ -129,9 +131,7 @@ class ToolSession:
                 tasks = [group.create_task(self._instances.create(name)) for name in names]
         return [task.result() for task in tasks]
 
-    async def call(
-        self, calls: Sequence[ToolCall], *, messages: Callable[[], list[dict[str, Any]]] = list
-    ) -> tuple[ToolResult, ...]:
+    async def call(self, calls: Sequence[ToolCall], *, messages: Messages = list) -> tuple[ToolResult, ...]:
         """Answer the calls of one turn: run in parallel, answered in call order, each with a deadline.
 
         Args:
@@ -147,18 +147,14 @@ class ToolSession:
         if not self._is_started or self._instances.is_closing:
             raise LifecycleError(f"episode {self._episode_id!r}: tools called before their start or after their end")
         self._box.check_abandoned()
-        self._messages = messages
         runnable = calls[: self._box.max_parallel_calls]
-        try:
-            if len(runnable) == 1:
-                answers = [await self._answer(runnable[0])]
-            else:
-                with first_error():
-                    async with asyncio.TaskGroup() as group:
-                        tasks = [group.create_task(self._answer(call)) for call in runnable]
-                answers = [t.result() for t in tasks]
-        finally:
-            self._messages = list  # the episode, which it reads, holds this session
+        if len(runnable) == 1:
+            answers = [await self._answer(runnable[0], messages)]
+        else:
+            with first_error():
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._answer(call, messages)) for call in runnable]
+            answers = [t.result() for t in tasks]
         limit = f"at most {self._box.max_parallel_calls} calls a turn are run; make this one again in your next turn"
         answers += [self._failed(call, ToolFailure.SKIPPED, limit) for call in calls[len(runnable) :]]
         return tuple(answers)
@@ -222,7 +218,7 @@ class ToolSession:
 
     # One call.
 
-    async def _answer(self, call: ToolCall) -> ToolResult:
+    async def _answer(self, call: ToolCall, messages: Messages) -> ToolResult:
         if call.error is not None:
             return self._failed(call, ToolFailure.BAD_JSON, call.error)
         if call.name not in self._names:
@@ -236,19 +232,19 @@ class ToolSession:
             if wrong := arguments_problem(arguments, parameters, also=self._box.methods[call.name].also_reads):
                 return self._failed(call, ToolFailure.SCHEMA, f"{wrong} (tool {call.name!r})")
         if inspect.iscoroutinefunction(tool.execute):
-            return await self._in_turn(tool, call, arguments)
+            return await self._in_turn(tool, call, arguments, messages)
         async with self._lock_of(call.name):  # threads must not share one instance's state
-            return await self._in_turn(tool, call, arguments)
+            return await self._in_turn(tool, call, arguments, messages)
 
-    async def _in_turn(self, tool: Tool, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
+    async def _in_turn(self, tool: Tool, call: ToolCall, arguments: dict[str, Any], messages: Messages) -> ToolResult:
         """Wait for the call's turn where its tool or its host has a limit; the wait is no part of its deadline."""
         if not self._box.lanes.has_limit(call.name):
-            return await self._admitted(tool, call, arguments)
+            return await self._admitted(tool, call, arguments, messages)
         async with self._box.lanes.turn(call.name, owner=self._episode_id) as waited_s:
-            result = await self._admitted(tool, call, arguments)
+            result = await self._admitted(tool, call, arguments, messages)
         return dataclasses.replace(result, metrics={**result.metrics, results.WAITED_S: waited_s})
 
-    async def _admitted(self, tool: Tool, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
+    async def _admitted(self, tool: Tool, call: ToolCall, arguments: dict[str, Any], messages: Messages) -> ToolResult:
         """Make the call unless the tool's breaker is open, and tell the breaker what came of it."""
         breaker = self._box.breakers[call.name]
         if (rest_s := breaker.admit()) is not None:
@@ -258,7 +254,7 @@ class ToolSession:
             return self._failed(call, ToolFailure.CIRCUIT_OPEN, why)
         is_told, began = False, time.monotonic()
         try:
-            result = await self._execute(tool, call, arguments)
+            result = await self._execute(tool, call, arguments, messages)
             is_lost = result.error is not None and ToolFailure(result.error).is_infrastructure
             if is_lost:
                 breaker.failed(self._episode_id, began=None if result.error == ToolFailure.TIMEOUT else began)
@@ -272,10 +268,12 @@ class ToolSession:
             raise ToolUnavailableError(f"tool {call.name!r} cannot be reached: {str(result.content)[:500]}")
         return result
 
-    async def _execute(self, tool: Tool, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
+    async def _execute(self, tool: Tool, call: ToolCall, arguments: dict[str, Any], messages: Messages) -> ToolResult:
         bounded, kwargs = self._box.bounded[call.name], self._instances.kwargs_of(call.name).execute_kwargs
         if self._box.methods[call.name].wants_agent_data:
-            kwargs = {"agent_data": self._seen_by_tools(), **kwargs}
+            seen = self._seen_by_tools()
+            seen.messages = messages()
+            kwargs = {"agent_data": seen, **kwargs}
         began = time.perf_counter()
         try:
             outcome = normalize(await bounded.run(tool.execute, self._id_of(call.name), arguments, **kwargs))
@@ -312,7 +310,6 @@ class ToolSession:
         if self._agent_data is None:
             kwargs = {name: dataclasses.asdict(of) for name, of in self._instances.kwargs.items()}
             self._agent_data = AgentData(request_id=self._episode_id, tools_kwargs=kwargs)
-        self._agent_data.messages = self._messages()
         return self._agent_data
 
     # ---- results ----------------------------------------------------------------------------------------------------

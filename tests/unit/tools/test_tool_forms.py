@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -132,6 +133,24 @@ async def test_a_tool_that_asks_for_the_episode_sees_it() -> None:
         "e ['hi'] 1 [] {'ground_truth': '5'}",
         "e ['hi'] 2 [0.5] {'ground_truth': '5'}",
     ]
+
+
+async def test_calls_of_several_branches_at_once_each_see_their_own_conversation() -> None:
+    class Looks(Flat):
+        max_concurrency = 1
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            seen = [m["content"] for m in kwargs["agent_data"].messages]
+            await asyncio.sleep(0)
+            return str(seen)
+
+    async with ToolBox([Looks({})]).session("e") as session:
+        await session.start(Task(id="t", prompt=()))
+
+        async def branch(name: str) -> Any:
+            return (await session.call([ToolCall(id="c", name="t")], messages=lambda: [{"content": name}]))[0].content
+
+        assert await asyncio.gather(branch("one"), branch("two"), branch("three")) == ["['one']", "['two']", "['three']"]
 
 
 async def test_rewards_of_every_form(caplog: pytest.LogCaptureFixture) -> None:
