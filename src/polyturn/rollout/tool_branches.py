@@ -19,7 +19,7 @@ from polyturn.tools.session import ToolSession
 class ToolBranch:
     """One fork's tools."""
 
-    __slots__ = ("_above", "_begun", "_id", "_lock", "_states")
+    __slots__ = ("_above", "_begun", "_id", "_lock", "_problems", "_states")
 
     def __init__(self, above: ToolSession | ToolBranch, *, id: str, states: Mapping[str, Any] | None) -> None:
         """Begin nothing yet.
@@ -34,6 +34,7 @@ class ToolBranch:
         self._states = states
         self._begun: ToolSession | None = None
         self._lock = asyncio.Lock()
+        self._problems: list[str] = []
 
     async def session(self) -> ToolSession:
         """Return its tools, begun.
@@ -45,8 +46,13 @@ class ToolBranch:
             if self._begun is None:
                 above = await session_of(self._above)
                 states = await above.snapshot() if self._states is None else self._states
-                self._begun = above.branch(self._id)
-                await self._begun.start_branch(states)
+                begun = above.branch(self._id)
+                try:
+                    await begun.start_branch(states)
+                except BaseException:  # also a cancellation: whoever asks again gets tools that stand where they stood
+                    self._problems += await begun.close()
+                    raise
+                self._begun = begun
             return self._begun
 
     async def states(self) -> Mapping[str, Any]:
@@ -57,7 +63,7 @@ class ToolBranch:
 
     async def close(self) -> list[str]:
         """Release its tools, if there are any; return what went wrong."""
-        return [] if self._begun is None else [str(problem) for problem in await self._begun.close()]
+        return [*self._problems, *(() if self._begun is None else await self._begun.close())]
 
 
 async def session_of(tools: ToolSession | ToolBranch) -> ToolSession:

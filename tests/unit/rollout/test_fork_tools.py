@@ -13,15 +13,18 @@ import pytest
 from polyturn.build.tasks import check_use
 from polyturn.core.errors import SnapshotError
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import ToolCall
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers.lookahead import Lookahead
+from polyturn.rollout.tool_branches import ToolBranch
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.services import serve
 from polyturn.tools.base import BaseTool
+from polyturn.tools.executor import ToolBox
 
 SCHEMA = {
     "type": "function",
@@ -125,6 +128,34 @@ async def test_a_tool_that_cannot_be_put_back_after_all_fails_the_trajectory():
     found = await run_episode(context, task(tools=("note",)), id="e")
     assert found.error is not None and found.error.startswith(SnapshotError.__name__)
     assert tool.notes == {} and tool.calls["create"] == tool.calls["release"]
+
+
+async def test_a_fork_whose_tools_were_cut_off_at_their_beginning_begins_them_again():
+    class Slow(Notes):
+        is_slow = True
+
+        async def restore(self, instance_id: str, state: Any) -> None:
+            if self.is_slow:
+                self.is_slow = False
+                await asyncio.sleep(60)
+            await super().restore(instance_id, state)
+
+    def note(text: str) -> list[ToolCall]:
+        return [ToolCall(id="c", name="note", arguments={"text": text})]
+
+    tool = Slow()
+    async with ToolBox([tool]).session("e") as session:
+        await session.start(task(tools=("note",)))
+        await session.call(note("root"))
+        branch = ToolBranch(session, id="e#1", states=None)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.005):
+                await branch.session()
+        (said,) = await (await branch.session()).call(note("fork"))
+        assert said.content == "root fork"
+        assert tool.notes == {"e": ["root"], "e#1": ["root", "fork"]}
+        assert await branch.close() == []
+    assert tool.notes == {} and tool.calls["create"] == tool.calls["release"] == 3
 
 
 def test_a_run_says_which_tools_its_forks_share(caplog: pytest.LogCaptureFixture):
