@@ -8,6 +8,7 @@ started (`process_group`), or of Ray (`cluster`).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,33 +59,31 @@ class Rank:
     make: Callable[[Any], ShardedPolicy]
     """Makes the policy from what the leader says about it; called again when training follows a warm start."""
     make_critic: Callable[[], ShardedCritic]
-    _policy: ShardedPolicy | None = None
-    _critic: ShardedCritic | None = None
-    _commands: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    _of_policy: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Name -> command; what it is done with lives as long as these do."""
+    _of_critic: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def run(self, command: str, share: tuple[Any, ...]) -> Answer:
         """Run one command. What the library raises is an answer; anything else is a bug and ends the rank."""
         try:
             if command == "make":
-                self._policy = None  # frees the former one first
+                self._of_policy = {}
+                gc.collect()  # frees the former one first: there may be no room for two
                 self._take(self.make(*share))
                 return Answer()
             if command == "make_critic":
-                self._critic = None
                 self._take_critic(self.make_critic())
                 return Answer()
-            return Answer(value=self._commands[command](*share))
+            return Answer(value={**self._of_policy, **self._of_critic}[command](*share))
         except PolyturnError as problem:
             return Answer(error=problem)
 
     def _take(self, policy: ShardedPolicy) -> None:
-        self._policy = policy
-
         def forward_backward(samples: Any, coefs: Any, kl_coef: float) -> tuple[Metrics, list[Floats] | None]:
             policy.kl.load_state_dict({"coef": kl_coef})  # the leader's, which follows the KL of all ranks
             return policy.forward_backward(samples, coefs=coefs), policy.last_logprobs
 
-        self._commands |= {
+        self._of_policy = {
             "load": policy.load_whole,
             "score": lambda samples, reference: policy.score(samples, reference=reference),
             "forward_backward": forward_backward,
@@ -95,8 +94,7 @@ class Rank:
         }
 
     def _take_critic(self, critic: ShardedCritic) -> None:
-        self._critic = critic
-        self._commands |= {
+        self._of_critic = {
             "critic_load": critic.load_whole,
             "critic_score": critic.score,
             "critic_forward_backward": lambda samples, coefs: critic.forward_backward(samples, coefs=coefs),

@@ -18,12 +18,14 @@ from transformers import PreTrainedModel
 
 def towers_of(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules of a backbone beside its decoder; none where the backbone is the decoder."""
-    decoder = model.base_model.get_decoder()
-    if decoder is None or decoder is model.base_model:
+    backbone = model.base_model
+    assert isinstance(backbone, PreTrainedModel)
+    decoder = backbone.get_decoder()
+    if decoder is backbone:
         return []
     inside = set(decoder.modules())
     found: list[nn.Module] = []
-    around: list[nn.Module] = [model.base_model]
+    around: list[nn.Module] = [backbone]
     while around:
         for child in around.pop().children():
             if child is decoder or child in inside:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from polyturn.core.metrics import Mean, Sum
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.distributed import merge_ranks
 from polyturn.training.shards import require_same_shapes
-from polyturn.training.team import Answer, assign, values_of
+from polyturn.training.team import Answer, Rank, assign, values_of
 
 WORKER = Path(__file__).with_name("two_ranks.py")
 EXACT = 1e-9
@@ -180,6 +181,36 @@ def test_losses_of_the_ranks_add_up_and_the_slowest_rank_gives_the_time():
 def test_the_error_of_a_rank_is_the_teams():
     with pytest.raises(RankLostError, match="gone"):
         values_of([Answer(value=1), Answer(error=RankLostError("gone"))])
+
+
+class NamedPolicy:
+    """A policy that says which it is."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def state_dict(self):
+        return self.name
+
+    def __getattr__(self, command):
+        return lambda *share: None
+
+
+def test_a_rank_frees_the_policy_of_the_warm_start_before_it_makes_the_one_that_is_trained():
+    made = []
+
+    def make(name):
+        assert not any(former() for former in made), "there may be no room for two"
+        policy = NamedPolicy(name)
+        made.append(weakref.ref(policy))
+        return policy
+
+    rank = Rank(make=make, make_critic=lambda: NamedPolicy("critic"))
+    for name in ("warm start", "trained"):
+        assert rank.run("make", (name,)).error is None
+        assert rank.run("state", ()).value == name
+    rank.run("make_critic", ())
+    assert [rank.run(command, ()).value for command in ("state", "critic_state")] == ["trained", "critic"]
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_a_rank_loads_it():
