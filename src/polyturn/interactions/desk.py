@@ -157,19 +157,27 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
     draft.replace(path)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return what a file holds; None if it is not there, or not what we write."""
+def _text_in(path: Path) -> bytes | None:
+    """Return what a file holds; None if it is not there, or cannot be read at the moment."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """Return what a text says; None if it is not what we write."""
+    try:
+        found = json.loads(text.decode("utf-8"))
         found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))  # no half of a character
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and not is_deep(found) else None
 
 
 def _paper_in(path: Path) -> dict[str, Any] | None:
     """Return a conversation that waits; None where the file is none, whoever wrote it."""
-    paper = _read(path)
+    paper = None if (text := _text_in(path)) is None else _parsed(text)
     if paper is None or paper.get("ticket") != path.stem or not isinstance(paper.get("about"), dict):
         return None
     messages = paper.get("messages")
@@ -178,12 +186,11 @@ def _paper_in(path: Path) -> dict[str, Any] | None:
 
 
 def _answer_in(path: Path) -> Answer | None:
-    """Return an answer; one that cannot be read is thrown away, and the conversation goes on waiting."""
-    if not path.exists():
+    """Return an answer; what is none is thrown away, and the conversation goes on waiting."""
+    if (text := _text_in(path)) is None:
         return None
-    given = _read(path)
     try:
-        return Answer.read({} if given is None else given)
+        return Answer.read(_parsed(text) or {})
     except DataError as problem:
         logger.warning("the desk has an answer that is none, and goes on waiting: %s", problem)
         path.unlink(missing_ok=True)

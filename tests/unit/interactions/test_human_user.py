@@ -98,6 +98,19 @@ async def test_a_person_may_be_late(on_deadline: str, said: str | None, error: s
     assert not list((tmp_path / "desk").rglob("*.json"))
 
 
+async def test_an_answer_that_cannot_be_read_at_the_moment_is_not_thrown_away(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    asking = asyncio.create_task(desk.ask([{"role": "user", "content": "Hi."}], about={}, deadline_s=5.0))
+    (paper,) = await waiting(desk)
+    place = tmp_path / "answers" / f"{paper['ticket']}.json"
+    place.mkdir()
+    await asyncio.sleep(0.3)
+    assert place.exists() and not asking.done()
+    place.rmdir()
+    desk.answer(paper["ticket"], Answer(text="yes"))
+    assert await asking == Answer(text="yes")
+
+
 async def test_an_episode_that_is_cancelled_leaves_the_desk(tmp_path: Path) -> None:
     desk = Desk(tmp_path / "desk")
     running = asyncio.create_task(play(HumanUser({"at": "desk", "desk": "desk"}, base=tmp_path)))
