@@ -249,6 +249,8 @@ class EnginePool:
                         else:
                             replica.is_stale = True  # it gets them when it is back
             is_kept = weights is not None and self._files is not None
+            if isinstance(weights, WrittenWeights):
+                weights.settle()  # who comes back gets what was written, while the trainer's own change
             if is_kept:
                 self._served = Served(version, weights)  # before anybody waits: who comes back gets these
             self._is_pushing = False
@@ -262,7 +264,7 @@ class EnginePool:
         finally:
             self._coming, self._is_pushing = self._served.version, False
             if isinstance(weights, WrittenWeights):
-                weights.settle()  # who comes back later gets what was written
+                weights.settle()  # also after a failure
         logger.debug(
             "policy version %d reached %d of %d servers within %.2f s; %d requests that ran there go on with it",
             version,

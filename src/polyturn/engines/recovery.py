@@ -81,9 +81,9 @@ async def recover(
     pause = FIRST_RETRY_S
     while True:
         await asyncio.sleep(pause)
-        target = served()
         try:
             await engine.revive()
+            target = served()  # not before: a start may take as long as several steps
             async with asyncio.timeout(attempt_s):
                 renewed = await _renew(replica, target, verify())
         except EngineGoneError:

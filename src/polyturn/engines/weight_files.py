@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyturn.core.errors import EngineError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -41,7 +43,10 @@ class WrittenWeights(Mapping[str, Any]):
     def _file(self) -> Mapping[str, Tensor]:
         from safetensors.torch import load_file
 
-        return load_file(self.folder / "model.safetensors")
+        try:
+            return load_file(self.folder / "model.safetensors")
+        except FileNotFoundError as problem:
+            raise EngineError(f"the weights in {self.folder} have been replaced by newer ones") from problem
 
     @property
     def _tensors(self) -> Mapping[str, Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from polyturn.core.errors import EngineError, EngineGoneError, EngineLostError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
@@ -17,6 +19,7 @@ from polyturn.engines.recovery import Served, recover
 from polyturn.engines.replica import Replica
 from polyturn.engines.simulated import SimulatedEngine, Speed
 from polyturn.engines.virtual_time import run_virtual
+from polyturn.engines.weight_files import WeightFolder
 
 
 class Restartable(SimulatedEngine):
@@ -114,6 +117,51 @@ def test_weights_that_change_meanwhile_are_sent_instead() -> None:
     engine = Restartable()
     run_recovery(engine, served=served)
     assert engine.pushed == [3, 3, 4]
+
+
+class Reading(Restartable):
+    """A server whose restart takes as long as a step or two, and which is sent tensors."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self._meanwhile = meanwhile
+        self.held: list[float] = []
+
+    async def revive(self) -> None:
+        await super().revive()
+        self._meanwhile()
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        self.held += [float(tensor) for tensor in (weights or {}).values()]
+        await super().update_weights(version, weights=weights)
+
+
+@pytest.mark.parametrize("when", ["while it starts", "while it is sent them"])
+def test_weights_that_newer_ones_replaced_on_the_disk_are_not_looked_for(tmp_path: Path, when: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with WeightFolder(tmp_path, root=tmp_path) as files:
+
+        def write(version: int) -> Served:
+            written = files.write({"w": torch.tensor(float(version))})
+            written.settle()
+            return Served(version, written)
+
+        versions = [write(3)]
+        gone = versions[0]
+
+        def replace() -> None:
+            if len(versions) == 1:
+                versions.append(write(4))
+
+        engine = Reading(replace)
+        asked: list[int] = []
+
+        def served() -> Served:
+            asked.append(1)
+            return gone if when == "while it is sent them" and len(asked) == 1 else versions[-1]
+
+        run_recovery(engine, served=served)
+    assert engine.held == [4.0]
 
 
 def test_a_server_of_a_pool_that_dies_is_started_again_and_works_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from polyturn.core.errors import EngineError
 from polyturn.engines.weight_files import WeightFolder
 
 
@@ -20,3 +22,13 @@ def test_what_is_pushed_is_the_trainers_own_and_what_is_given_later_was_written(
         assert written["w"].tolist() == [1, 1, 1]
         assert load_file(written.folder / "model.safetensors").keys() == {"w"}
     assert not written.folder.exists()
+
+
+def test_what_newer_weights_replaced_before_anybody_read_it_is_said_in_a_sentence(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with WeightFolder(tmp_path, root=tmp_path) as files:
+        written = files.write({"w": torch.ones(3)})
+        written.settle()
+        files.write({"w": torch.zeros(3)})
+        with pytest.raises(EngineError, match="have been replaced by newer ones"):
+            dict(written)
