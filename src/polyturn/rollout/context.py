@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -145,9 +146,10 @@ class RolloutContext:
         return Partner(host, ref)
 
     async def close(self) -> None:
-        """Close the engines."""
-        for engine in (self.engine, *self.also):
-            await engine.close()
+        """Close the engines, all of them also where one fails."""
+        async with AsyncExitStack() as engines:
+            for engine in (*self.also, self.engine):  # the last one first
+                engines.push_async_callback(engine.close)
 
     def scheduler_for_episode(self) -> MultiTurnScheduler:
         """Return the scheduler that runs one episode."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -13,7 +14,7 @@ from polyturn.core.messages import Message
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.other_policy import OtherPolicy, PolicyVoice, policy_named, sampled_with
 from polyturn.engines.scripted import ScriptedEngine
-from polyturn.testing.episodes import tiny_codec, turn_ids
+from polyturn.testing.episodes import scripted_context, tiny_codec, turn_ids
 from polyturn.testing.tiny import tiny_model
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
@@ -93,6 +94,19 @@ async def test_its_engine_computes_the_beginning_of_a_conversation_once() -> Non
     await one.say(talk, seed=1, session="s")
     assert engine.stats.reused_tokens >= said.prompt_tokens - 1
     await one.close()
+
+
+async def test_the_engines_of_all_policies_are_closed_also_where_one_cannot_be() -> None:
+    class Stuck(Noting):
+        async def close(self) -> None:
+            raise EngineError("it does not end")
+
+    other = policy("x")
+    context = dataclasses.replace(scripted_context(["x"]), engine=Stuck("x"), also=(Stuck("y"), other.engine))
+    with pytest.raises(EngineError, match="does not end"):
+        await context.close()
+    with pytest.raises(EngineError, match="closed"):
+        await other.say(TALK, seed=0)
 
 
 async def test_the_version_is_that_of_the_weights_that_spoke() -> None:
