@@ -14,6 +14,7 @@ well and ends the episode all the same; a player whom a limit stops in a game of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Mapping
@@ -228,13 +229,12 @@ class EnvScheduler(MultiTurnScheduler):
     async def on_trajectory_end(self, episode: Episode) -> None:
         """Close the environment."""
         opponents, self._seats, self._opponents = self._opponents, {}, {}
-        try:
+        async with contextlib.AsyncExitStack() as ends:  # all of them, also where one fails
+            if self._session is not None:
+                ends.push_async_callback(self._session.close)
             for player in opponents.values():
                 if isinstance(player, Leaves):
-                    await player.leave()
-        finally:
-            if self._session is not None:
-                await self._session.close()
+                    ends.push_async_callback(player.leave)
 
     def _begin(self, episode: Episode) -> tuple[Mapping[str, Any], EnvSession]:
         """Return where the episode is acted out, and its environment, not made yet."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.errors import ConfigError, UnknownNameError
+from polyturn.core.errors import ConfigError, EngineError, UnknownNameError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Trajectory
@@ -173,6 +173,36 @@ def test_a_player_is_drawn_for_each_task_and_is_the_same_in_all_games_of_its_gro
 async def test_an_opponent_whose_engine_is_lost_fails_the_game_and_is_not_won_against() -> None:
     t = await race(Opponent("2"), "1", "3")
     assert t.error is not None and "has no answer left" in t.error and t.reward is None
+
+
+async def test_every_opponent_leaves_the_game_also_where_one_cannot() -> None:
+    class Three(Race):
+        def step(self, action: str) -> Seated:
+            self.named.append(int(action))
+            return Seated(seat=len(self.named) % 3, observation="Go on.", terminated=len(self.named) == 3)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    class Threes(Races):
+        num_seats = 3
+
+        def make(self) -> Three:
+            return Three()
+
+    class Stuck(Opponent):
+        async def end(self, session: str) -> None:
+            raise EngineError("it does not forget")
+
+    closed: list[Three] = []
+    policies = {"stuck": Stuck("2"), "past": Opponent("3")}
+    players = seat_players(("policy", "stuck", "past"), num_seats=3, name="races:Race", base=None, policies=policies)
+    adapter = Threes("races:Race", "Race", {})
+    scheduler = EnvScheduler({"races:Race": Stage(adapter=adapter, players=players, rotates=False)})
+    one = at_stage(split="train", score="sum")(adapter.tasks(split="train", seeds=range(1))[0])
+    t = await run_episode(scripted_context(["1"], scheduler=scheduler), one, id="e")
+    assert t.error is None and t.metrics["close_errors"] == 1.0 and len(closed) == 1
+    assert policies["past"].engine.ended_sessions == ["e:seat 2"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
