@@ -12,6 +12,7 @@ no snapshot, forks, a value that JSON cannot write) restarts from its task, for 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +95,8 @@ class Flight:
         """The turns as they stand in the journal, by index."""
         self._is_begun = False
         self._why_not: str | None = None
+        self._known: tuple[MultiTurnScheduler, Seam] | None = None
+        """The scheduler that was looked at, and what it offers."""
         self._is_broken = False
         """A line could not be made, so none may follow."""
         schemas = context.tools.schemas_of(task)
@@ -205,7 +208,7 @@ class Flight:
             spans = [list(turn.spans) for turn in episode.turns]
             state = episode.state()
             listed = None if episode.listed_tools is None else to_text(episode.listed_tools)
-            sampling = dataclasses.asdict(episode.sampling)
+            sampling = _settings_of(episode.sampling)
             self._num_kept = len(episode.turns)
             await self._journal.write(self._id, lambda: self._line(state, turns, spans, plugins, listed, sampling, stop))
         except NoSnapshotError as problem:
@@ -275,5 +278,13 @@ class Flight:
         await self._journal.write(self._id, lambda: {"why_not": reason})
 
     def _seam(self) -> Seam:
-        assert self.scheduler is not None
-        return Seam.of(self.scheduler, label=f"the scheduler {type(self.scheduler).__name__}")
+        if self._known is None or self._known[0] is not self.scheduler:
+            assert self.scheduler is not None
+            self._known = self.scheduler, Seam.of(self.scheduler, label=f"the scheduler {type(self.scheduler).__name__}")
+        return self._known[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _settings_of(sampling: SamplingParams) -> dict[str, Any]:
+    """Return them as JSON writes them; nobody changes what is returned."""
+    return dataclasses.asdict(sampling)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -218,7 +219,12 @@ def _read_media(book: FlightBook, data: dict[str, Any]) -> Media:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {name: getattr(record, name) for name in _names(type(record))}
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 _WRITERS: dict[type[Any], Any] = {

@@ -34,6 +34,7 @@ FOLDER = "flights"
 """The folder in a run's folder."""
 _TICKET = re.compile(r"g(\d+)(?:r\d+)?/")
 """How the ids of episodes of training begin; those of evaluations do not."""
+_TO_JSON = json.JSONEncoder(separators=(",", ":"))
 _METRICS = {
     "resumed": "rollout/resumed_flights",
     "restarted": "rollout/restarted_flights",
@@ -262,7 +263,7 @@ def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
     """
     made = line()
     try:
-        data = json.dumps({"s": episode, **made}, separators=(",", ":")).encode() + b"\n"
+        data = _TO_JSON.encode({"s": episode, **made}).encode() + b"\n"
     except (TypeError, ValueError) as problem:
         raise SnapshotError(f"a conversation cannot be written as JSON: {problem}") from problem
     return Line(data, "begun" in made)
