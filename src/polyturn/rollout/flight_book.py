@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -219,12 +218,10 @@ def _read_media(book: FlightBook, data: dict[str, Any]) -> Media:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in _names(type(record))}
+    return {name: getattr(record, name) for name in _NAMES[type(record)]}
 
 
-@functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+_NAMES = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in (Message, ToolCall, ToolResult)}
 
 
 _WRITERS: dict[type[Any], Any] = {
