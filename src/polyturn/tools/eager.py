@@ -36,7 +36,10 @@ def begun(work: Coroutine[Any, Any, Any], *, name: str | None = None) -> asyncio
         rest.take(context.run(work.send, None))
         return task
     except StopIteration as end:
-        done.set_result(end.value)
+        if task.cancelling():  # by itself: a task that returns with a cancellation before it is cancelled
+            done.cancel()
+        else:
+            done.set_result(end.value)
     except asyncio.CancelledError:
         done.cancel()
     except BaseException as problem:

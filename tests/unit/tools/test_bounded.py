@@ -341,6 +341,21 @@ async def test_a_future_that_somebody_else_cancels_is_the_codes_own_error() -> N
         await bounded(timeout_s=60).run(waits)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+async def test_code_that_cancels_itself_is_cancelled(waits: bool) -> None:
+    async def cancels() -> str:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        if waits:
+            await asyncio.sleep(60)
+        return "an answer"
+
+    with pytest.raises(RuntimeError, match="cancelled from within"):
+        await bounded(timeout_s=60).run(cancels)
+    assert _cancels() == 0
+
+
 async def test_with_a_clock_only_its_own_time_counts() -> None:
     async def asks() -> str:
         with OwnTime.asked():
