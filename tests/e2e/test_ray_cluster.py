@@ -4,6 +4,7 @@ A rank that dies ends the run with its log, or starts it again from its latest c
 replica. One of several takes nothing with it: its conversations go on elsewhere.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -89,6 +90,23 @@ async def test_a_request_goes_to_another_replica_where_one_died_and_errors_are_i
             await engine.update_weights(1, weights={})
         await engine.abort("b/0")
         await engine.end_session("b")
+    finally:
+        cluster.close()
+
+
+@pytest.mark.slow
+async def test_a_call_waits_behind_no_other_however_many_run(address):
+    cluster = Cluster(address)
+    try:
+        engine = cluster.engines(
+            Need(count=1, resources={"rollout": 0.5}), partial(ScriptedEngine, [[5]] * 1100, latency_s=60.0)
+        )
+        running = [asyncio.create_task(engine.generate(request(f"{i}/0", session=f"{i}"))) for i in range(1100)]
+        await asyncio.sleep(2.0)
+        await asyncio.wait_for(engine.update_weights(1, weights={}), timeout=20.0)
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
     finally:
         cluster.close()
 

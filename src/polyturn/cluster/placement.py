@@ -28,6 +28,10 @@ from polyturn.training.team import Rank
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 100_000
+"""Calls of one engine replica or worker that run side by side: more than a run has in flight. One that waited for a place
+behind groups would carry no conversation to the journal, and those groups wait for that."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
@@ -118,7 +122,7 @@ class Cluster:
                 num_gpus=need.resources.get("GPU", 0),
                 resources={k: v for k, v in need.resources.items() if k not in ("CPU", "GPU")},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-                **({"max_concurrency": 1000} if actor is not RankActor else {}),
+                **({"max_concurrency": _AT_ONCE} if actor is not RankActor else {}),
             )
             .remote(*arguments)
             for index in range(need.count)
