@@ -97,8 +97,11 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     if lora.has_lora(model):
         with torch.random.fork_rng():
             plain: PreTrainedModel = type(model)(model.config)
-        copied = plain.to(device=model.device, dtype=model.dtype)  # type: ignore[call-arg]  # a mixin hides the signature
-        write_weights(copied, plain_weights(model))
+        copied = plain.to(model.device)  # type: ignore[arg-type]  # a mixin hides the signature
+        weights = plain_weights(model)
+        for name, parameter in copied.named_parameters():  # not the buffers: those of positions stay float32
+            parameter.data = parameter.data.to(weights[name].dtype)
+        write_weights(copied, weights)
     else:
         copied = copy.deepcopy(model)
     return copied.requires_grad_(False).eval()

@@ -181,3 +181,16 @@ def test_the_copy_of_a_model_with_an_adapter_has_it_merged() -> None:
     asyncio.run(followers(model, one).follow(1))
     with torch.no_grad():
         assert torch.allclose(one.model(ids).logits, model(ids).logits, atol=1e-5)
+
+
+def test_the_copy_of_a_bfloat16_model_with_an_adapter_has_positions_as_exact_as_the_models() -> None:
+    pytest.importorskip("peft")
+    model = tiny_model(64, layers=1, spread=0.2)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    add_lora(model, LoraSettings(rank=2), seed=0)
+    copied = frozen_copy(model)
+    assert copied.dtype == torch.bfloat16
+    ids = torch.arange(900)[None] % 64
+    with torch.no_grad():
+        assert torch.equal(copied(ids).logits, model.eval()(ids).logits)
