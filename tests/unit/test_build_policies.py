@@ -103,6 +103,15 @@ def test_a_scheduler_may_let_one_judge(tmp_path: Path, model: Path) -> None:
         build.build_scheduler(where)
 
 
+@pytest.mark.parametrize("policies", [{}, {"critic": {"model": "opponent"}}])
+def test_a_scheduler_with_policies_of_another_kind_keeps_its_own(
+    policies: dict[str, Any], tmp_path: Path, model: Path
+) -> None:
+    where = place(tmp_path, policies, rollout={"scheduler": "compaction", "scheduler_kwargs": {"budget": 100}})
+    found: Any = build.build_scheduler(where, build.build_policies(where))
+    assert found.policies == ("drop_reasoning", "window")
+
+
 def test_a_run_whose_model_is_served_elsewhere_has_no_copy_of_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policies.past: it is a copy of the policy that is trained, which is not here"):
         build.build_policies(place(tmp_path, {"past": {"model": "self"}}))

@@ -28,7 +28,7 @@ from polyturn.core.generation import SamplingParams
 from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
 from polyturn.core.secret import token_from
-from polyturn.core.signature import has_parameter
+from polyturn.core.signature import has_parameter, lacks
 from polyturn.core.watchdog import LoopWatchdog
 from polyturn.engines.update_gate import UpdateGate
 from polyturn.interactions.registry import initialize_interactions_from_config
@@ -293,9 +293,10 @@ def build_scheduler(place: Place, policies: FurtherPolicies = NO_POLICIES) -> Mu
         from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 
         return AgentLoopScheduler(found)
-    for key, value in (("base", place.base), ("policies", policies.by_name)):
-        if callable(found) and has_parameter(found, key):
-            kwargs.setdefault(key, value)
+    if callable(found) and has_parameter(found, "base"):
+        kwargs.setdefault("base", place.base)
+    if callable(found) and lacks(found, "policies"):  # one with a default of its own means something else
+        kwargs.setdefault("policies", policies.by_name)
     try:
         inspect.signature(found).bind(**kwargs)
     except TypeError as problem:

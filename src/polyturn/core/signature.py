@@ -32,6 +32,12 @@ def is_required(function: Callable[..., Any], name: str) -> bool:
     return any(p.name == name and p.default is p.empty for p in _parameters(function)) and has_parameter(function, name)
 
 
+def lacks(function: Callable[..., Any], name: str) -> bool:
+    """Return whether `function` has a parameter called `name` and no value for it: no default, or None."""
+    unset = [p.name for p in _parameters(function) if p.default is p.empty or p.default is None]
+    return name in unset and has_parameter(function, name)
+
+
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
     """Return whether `function` ends in `**kwargs`."""
     return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))

@@ -14,7 +14,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.registry import import_attr
-from polyturn.core.signature import has_parameter
+from polyturn.core.signature import has_parameter, lacks
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.files import read_plugin_file
 
@@ -62,8 +62,8 @@ def initialize_interactions_from_config(
                 f"Duplicate interaction name '{name}' found in {entry.where}; give each interaction its own `name`"
             )
         try:
-            offered = {"base": file.base, "policies": policies or {}}
-            more = {key: value for key, value in offered.items() if has_parameter(cls, key)}
+            more: dict[str, Any] = {"base": file.base} if has_parameter(cls, "base") else {}
+            more |= {"policies": policies or {}} if lacks(cls, "policies") else {}
             out[name] = cls({**entry.config, "name": name}, **more)
         except Exception as problem:
             raise ConfigError(f"{entry.where}: {entry.class_name}(config) raised {one_line(problem)}") from problem
