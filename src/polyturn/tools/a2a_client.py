@@ -175,8 +175,11 @@ class A2AAgent:
 
         http = _http_client(self._headers)
         try:
-            async with asyncio.timeout(CARD_S):  # whoever waits for it may be gone before; the next one asks again
-                card = await self._card(http)
+            try:
+                async with asyncio.timeout(CARD_S):  # whoever waits for it may be gone before; the next one asks again
+                    card = await self._card(http)
+            except TimeoutError:
+                raise ToolTimeoutError(f"the agent did not show its card within {CARD_S:g} s") from None
             bindings = ["JSONRPC", "HTTP+JSON"]
             config = ClientConfig(httpx_client=http, polling=True, supported_protocol_bindings=bindings)
             try:

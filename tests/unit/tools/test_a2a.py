@@ -140,7 +140,7 @@ async def test_an_agent_that_does_not_show_its_card_is_asked_again_by_the_next_c
     agent = A2AAgent(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
     agent.open()
     for number in (1, 2):
-        with pytest.raises(ToolTimeoutError):
+        with pytest.raises(ToolTimeoutError, match=r"did not show its card within 0\.1 s"):
             await agent.ask(A2AConversation(), text="hi", timeout_s=0.5)
         assert len(asked) == number
     await agent.close()
