@@ -10,10 +10,12 @@ import pytest
 from polyturn import build
 from polyturn.algorithms.advantages import traits_of
 from polyturn.build.credit import drops_zero_variance, require_scores
+from polyturn.build.critic import build_critic
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, UnknownNameError
 from polyturn.testing.runs import write_tiny_run
+from polyturn.testing.tiny import tiny_model
 from polyturn.training.observer import RunObserver
 
 
@@ -97,3 +99,10 @@ def test_a_critic_that_nothing_uses_is_said(tmp_path: Path) -> None:
         build.build_trainer(
             parts, build.build_run_tasks(where), folder=tmp_path, observer=RunObserver(tmp_path, total_steps=1)
         )
+
+
+def test_a_critic_of_another_vocabulary_is_said(tmp_path: Path) -> None:
+    tiny_model(200, hidden=16, layers=1).save_pretrained(tmp_path / "other")
+    where = place(tmp_path, "algorithm.advantage=gae", "algorithm.critic.path=other")
+    with pytest.raises(ConfigError, match=r"critic\.path is 'other', whose vocabulary has 200 tokens, and the model's has"):
+        build_critic(build.build_parts(where), build.build_estimator(where))

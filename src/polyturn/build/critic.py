@@ -21,7 +21,7 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | DistributedCritic | N
     """Return the critic that the estimator needs; None where it needs none.
 
     Raises:
-        ConfigError: its model cannot be loaded, or is of another tokenizer.
+        ConfigError: its model cannot be loaded, or has another vocabulary.
     """
     from polyturn.algorithms.advantages import traits_of
     from polyturn.training.critic import Critic
@@ -48,11 +48,18 @@ def critic_model(place: Place, *, like: PreTrainedModel) -> PreTrainedModel:
     """Load the model that `algorithm.critic.path` names, whose tokenizer must be that of `like`.
 
     Raises:
-        ConfigError: it cannot be loaded, or is of another tokenizer.
+        ConfigError: it cannot be loaded, or has another vocabulary.
     """
     path = place.config.algorithm.critic.path
     assert path is not None
-    return load_frozen(place, path, like=like, dtype=None).requires_grad_(True)
+    found = load_frozen(place, path, like=like, dtype=None)
+    own, its = (model.config.get_text_config().vocab_size for model in (like, found))
+    if own != its:
+        raise ConfigError(
+            f"algorithm.critic.path is {path!r}, whose vocabulary has {its} tokens, and the model's has {own}; a critic "
+            "reads the ids that the model writes, so name a model of the same tokenizer"
+        )
+    return found.requires_grad_(True)
 
 
 def critic_options(place: Place) -> dict[str, Any]:
