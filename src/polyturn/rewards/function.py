@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.messages import to_openai
+from polyturn.core.signature import lacks
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards.calls import Batch, CallOptions, Running
@@ -60,7 +61,7 @@ class RewardFunction:
             function: The function.
             name: What to call it in messages.
             kwargs: Arguments of its own.
-            supplies: What the run can give to a function that has a parameter of that name.
+            supplies: What the run can give to a function that has a parameter of that name and no value for it.
             options: How it is called.
             running: The episodes that run, for a function of many that waits for all of them.
 
@@ -72,7 +73,7 @@ class RewardFunction:
         self.name = name
         self._function = function
         parameters = _parameters(function, name=name)
-        self._kwargs = {**{k: v for k, v in (supplies or {}).items() if k in parameters}, **(kwargs or {})}
+        self._kwargs = {**{k: v for k, v in (supplies or {}).items() if lacks(function, k)}, **(kwargs or {})}
         self._options = options or CallOptions()
         self._is_quick = any(function is quick for quick in QUICK)
         self._bounded = Bounded(name=f"reward-{name}", timeout_s=self._options.timeout_s)

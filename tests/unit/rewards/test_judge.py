@@ -187,3 +187,13 @@ async def test_a_reward_function_may_ask_a_further_policy() -> None:
     context = dataclasses.replace(scripted_context(["Hello."]), rewarder=router)
     found = await run_episode(context, dataclasses.replace(task("Hi", data_source=None), interaction=None), id="e")
     assert found.reward is not None and found.reward.total == 0.5
+
+
+async def test_a_function_whose_policies_are_something_else_keeps_its_own() -> None:
+    def rule(trajectory: Trajectory, policies: tuple[float, ...] = (0.25,)) -> float:
+        return policies[0]
+
+    router = RewardRouter(function=rule, policies=policies("0.5"))
+    context = dataclasses.replace(scripted_context(["Hello."]), rewarder=router)
+    found = await run_episode(context, dataclasses.replace(task("Hi", data_source=None), interaction=None), id="e")
+    assert found.reward is not None and found.reward.total == 0.25
