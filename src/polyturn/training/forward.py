@@ -46,16 +46,13 @@ class TargetForward:
         """Take the model.
 
         Args:
-            model: On its device.
+            model: It may be moved to another device before it is used.
             max_logits: How many logits are computed at a time; None takes `MAX_LOGITS` or `MAX_LOGITS_CPU`.
         """
         self._model = model
         self._head: nn.Module | None = _separate_head(model)
-        vocab = int(model.config.get_text_config().vocab_size)
-        is_cpu = next(model.parameters()).device.type == "cpu"
-        self._chunk = max(MIN_CHUNK, (MAX_LOGITS_CPU if is_cpu else MAX_LOGITS) // vocab)
-        if max_logits is not None:
-            self._chunk = max(1, max_logits // vocab)
+        self._vocab = int(model.config.get_text_config().vocab_size)
+        self._max_logits = max_logits
 
     def __call__(self, batch: MicroBatch, *, entropy_grad: bool | None = None) -> TargetScores:
         """Return the log-probability of each target of `batch`, and the entropy.
@@ -70,11 +67,12 @@ class TargetForward:
         with attending(self._model, batch.packing):
             read_SX = self._read(batch)
         parts = []
-        for start in range(0, batch.num_targets, self._chunk):
-            part = slice(start, start + self._chunk)
+        chunk = self._chunk(read_SX.device)
+        for start in range(0, batch.num_targets, chunk):
+            part = slice(start, start + chunk)
             temperature = None if batch.temperature_S is None else batch.temperature_S[part]
             inputs = (self._head, read_SX[part], batch.targets_S[part], temperature, entropy_grad)
-            if batch.num_targets > self._chunk and torch.is_grad_enabled() and self._head is not None:
+            if batch.num_targets > chunk and torch.is_grad_enabled() and self._head is not None:
                 parts.append(checkpoint(_score, *inputs, use_reentrant=False, preserve_rng_state=False))
             else:
                 parts.append(_score(*inputs))
@@ -82,6 +80,12 @@ class TargetForward:
             return parts[0]
         entropies = [p.entropy_S for p in parts if p.entropy_S is not None]
         return TargetScores(torch.cat([p.logprobs_S for p in parts]), torch.cat(entropies) if entropies else None)
+
+    def _chunk(self, device: torch.device) -> int:
+        """Return how many targets are computed at a time on `device`."""
+        if self._max_logits is not None:
+            return max(1, self._max_logits // self._vocab)
+        return max(MIN_CHUNK, (MAX_LOGITS_CPU if device.type == "cpu" else MAX_LOGITS) // self._vocab)
 
     def _read(self, batch: MicroBatch) -> Tensor:
         """Return what is read off at each target: the last hidden state [S, H], or the logits [S, V]."""

@@ -77,3 +77,25 @@ def test_a_model_that_caps_its_logits_takes_the_long_way(cap: float):
 def test_half_precision_models_give_float32_log_probabilities():
     forward = TargetForward(tiny_model(64).to(torch.bfloat16))
     assert forward(batch(64)).logprobs_S.dtype == torch.float32
+
+
+def test_how_much_of_the_vocabulary_is_computed_at_a_time_is_up_to_the_device_that_it_is_computed_on(monkeypatch):
+    """The ranks' models are made on the processor and moved."""
+    model = tiny_model(2**15, layers=1)
+    forward = TargetForward(model)
+    sizes = []
+    forward._head.register_forward_hook(lambda module, args, out: sizes.append(len(args[0])))
+    sample = TrainSample(
+        id=SampleId("g", "0", 0),
+        token_ids=np.arange(300),
+        loss_weights=(np.arange(300) > 0).astype(np.float32),
+        turn_ids=np.zeros(300, np.int32),
+    )
+    for device in ("cpu", "meta"):
+        model.to(device)
+        (made,) = layout([sample], coefs=[sample.loss_weights], settings=LayoutSettings(), device=device)
+        read = torch.zeros(made.num_targets, model.config.hidden_size, device=device)
+        monkeypatch.setattr(forward, "_read", lambda batch, read=read: read)
+        with torch.no_grad():
+            forward(made)
+    assert sizes == [128, 128, 43, 299]
