@@ -197,6 +197,8 @@ def culprit_of(frame: FrameType | None, loop: asyncio.AbstractEventLoop) -> Culp
     else:
         below = max((i for i, f in enumerate(stack) if _is_loop(f)), default=len(stack))
         inner = [f for f in stack[below + 1 :] if _is_shown(f)]
+        if inner and inner[-1].f_code.co_filename.startswith(_OURS):
+            return None  # whoever is above only waits for what the library does
         inner = [f for f in inner if not f.f_code.co_filename.startswith((_OURS, *_PACKAGES))]
     inner = list(itertools.dropwhile(lambda f: f.f_code.co_filename.startswith(_PASSES_ON), inner))
     if not inner or inner[-1].f_code.co_filename.startswith(_WORKS):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import polyturn
+from polyturn.core.nesting import is_deep
 from polyturn.core.watchdog import LoopWatchdog, calls_plugins
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.lifespan import run_episode
@@ -104,6 +105,19 @@ async def test_nothing_is_said_of_who_awaits(caplog: pytest.LogCaptureFixture):
     watchdog = LoopWatchdog(limit_s=LIMIT_S)
     with watchdog.watching():
         await asyncio.sleep(5 * LIMIT_S)
+    assert warnings(caplog) == []
+
+
+async def test_nobody_is_named_who_only_waits_for_what_the_library_does(caplog: pytest.LogCaptureFixture):
+    wide = [[0]] * 100_000
+
+    async def waits() -> None:
+        until = time.monotonic() + 3 * LIMIT_S
+        while time.monotonic() < until:
+            is_deep(wide)
+
+    with LoopWatchdog(limit_s=LIMIT_S).watching():
+        await waits()
     assert warnings(caplog) == []
 
 
