@@ -135,6 +135,8 @@ def test_the_threads_of_a_pool_end_together_when_nobody_uses_it():
     for _ in range(3):  # a pool is opened again and again
         pool.open()
         pool.take()
+        while not pool.num_ready:  # else there may be none to close
+            time.sleep(0.001)
         pool.close()
     until = time.monotonic() + 3
     while pool.num_ready or set(threading.enumerate()) - before:
