@@ -387,8 +387,10 @@ class EnginePool:
                 on_back=on_back,
                 attempt_s=self._recovery_s,
             )
-        except EngineGoneError as problem:
+        except Exception as problem:  # whatever it is, a server that nobody brings back is not to be waited for
             replica.is_gone, replica.recovery = True, None
             left = sum(not other.is_gone for other in self._replicas)
-            logger.error("%s is out for good (%s); %d servers are left", replica.name, one_line(problem), left)
+            trace = None if isinstance(problem, EngineGoneError) else problem
+            said = "%s is out for good (%s); %d servers are left"
+            logger.error(said, replica.name, one_line(problem), left, exc_info=trace)
             self.admission.admit()

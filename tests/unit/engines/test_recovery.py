@@ -204,6 +204,24 @@ def test_requests_fail_at_once_when_every_server_is_lost_for_good() -> None:
     assert run_virtual(main()) < 10
 
 
+def test_a_server_whose_recovery_breaks_is_lost_with_the_trace_of_what_broke(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Restartable):
+        async def revive(self) -> None:
+            raise OSError("the folder of its log is gone")
+
+    async def main() -> float:
+        engine = Broken()
+        pool = EnginePool([engine], patience_s=10_000.0)
+        engine.fail()
+        with pytest.raises(EngineLostError, match="all servers are lost for good"):
+            await pool.generate(ask("a"))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) < 10
+    (said,) = [record for record in caplog.records if "out for good" in record.message]
+    assert "the folder of its log is gone" in said.message and said.exc_info is not None
+
+
 def test_a_pool_that_keeps_no_weights_gives_a_restarted_server_the_next_ones() -> None:
     async def main() -> tuple[bool, bool, list[int]]:
         engines = [Restartable(), Restartable()]
