@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
     from polyturn.rollout.scheduler import MultiTurnScheduler
 
+FORMAT = 2
+"""Of what is kept; a conversation that was kept in another one starts from its task."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Held:
@@ -100,7 +103,7 @@ class Flight:
         self._is_broken = False
         """A line could not be made, so none may follow."""
         schemas = context.tools.schemas_of(task)
-        asked = (task.id, task.data_source, task.prompt, task.interaction, task.tools_kwargs, schemas, sampling)
+        asked = (FORMAT, task.id, task.data_source, task.prompt, task.interaction, task.tools_kwargs, schemas, sampling)
         self._digest = hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest()
         self._held = journal.recall(id)
 
@@ -147,7 +150,7 @@ class Flight:
             return None
         why = None
         if held.digest != self._digest:
-            why = "its task, its tools or its sampling are others now"
+            why = "its task, its tools, its sampling or the library's way to keep it are others now"
         elif not held.lines:
             why = held.why_not or "no turn of it was complete"
         if why is None:

@@ -179,6 +179,18 @@ async def test_an_environment_takes_up_its_state(tmp_path: Path):
     assert [turn.scores for turn in found.turns] == [{"env": 0.5}] * 4
 
 
+@pytest.mark.parametrize("die_at", [2, None])
+async def test_what_an_earlier_version_of_the_library_kept_starts_from_its_task(
+    die_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    says = [ADD, ADD, "#### 4"]
+    with monkeypatch.context() as earlier:
+        earlier.setattr("polyturn.rollout.flight.FORMAT", 1)
+        await lives(tmp_path, says, die_at=die_at, tools=[add])
+    whole, (asked, counts) = await lives(tmp_path, says, tools=[add])
+    assert whole is not None and asked == [0, 1, 2] and counts == counted(restarted=1)
+
+
 async def test_one_that_cannot_restarts_by_name_and_is_not_counted_as_failed(tmp_path: Path):
     envs.register("ladder")(Ladder)
     options = {"scheduler": Gym(env="ladder"), "task": task(data_source=None)}
