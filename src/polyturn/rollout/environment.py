@@ -6,7 +6,6 @@ what matters is that each start has exactly one end. Forks of an episode share i
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import Reply
 from polyturn.rollout.tool_branches import ToolBranch
+from polyturn.tools.session import copied
 
 
 class Environment:
@@ -101,11 +101,11 @@ class Environment:
         """Return what the tools of the episode, or of a fork, keep now; None where none keeps anything that can be had.
 
         Raises:
-            SnapshotError: a tool's `snapshot` raised or was late.
+            SnapshotError: a tool's `snapshot` raised, was late, or returned what cannot be copied.
         """
         if not self._tools.has_states:
             return None
-        return copy.deepcopy(await (self._tools.snapshot() if branch is None else branch.states()))
+        return copied(await (self._tools.snapshot() if branch is None else branch.states()))
 
     async def call_tools(
         self, turn: LiveTurn, messages: Callable[[], list[dict[str, Any]]], *, branch: ToolBranch | None = None

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.aio import first_error
-from polyturn.core.errors import LifecycleError, RewardError, ToolUnavailableError, one_line
+from polyturn.core.errors import LifecycleError, RewardError, SnapshotError, ToolUnavailableError, one_line
 from polyturn.core.messages import ToolCall
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
@@ -123,7 +123,7 @@ class ToolSession:
         """
         self._is_started = True
         await self._create(states["states"])
-        await self.restore(copy.deepcopy(dict(states)))  # a tool may keep what it is given
+        await self.restore(copied(states))  # a tool may keep what it is given
 
     async def _create(self, names: Iterable[str]) -> list[ToolResult | None]:
         with first_error():
@@ -318,6 +318,24 @@ class ToolSession:
         text = self._box.limit.cut(results.error_text(kind, reason))
         duration = 0.0 if began is None else time.perf_counter() - began
         return ToolResult(call_id=call.id, name=call.name, content=text, error=kind.value, duration_s=duration)
+
+
+def copied(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `ToolSession.snapshot` returned, of which nothing is a live object of a tool any more.
+
+    Raises:
+        SnapshotError: something of it cannot be copied.
+    """
+    found: dict[str, Any] = {"states": {}}
+    what = ""
+    try:
+        for name, state in states["states"].items():
+            what = f"what the tool {name!r} keeps"
+            found["states"][name] = copy.deepcopy(state)
+        what = "what tools left in agent_data"
+        return found | copy.deepcopy({key: value for key, value in states.items() if key != "states"})
+    except Exception as problem:
+        raise SnapshotError(f"{what} cannot be copied for a fork: {one_line(problem)}; let it be plain data") from problem
 
 
 def _with_cut(outcome: ToolOutcome, content: str | tuple[Mapping[str, Any], ...]) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import threading
 from collections import Counter
 from typing import Any
 
@@ -128,6 +129,25 @@ async def test_a_tool_that_cannot_be_put_back_after_all_fails_the_trajectory():
     found = await run_episode(context, task(tools=("note",)), id="e")
     assert found.error is not None and found.error.startswith(SnapshotError.__name__)
     assert tool.notes == {} and tool.calls["create"] == tool.calls["release"]
+
+
+@pytest.mark.parametrize("where", ["state", "agent_data"])
+async def test_what_cannot_be_copied_is_named(where: str):
+    class Locked(Notes):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], agent_data: Any = None, **kwargs: Any) -> str:
+            if where == "agent_data":
+                agent_data.extra_fields["lock"] = threading.Lock()
+            return await super().execute(instance_id, parameters)
+
+        async def snapshot(self, instance_id: str) -> Any:
+            return threading.Lock() if where == "state" else self.notes[instance_id]
+
+    context = scripted_context(says, tools=[Locked()], scheduler=Forks(), limits=Limits(max_turns=8))
+    found = await run_episode(context, task(tools=("note",)), id="e")
+    what = "what the tool 'note' keeps" if where == "state" else "what tools left in agent_data"
+    assert found.error is not None and found.error.startswith(
+        f"{SnapshotError.__name__}: {what} cannot be copied for a fork"
+    )
 
 
 async def test_a_fork_whose_tools_were_cut_off_at_their_beginning_begins_them_again():
