@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from polyturn.tools.session import ToolSession
+from polyturn.tools.session import ToolSession, copied
 
 
 class ToolBranch:
@@ -45,7 +45,8 @@ class ToolBranch:
         async with self._lock:
             if self._begun is None:
                 above = await session_of(self._above)
-                states = await above.snapshot() if self._states is None else self._states
+                # A copy at once: a state may be a live one, and whoever it is of goes on meanwhile.
+                states = copied(await above.snapshot()) if self._states is None else self._states
                 begun = above.branch(self._id)
                 try:
                     await begun.start_branch(states)

@@ -178,6 +178,24 @@ async def test_a_fork_whose_tools_were_cut_off_at_their_beginning_begins_them_ag
     assert tool.notes == {} and tool.calls["create"] == tool.calls["release"] == 3
 
 
+async def test_a_fork_does_not_see_what_happens_while_its_tools_begin():
+    class Slow(Notes):
+        async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
+            await asyncio.sleep(0.005)
+            return await super().create(instance_id)
+
+    tool = Slow()
+    async with ToolBox([tool]).session("e") as session:
+        await session.start(task(tools=("note",)))
+        branch = ToolBranch(session, id="e#1", states=None)
+        beginning = asyncio.create_task(branch.session())
+        await asyncio.sleep(0.001)
+        await session.call([ToolCall(id="c", name="note", arguments={"text": "later"})])
+        await beginning
+        assert tool.notes == {"e": ["later"], "e#1": []}
+        await branch.close()
+
+
 def test_a_run_says_which_tools_its_forks_share(caplog: pytest.LogCaptureFixture):
     summary = type("Summary", (), {"num_tasks": 1, "interactions": {}, "num_with_tools": 1})
     for tool, is_told in ((SharedNotes(), True), (Notes(), False)):
