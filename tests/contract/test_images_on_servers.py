@@ -84,6 +84,7 @@ def test_logprobs_behind_images_are_the_trainers_at_temperature_07(kind, tmp_pat
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_model_that_sees_trains_on_a_server(kind, tmp_path, monkeypatch):
     if (reason := why_not(kind)) is not None:

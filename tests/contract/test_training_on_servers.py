@@ -40,6 +40,7 @@ def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, way, t
     assert versions == {0, 1, 2}  # the first step's, the second's, and the evaluation after it
 
 
+@pytest.mark.slow
 def test_a_server_samples_beside_training_with_what_is_suspended_and_cut_off_counted(tmp_path):
     if (reason := why_not("vllm")) is not None:
         pytest.skip(reason)

@@ -51,6 +51,7 @@ def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
     assert_each_call_ran_once(tmp_path, "two")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_ranks_train_an_adapter_and_one_process_goes_on_with_it(tmp_path):
     config = write_run(tmp_path)
