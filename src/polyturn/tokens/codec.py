@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+_REMEMBERED_TEXTS, _REMEMBERED_CHARS = 4096, 512
+"""How many short texts a codec remembers the ids of, and how long they are at most: a few megabytes."""
+
 
 class Codec:
     """Renders messages, encodes and decodes text. Safe to share between episodes and threads."""
@@ -64,6 +67,8 @@ class Codec:
         self.chat_template = self._template.source
         self.template_kwargs = self._template.kwargs
         self._plain = _without_added_tokens(self._backend)
+        self._remembered: dict[str, Ids] = {}
+        """The ids of short texts."""
         # Added runs of white space (some code models have them) are ordinary text: nobody is controlled by two spaces.
         added = {int(i): str(t) for i, t in tokenizer.added_tokens_decoder.items() if str(t).strip()}
         self.control_tokens: Mapping[int, str] = added
@@ -189,8 +194,18 @@ class Codec:
     # Text to ids and back.
 
     def encode(self, text: str) -> Ids:
-        """Return the ids of template text: control tokens are recognised, none is added."""
-        return _encode(self._backend, text)
+        """Return the ids of template text: control tokens are recognised, none is added.
+
+        Short texts are remembered, because environments say the same again and again.
+        """
+        if len(text) > _REMEMBERED_CHARS:
+            return _encode(self._backend, text)
+        ids = self._remembered.get(text)
+        if ids is None:
+            if len(self._remembered) >= _REMEMBERED_TEXTS:
+                self._remembered.clear()
+            ids = self._remembered[text] = _encode(self._backend, text)
+        return ids
 
     def encode_plain(self, text: str) -> Ids:
         """Return the ids of environment text: never a control token, whatever the text says; decoding gives the text."""

@@ -62,6 +62,21 @@ def test_control_text_that_the_models_own_vocabulary_holds_is_cut_apart() -> Non
     assert codec.decode(codec.encode_plain("<end>")) == "<end>"
 
 
+def test_a_text_that_comes_again_has_the_ids_that_it_had_and_memory_stays_bounded() -> None:
+    codec = Codec(tiny_tokenizer())
+    first = codec.encode("<|im_start|>user\nTry again.<|im_end|>\n")
+    again = codec.encode("<|im_start|>user\nTry again.<|im_end|>\n")
+    assert again is first
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 0
+    for number in range(5000):
+        codec.encode(f"{number}")
+    assert len(codec._remembered) <= 4096
+    long = "x" * 600
+    assert codec.encode(long) is not codec.encode(long)
+    assert codec.encode("<|im_start|>user\nTry again.<|im_end|>\n").tolist() == first.tolist()
+
+
 def test_a_lone_surrogate_becomes_a_question_mark() -> None:
     assert CODEC.decode(CODEC.encode_plain(json.loads('"a\\ud800b"'))) == "a?b"
 
