@@ -104,6 +104,7 @@ async def test_a_call_waits_behind_no_other_however_many_run(address):
         running = [asyncio.create_task(engine.generate(request(f"{i}/0", session=f"{i}"))) for i in range(1100)]
         await asyncio.sleep(2.0)
         await asyncio.wait_for(engine.update_weights(1, weights={}), timeout=20.0)
+        assert not any(task.done() for task in running)
         for task in running:
             task.cancel()
         await asyncio.wait(running)
