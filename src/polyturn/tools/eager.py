@@ -26,8 +26,10 @@ def begun(work: Coroutine[Any, Any, Any], *, name: str | None = None) -> asyncio
     loop = asyncio.get_running_loop()
     if sys.version_info >= (3, 12):
         return asyncio.Task(work, loop=loop, name=name, eager_start=True)
-    context, rest, caller = copy_context(), _Rest(work), asyncio.current_task()
-    assert caller is not None
+    caller = asyncio.current_task()
+    if caller is None:  # nothing of ours runs on the loop, so there is nobody to begin it for
+        return loop.create_task(work, name=name)
+    context, rest = copy_context(), _Rest(work)
     task: asyncio.Task[Any] = asyncio.Task(rest, loop=loop, name=name, context=context)
     done: asyncio.Future[Any] = loop.create_future()
     asyncio.tasks._leave_task(loop, caller)
