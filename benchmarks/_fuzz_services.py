@@ -25,6 +25,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import _fuzz_tools
+
 from polyturn.core.errors import ConfigError
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
@@ -132,23 +134,12 @@ async def mcp_server(ask_socket: AskSocket, check: Check) -> AsyncIterator[Case]
     """Give the cases of our own MCP server."""
     import uvicorn
 
-    import polyturn
     from polyturn.serving.address import bind
     from polyturn.serving.guard import guarded, http_config
     from polyturn.serving.mcp import ToolServer
     from polyturn.serving.rules import ServerRules
 
-    @polyturn.tool
-    def add(a: int, b: int = 0) -> int:
-        """Add two numbers.
-
-        Args:
-            a: One.
-            b: The other.
-        """
-        return a + b
-
-    tools = ToolServer(ToolBox([add], timeout_s=5.0, max_result_chars=None))
+    tools = ToolServer(ToolBox([_fuzz_tools.add], timeout_s=5.0, max_result_chars=None))
     rules = ServerRules(max_body_bytes=1 << 20)
     app = tools.http_app(idle_s=60.0, max_sessions=1 << 20, max_body_bytes=1 << 20)
     guarded(app, rules)
@@ -201,28 +192,11 @@ def _post(body: bytes, session: str) -> bytes:
     return "\r\n".join(lines).encode("ascii", "replace") + b"\r\n\r\n" + body
 
 
-TOOL_FILE = '''
-import polyturn
-
-
-@polyturn.tool
-def add(a: int, b: int = 0) -> int:
-    """Add two numbers.
-
-    Args:
-        a: One.
-        b: The other.
-    """
-    return a + b
-'''
-
-
 class OnStdin:
     """`polyturn serve --mcp FILE --stdio`, a process that must answer a right request whatever came before it."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "tools.py"
-        self._file.write_text(TOOL_FILE)
+        self._file = Path(_fuzz_tools.__file__)
         self._process: asyncio.subprocess.Process | None = None
         self._number = 1000
 
