@@ -420,6 +420,25 @@ def test_a_trajectory_that_is_cut_into_segments_has_the_same_advantages(name: st
             assert [x[what] for x in tokens(t, found)] == pytest.approx([x[what] for x in tokens(t, again)], nan_ok=True)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ALL)
+def test_segments_that_take_turns_have_the_advantages_of_one_segment(name: str, seed: int) -> None:
+    """An agent that returns to an older segment: turns 0, 2 in the first segment, 1, 3 in the second; time orders them."""
+    groups, whole = batch(seed)
+    estimator = advantages.resolve(name)
+    pieces = []
+    for s in whole:
+        for segment, keep in enumerate([s.turn_ids % 2 == 0, s.turn_ids % 2 == 1]):
+            if np.any(s.loss_weights[keep]) or segment == 0:
+                arrays = {n: getattr(s, n)[keep] for n in ("token_ids", "loss_weights", "turn_ids", "values", "rewards")}
+                pieces.append(s.replace(id=s.id._replace(segment=segment), **arrays))
+    found, again = (assign_advantages(groups, x, estimator=estimator) for x in (whole, pieces))
+    for t in [t for g in groups for t in g.trajectories]:
+        for what in ("advantages", "returns"):
+            by_turn = sorted(tokens(t, again), key=lambda x: x["turn"])
+            assert [x[what] for x in tokens(t, found)] == pytest.approx([x[what] for x in by_turn], nan_ok=True)
+
+
 def test_rewards_of_turns_nothing_of_which_is_trained_fall_to_the_turn_before() -> None:
     turns = tuple(
         Turn(index=k, message=Message(role="assistant", content="x"), finish_reason=FinishReason.STOP, scores={"env": 1.0})

@@ -1,6 +1,7 @@
 """The embedded engine against the model itself: tokens, logprobs, shared weights, the cache between turns, determinism."""
 
 import asyncio
+import copy
 import random
 
 import numpy as np
@@ -177,6 +178,7 @@ async def test_given_weights_are_copied_in_and_unknown_names_refused():
 @pytest.mark.parametrize("keep_kv", [False, True])
 async def test_a_completion_that_spans_an_update_says_where(keep_kv):
     model = make_model()
+    before = copy.deepcopy(model)
     engine = EmbeddedEngine(model, num_slots=4, max_burst_s=0.0)
     ids = prompt(10)
     running = asyncio.create_task(engine.generate(ask(ids, max_tokens=60, seed=1)))
@@ -190,6 +192,8 @@ async def test_a_completion_that_spans_an_update_says_where(keep_kv):
     (_, first), (at, second) = answer.policy_versions
     assert (first, second) == (0, 5)
     assert 5 <= at < 60
+    assert np.allclose(answer.logprobs[:at], reference_logprobs(before, ids, answer)[:at], atol=1e-4)
+    assert abs(answer.logprobs[at] - reference_logprobs(before, ids, answer)[at]) > 1e-3
     exact = np.allclose(answer.logprobs[at:], reference_logprobs(model, ids, answer)[at:], atol=1e-4)
     assert exact is not keep_kv  # without the old cache, what follows is exactly the new policy's
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from polyturn.core.errors import LifecycleError, SchedulerError
+from polyturn.core.generation import FinishReason, GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import SpanSource, Trajectory
+from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
@@ -311,6 +313,36 @@ async def test_an_agent_that_goes_on_where_it_was_stays_in_its_segment():
     t = await run_episode(scripted_context(["x"], scheduler=Again()), task(data_source=None), id="e")
     check(t)
     assert owners(t) == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize("at_mark", [False, True])
+@pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.STOP])
+async def test_a_fork_closes_a_turn_that_was_cut_as_its_episode_does(finish, at_mark):
+    """The template's end of turn, which a cut completion lacks, belongs to what follows: in a fork as in the trunk."""
+
+    class ForksBehindTheTurn(MultiTurnScheduler):
+        async def run(self, episode: Episode) -> StopReason:
+            await episode.prepare()
+            turn = await episode.generate()
+            fork = episode.fork(at=episode.mark()) if at_mark else episode.fork()
+            for one in (fork, episode):
+                one.record(turn, Reply.of("and?"))
+                await one.prepare()
+                await one.generate()
+            return StopReason.STOP
+
+    prompts: list[str] = []
+
+    def says(request: GenerateRequest) -> Any:
+        prompts.append(tiny_codec().decode(request.prompt_ids))
+        return turn_ids("one two", is_closed=finish is FinishReason.STOP)
+
+    context = scripted_context([], scheduler=ForksBehindTheTurn())
+    context.engine = ScriptedEngine(says)
+    t = await run_episode(context, task(data_source=None), id="e")
+    check(t)
+    _, fork, trunk = prompts
+    assert fork == trunk and fork.endswith("one two<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
 
 
 async def test_a_cut_leaves_what_a_fork_has_in_its_context():
