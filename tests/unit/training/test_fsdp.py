@@ -25,6 +25,7 @@ from polyturn.training.team import Answer, Rank, assign, values_of
 
 WORKER = Path(__file__).with_name("two_ranks.py")
 EXACT = 1e-9
+pytestmark = pytest.mark.timeout(900)  # two processes on a busy machine
 
 
 def free_port():
@@ -48,7 +49,7 @@ def results(tmp_path_factory):
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+        said = [rank.communicate(timeout=800)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -71,6 +72,10 @@ def test_gradient_norm_and_scores_do_not_depend_on_the_ranks(found, case):
 def test_no_loss_depends_on_the_ranks_whatever_the_layout(results):
     assert len(results["losses"]) >= 12
     assert max(results["losses"].values()) < EXACT, results["losses"]
+
+
+def test_a_leader_normalises_over_the_batch_of_all_its_ranks(results):
+    assert len(results["leader"]) == 9 and max(results["leader"].values()) < EXACT, results["leader"]
 
 
 def test_an_adapter_over_shards_is_that_of_one_process(results):

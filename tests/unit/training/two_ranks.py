@@ -29,13 +29,15 @@ from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.critic import Critic, CriticSettings, first_weights, value_coefs
 from polyturn.training.critic_shards import ShardedCritic
+from polyturn.training.distributed import DistributedPolicy
 from polyturn.training.fsdp import ShardedPolicy, make_mesh
 from polyturn.training.local import LocalPolicy
 from polyturn.training.lora import LoraSettings, adapter_tensors, add_lora
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
+from polyturn.training.process_group import GroupTeam, follow
 from polyturn.training.shards import local_part
-from polyturn.training.team import assign
+from polyturn.training.team import Rank, assign
 
 VOCAB = 48
 CPU = torch.device("cpu")
@@ -393,6 +395,43 @@ def compare_losses():
     return found
 
 
+def compare_leader():
+    """Return how far a leader with two ranks and one process differ, from whole batches to the weights after two steps.
+
+    Shares of unlike weight, an idle rank, and the supervised loss: what each rank gets is normalised over the whole batch.
+    """
+    options = {"optim": OptimSettings(lr=1e-2, max_grad_norm=0.1), "layout": LayoutSettings(max_tokens_per_batch=20)}
+    loss = LossSettings(kl_coef=0.1, entropy_coef=0.01)
+
+    def make(spec):
+        return ShardedPolicy(exact_model(), mesh=make_mesh(CPU), device=CPU, loss=loss, reference=True, **options)
+
+    rank = Rank(make=make, make_critic=lambda: None)
+    if dist.get_rank():
+        follow(rank)
+        return None
+    many = DistributedPolicy(
+        GroupTeam(rank, tensor_parallel=1), None, mirror=exact_model(), loss=loss, layout=options["layout"]
+    )
+    one = LocalPolicy(exact_model(), loss=loss, reference=True, **options)
+    found = {}
+    for name, size, method in (
+        ("uneven", 5, "forward_backward"),
+        ("idle", 1, "forward_backward"),
+        ("sft", 3, "sft_forward_backward"),
+    ):
+        samples = samples_of(len(name), size)
+        samples[0] = samples[0].replace(loss_weights=samples[0].loss_weights * 7)
+        losses = [getattr(policy, method)(samples)["loss/total"].value for policy in (one, many)]
+        found[f"{name}/loss"] = abs(losses[0] - losses[1])
+        norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
+        found[f"{name}/norm"] = abs(norms[0] - norms[1]) / norms[0]
+        many.gather()
+        found[f"{name}/weights"] = same_parts(one.model.state_dict(), many.weights())
+    many.close()
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
@@ -401,7 +440,7 @@ if __name__ == "__main__":
     results["critic"], results["critic_tensor_parallel"] = compare_critic(1), compare_critic(2)
     results["bfloat16"], results["vision"] = compare_bfloat16(), compare_vision()
     results["refused"] = refusals()
-    if dist.get_rank() == 0:
+    is_leader = dist.get_rank() == 0
+    results["leader"] = compare_leader()  # the last, for a leader that closes ends the process group
+    if is_leader:
         Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
