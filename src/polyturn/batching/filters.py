@@ -1,6 +1,7 @@
 """What is left out of the loss, each with its reason in the metrics (I3): nothing disappears uncounted.
 
 failed trajectories       out of the loss and of their group's statistics
+groups with one left      of several trajectories: a group baseline has nothing to compare it with
 zero-variance groups      every advantage would be 0: no gradient, and tokens that would only dilute a token mean
 truncated trajectories    optional: out of the loss, still in the statistics (Yu et al. 2025, DAPO, section 3.4)
 samples without weight    nothing to train
@@ -31,38 +32,44 @@ class FilteredSamples(NamedTuple):
     metrics: Metrics
 
 
-def has_signal(group: TrajectoryGroup, *, by_turns: bool = False, components: Collection[str] = ()) -> bool:
+def has_signal(
+    group: TrajectoryGroup, *, min_members: int = 1, by_turns: bool = False, components: Collection[str] = ()
+) -> bool:
     """Return whether the rewards of the trajectories that did not fail differ, so that there is something to learn from.
 
-    A group in which one trajectory is left is taken as it is; one in which all failed has none.
-
     Args:
-        group: Finished trajectories of one task.
+        group: Finished trajectories of one task; one in which all failed has nothing.
+        min_members: How many that did not fail are needed; where one is enough, a single one is taken as it is.
         by_turns: Whether the scores of turns count too, for an estimator that reads them.
         components: Parts of the reward that count by themselves, for an estimator that takes it apart.
     """
     live = [t for t in group.trajectories if not t.is_failed]
     seen = {(_rewards(t), tuple(t.turn_scores) if by_turns else (), _parts(t, components)) for t in live}
-    return len(live) == 1 or len(seen) > 1
+    return len(live) >= min_members and (len(live) == 1 or len(seen) > 1)
 
 
-def filter_groups(groups: Sequence[TrajectoryGroup], *, zero_variance: bool = True) -> FilteredGroups:
-    """Drop failed trajectories, groups that have none left, and groups whose rewards are all equal.
+def filter_groups(groups: Sequence[TrajectoryGroup], *, min_members: int = 1, zero_variance: bool = True) -> FilteredGroups:
+    """Drop failed trajectories, groups that have too few left, and groups whose rewards are all equal.
 
     Args:
         groups: What the rollout returned.
+        min_members: How many trajectories must be left of a group.
         zero_variance: Drop groups of several trajectories with one and the same reward. Turn it off for an estimator that
             uses more than the trajectory's scalar reward, and for groups of one.
     """
     kept: list[TrajectoryGroup] = []
     failed: list[Trajectory] = []
+    alone: list[Trajectory] = []
     flat: list[Trajectory] = []
-    num_flat = num_empty = 0
+    num_flat = num_empty = num_alone = 0
     for group in groups:
         live = tuple(t for t in group.trajectories if not t.is_failed)
         failed += [t for t in group.trajectories if t.is_failed]
         if not live:
             num_empty += 1
+        elif len(live) < min_members:
+            num_alone += 1
+            alone += live
         elif zero_variance and not has_signal(group):
             num_flat += 1
             flat += live
@@ -72,9 +79,11 @@ def filter_groups(groups: Sequence[TrajectoryGroup], *, zero_variance: bool = Tr
         "buffer/groups": Sum(len(groups)),
         "buffer/groups_kept": Sum(len(kept)),
         "buffer/groups_all_failed": Sum(num_empty),
+        "buffer/groups_one_left": Sum(num_alone),
         "buffer/groups_zero_variance": Sum(num_flat),
         "buffer/failed_trajectories": Sum(len(failed)),
         "tokens/dropped_failed": Sum(_num_sampled(failed)),
+        "tokens/dropped_one_left": Sum(_num_sampled(alone)),
         "tokens/dropped_zero_variance": Sum(_num_sampled(flat)),
     }
     return FilteredGroups(kept, metrics)

@@ -118,6 +118,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
 
 def build_update(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> Update:
     """Make what turns the groups of a step into new parameters."""
+    from polyturn.algorithms.advantages import members_needed
     from polyturn.batching.loss_scale import build_loss_scale
     from polyturn.training.update import Update, UpdateSettings
 
@@ -132,6 +133,8 @@ def build_update(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> Updat
             minibatches=train.minibatches,
             temperature=config.rollout.sampling.temperature,
             loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
+            min_members=members_needed(estimator, group_size=train.group_size),
+            drop_small_groups=algorithm.distill is None,  # a teacher has something to say about every trajectory
             drop_zero_variance=drops_zero_variance(place, estimator),
             drop_truncated=algorithm.drop_truncated,
             is_stale=train.max_staleness > 0,

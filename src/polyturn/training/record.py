@@ -45,7 +45,8 @@ def trained_of(
             if trajectory.is_failed:
                 found[trajectory.id] = Trained(dropped="failed")
             elif trajectory.id not in live:
-                found[trajectory.id] = Trained(dropped="zero_variance")
+                is_alone = sum(not t.is_failed for t in group.trajectories) == 1 < len(group.trajectories)
+                found[trajectory.id] = Trained(dropped="one_left" if is_alone else "zero_variance")
             elif trajectory.id in places:
                 mine = {samples[i].id.segment: i for i in places[trajectory.id]}
                 found[trajectory.id] = _trained(trajectory, mine, samples, logprobs)

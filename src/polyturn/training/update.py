@@ -45,6 +45,10 @@ class UpdateSettings:
     temperature: float = 1.0
     loss_scale: LossScale | None = None
     """Which sampled tokens are trained; None is all but those that a scheduler masked."""
+    min_members: int = 1
+    """How many members with a reward a group needs to teach anything; never fewer than the estimator declares."""
+    drop_small_groups: bool = True
+    """Whether a smaller group leaves the loss; else its advantages are 0 and what else the loss holds is trained."""
     drop_zero_variance: bool = True
     drop_truncated: bool = False
     is_stale: bool = False
@@ -102,7 +106,8 @@ class Update:
         """Return whether a group's members differ in what the estimator reads: rewards, their parts, scores of turns."""
         traits = traits_of(self.estimator)
         by_turns = traits.needs_turn_scores or traits.needs_states
-        return has_signal(group, by_turns=by_turns, components=components_of(self.estimator))
+        components = components_of(self.estimator)
+        return has_signal(group, min_members=self._min_members, by_turns=by_turns, components=components)
 
     def run(self, groups: Sequence[TrajectoryGroup], *, step: int) -> StepResult:
         """Take one optimizer step (or `minibatches` of them) on the groups of a step.
@@ -112,7 +117,8 @@ class Update:
         """
         settings, began = self._settings, time.perf_counter()
         parts: list[Metrics] = [rollout_metrics(groups, version=step), greedy_metrics(groups)]
-        kept = filter_groups(groups, zero_variance=settings.drop_zero_variance)
+        min_members = self._min_members if settings.drop_small_groups else 1
+        kept = filter_groups(groups, min_members=min_members, zero_variance=settings.drop_zero_variance)
         scale = settings.loss_scale
         samples = [s for g in kept.groups for s in to_samples(g, temperature=settings.temperature, loss_scale=scale)]
         parts.append(dropped_by_scale(kept.groups, samples))
@@ -124,7 +130,13 @@ class Update:
         if self._reward_kl is not None:
             samples, found = self._reward_kl.apply(samples)
             parts.append(found)
-        samples = assign_advantages(kept.groups, samples, estimator=self.estimator, has_scored=self._has_scored)
+        samples = assign_advantages(
+            kept.groups,
+            samples,
+            estimator=self.estimator,
+            min_members=self._min_members,
+            has_scored=self._has_scored,
+        )
         self._has_scored |= bool(samples)
         rejected: set[str] = set()
         if settings.correction is not None:
@@ -210,6 +222,10 @@ class Update:
             self._reward_kl.load_state_dict(state.get("reward_kl") or {})
 
     @property
+    def _min_members(self) -> int:
+        return max(self._settings.min_members, traits_of(self.estimator).min_group)
+
+    @property
     def _critic_warmup(self) -> int:
         return 0 if self.critic is None else self.critic.settings.warmup
 
@@ -234,11 +250,13 @@ class Update:
 
 def _nothing_left(counts: Metrics) -> str:
     """Return what became of the groups of a step of which nothing is trained."""
-    of = {name: int(counts[f"buffer/{name}"].value) for name in ("groups", "groups_zero_variance", "groups_all_failed")}
-    rest = of["groups"] - of["groups_zero_variance"] - of["groups_all_failed"]
+    names = ("groups", "groups_zero_variance", "groups_all_failed", "groups_one_left")
+    of = {name: int(counts[f"buffer/{name}"].value) for name in names}
+    rest = of["groups"] - sum(of[name] for name in names[1:])
     said = {
         "have the same reward for every member": of["groups_zero_variance"],
         "failed": of["groups_all_failed"],
+        "have one trajectory left that did not fail": of["groups_one_left"],
         "are truncated, rejected or of weight 0": rest,
     }
     return f"of {of['groups']} groups " + ", ".join(f"{number} {what}" for what, number in said.items() if number)

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 DROPPED = {
     "failed": "the trajectory failed and is left out of the loss",
+    "one_left": "the others of its group failed, so there was nothing to compare it with",
     "zero_variance": "every member of its group had the same reward, so there was nothing to learn",
     "truncated": "the trajectory was truncated, and such ones are left out of the loss",
     "rejected": "the off-policy correction rejected all of its tokens",

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from polyturn.algorithms.advantages import advantages, assign_advantages, dr_grpo, grpo
+from polyturn.algorithms.advantages import advantages, assign_advantages, dr_grpo, grpo, grpo_passk, opo, rloo
 from polyturn.core.errors import AlignmentError, UnknownNameError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.reward import Reward
@@ -49,8 +49,10 @@ def test_dr_grpo_only_centres():
     assert scalars(grpo(rewards, [[sample()]] * 4, norm_by_std=False)) == [0.75, -0.25, -0.25, -0.25]
 
 
-def test_a_group_of_one_has_mean_0_and_std_1():
-    assert scalars(grpo(np.array([0.5]), [[sample()]])) == pytest.approx([0.5], rel=1e-5)
+@pytest.mark.parametrize("reward", [0.0, 1.0, -0.7, 1e6])
+def test_a_group_of_one_has_nothing_to_be_compared_with(reward: float):
+    for estimator in (grpo, dr_grpo, rloo, opo, grpo_passk):
+        assert scalars(estimator(np.array([reward]), [[sample()]])) == [0], estimator.__name__
 
 
 def test_equal_rewards_give_no_advantage():

@@ -5,6 +5,7 @@ A trajectory here is a list of turns, a turn (score or None, number of tokens, o
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -19,7 +20,9 @@ from polyturn.algorithms.advantages import (
     check_estimator,
     components_of,
     declare,
+    members_needed,
 )
+from polyturn.compat.verl.batch_estimator import as_estimator
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -465,7 +468,7 @@ def test_a_greedy_rollout_that_failed_is_replaced_by_the_others() -> None:
     assert all(np.array_equal(a.advantages, b.advantages) for a, b in zip(found, again, strict=True))
 
 
-def plain(turn_scores: tuple[float | None, ...] = (None, None), seen: str | None = None) -> Any:
+def plain(turn_scores: tuple[float | None, ...] = (None, None), seen: str | None = None, *, size: int = 1) -> Any:
     turns = tuple(
         Turn(
             index=k,
@@ -480,26 +483,86 @@ def plain(turn_scores: tuple[float | None, ...] = (None, None), seen: str | None
     s = TrainSample(
         id=SampleId("g", "0", 0), token_ids=np.arange(3), loss_weights=np.array([0, 1, 1], np.float32), turn_ids=[-1, 0, 1]
     )
-    return [TrajectoryGroup(id="g", task=TASK, trajectories=(t,))], [s]
+    members = tuple(dataclasses.replace(t, id=str(i)) for i in range(size))
+    samples = [s.replace(id=SampleId("g", str(i), 0)) for i in range(size)]
+    return [TrajectoryGroup(id="g", task=TASK, trajectories=members)], samples
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("return_to_go", "needs scores of turns and none of the 1 trajectories"),
-        ("mt_grpo", "needs scores of turns and none of the 1 trajectories"),
+        ("return_to_go", "needs scores of turns and none of the 2 trajectories"),
+        ("mt_grpo", "needs scores of turns and none of the 2 trajectories"),
         ("gigpo", "no turn of this step left an observation or a state_key"),
         ("gae", "needs a critic's values and sample .* has none"),
     ],
 )
 def test_what_an_estimator_lacks_is_said(name: str, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
-        assign_advantages(*plain(), estimator=advantages.resolve(name))
+        assign_advantages(*plain(size=2), estimator=advantages.resolve(name))
 
 
 def test_a_step_in_which_nobody_earned_a_score_is_no_mistake_where_earlier_ones_had_some() -> None:
     (found,) = assign_advantages(*plain(), estimator=advantages.resolve("return_to_go"), has_scored=True)
     assert found.advantages is not None and found.advantages.tolist() == [0, 1, 1], "the reward alone, from each turn on"
+
+
+WITHOUT_BASELINE = ("reinforce_plus_plus", "remax", "gae", "turn_gae", "bilevel_gae")
+
+
+def with_survivors(seed: int, numbers: tuple[int, ...]) -> tuple[list[TrajectoryGroup], list[TrainSample]]:
+    """Return a batch of which so many trajectories of each group are left."""
+    groups, samples = batch(seed)
+    left = [dataclasses.replace(g, trajectories=g.trajectories[:n]) for g, n in zip(groups, numbers, strict=True)]
+    ids = {t.id for g in left for t in g.trajectories}
+    return left, [s for s in samples if s.id.trajectory in ids]
+
+
+def found_by_id(groups: Any, samples: Any, name: str, **kwargs: Any) -> dict[str, list[float]]:
+    estimator = bind_estimator(advantages.resolve(name), offered={}, kwargs=kwargs)
+    least = members_needed(estimator, group_size=4)
+    made = assign_advantages(groups, samples, estimator=estimator, min_members=least)
+    return {s.id.trajectory: s.advantages.tolist() for s in made}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", [n for n in ALL if n not in WITHOUT_BASELINE])
+def test_one_that_is_left_of_a_group_teaches_nothing_and_changes_nothing(name: str, seed: int) -> None:
+    """Three of four failed: the raw reward of the fourth is no advantage, and in no statistic of the batch."""
+    found = found_by_id(*with_survivors(seed, (4, 1, 4)), name)
+    without = found_by_id(*with_survivors(seed, (4, 0, 4)), name)
+    assert set(found.pop("g1/0")) == {0.0}
+    assert found == without
+    assert any(any(values) for values in found.values()), "the others do teach"
+
+
+@pytest.mark.parametrize("name", WITHOUT_BASELINE)
+def test_without_a_group_baseline_one_that_is_left_is_trained_like_any_other(name: str) -> None:
+    assert any(found_by_id(*with_survivors(1, (4, 1, 4)), name)["g1/0"])
+
+
+def test_return_to_go_compares_unless_it_has_no_baseline() -> None:
+    survivors = with_survivors(0, (4, 1, 4))
+    assert not any(found_by_id(*survivors, "return_to_go")["g1/0"])
+    assert any(found_by_id(*survivors, "return_to_go", baseline=False)["g1/0"])
+    assert members_needed(advantages.resolve("return_to_go"), group_size=1) == 1, "a group of one that was asked for"
+
+
+def test_remax_without_a_greedy_rollout_has_nothing_to_compare_one_with() -> None:
+    groups, samples = with_survivors(0, (4, 1, 4))
+    groups[1] = dataclasses.replace(groups[1], baseline=None)
+    assert not any(found_by_id(groups, samples, "remax")["g1/0"])
+
+
+def test_an_estimator_for_verl_compares_where_it_reads_the_index() -> None:
+    def reads_groups(token_level_rewards: Any, response_mask: Any, index: Any) -> Any:
+        return token_level_rewards, token_level_rewards
+
+    def reads_none(token_level_rewards: Any, response_mask: Any, **kwargs: Any) -> Any:
+        return token_level_rewards, token_level_rewards
+
+    assert [members_needed(as_estimator(f), group_size=4) for f in (reads_groups, reads_none)] == [2, 1]
+    assert members_needed(as_estimator(reads_groups), group_size=1) == 1
 
 
 def test_a_group_of_one_has_nothing_to_compare_with() -> None:

@@ -68,11 +68,26 @@ def test_groups_are_kept_only_where_there_is_something_to_compare():
         "buffer/groups": 5,
         "buffer/groups_kept": 2,
         "buffer/groups_all_failed": 1,
+        "buffer/groups_one_left": 0,
         "buffer/groups_zero_variance": 2,
         "buffer/failed_trajectories": 3,
         "tokens/dropped_failed": 6,
+        "tokens/dropped_one_left": 0,
         "tokens/dropped_zero_variance": 8,
     }
+
+
+def test_a_group_that_failures_left_one_of_is_dropped_and_counted_where_members_are_compared():
+    def lone() -> TrajectoryGroup:
+        return group("lone", trajectory("0", 1), trajectory("1", 0, StopReason.ERROR), trajectory("2", 0, StopReason.ERROR))
+
+    groups = [group("mixed", trajectory("0", 1), trajectory("1", 0)), lone()]
+    kept, metrics = filter_groups(groups, min_members=2, zero_variance=False)
+    counts = reduce(metrics)
+    assert [g.id for g in kept] == ["mixed"]
+    assert (counts["buffer/groups_one_left"], counts["tokens/dropped_one_left"]) == (1, 2)
+    assert [len(g.trajectories) for g in filter_groups(groups, zero_variance=False).groups] == [2, 1]
+    assert has_signal(lone()) and not has_signal(lone(), min_members=2)
 
 
 def test_zero_variance_groups_can_be_kept_and_a_group_of_one_always_is():

@@ -12,7 +12,8 @@ import torch
 from polyturn.algorithms.advantages import advantages, bind_estimator
 from polyturn.algorithms.kl import FixedKl
 from polyturn.core.errors import CheckpointError, TrainingError
-from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.group import GroupSpec, run_group
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.tiny import tiny_model
@@ -145,3 +146,30 @@ def test_scores_that_a_step_happens_to_lack_end_no_run_that_has_had_some() -> No
     again = update("return_to_go")
     again.load_state_dict(made.state_dict())
     assert again.run(scored(None), step=2).metrics["loss/grad_norm"] > 0
+
+
+def but_one_failed(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    def failed(trajectory: Trajectory) -> Trajectory:
+        return dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, reward=None, error="the tool is down")
+
+    return [
+        dataclasses.replace(g, trajectories=(g.trajectories[0], *(failed(t) for t in g.trajectories[1:]))) for g in groups
+    ]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline"])
+def test_one_that_is_left_of_a_group_moves_no_weight(name: str) -> None:
+    made, groups = update(name), but_one_failed(played())
+    before = parameters(made)
+    result = made.run(groups, step=0)
+    assert torch.equal(parameters(made), before)
+    assert result.metrics["buffer/groups_one_left"] == 2 and result.metrics["tokens/dropped_one_left"] > 0
+    assert {t.dropped for t in result.trained.values()} == {"failed", "one_left"}
+    assert not made.has_signal(groups[0]), "another task is tried in its place"
+
+
+def test_without_a_group_baseline_one_that_is_left_is_trained() -> None:
+    made = update("reinforce_plus_plus")
+    result = made.run(but_one_failed(played(num_groups=1)) + played(num_groups=1), step=0)
+    assert result.metrics["buffer/groups_one_left"] == 0
+    assert sum(t.dropped is None for t in result.trained.values()) >= 4

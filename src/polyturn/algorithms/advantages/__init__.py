@@ -18,6 +18,7 @@ from polyturn.algorithms.advantages.base import (
     advantages,
     components_of,
     declare,
+    members_needed,
     traits_of,
 )
 from polyturn.algorithms.advantages.batch import gdpo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
@@ -46,6 +47,7 @@ __all__ = [
     "gpg",
     "grpo",
     "grpo_passk",
+    "members_needed",
     "mt_grpo",
     "opo",
     "reinforce_plus_plus",

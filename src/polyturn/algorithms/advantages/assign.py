@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from polyturn.algorithms.advantages.agents import Share, shares
-from polyturn.algorithms.advantages.base import Estimate, Estimator, GroupView, MemberView, traits_of
+from polyturn.algorithms.advantages.base import Estimate, Estimator, GroupView, MemberView, on_weighted, traits_of
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean
 from polyturn.core.messages import Message
@@ -30,6 +30,7 @@ def assign_advantages(
     samples: Sequence[TrainSample],
     *,
     estimator: Estimator,
+    min_members: int = 1,
     has_scored: bool = False,
 ) -> list[TrainSample]:
     """Return `samples`, in their order, with `advantages` set by `estimator`, and `returns` where it has a critic.
@@ -38,6 +39,8 @@ def assign_advantages(
         groups: The groups the samples come from. Failed trajectories are left out of the statistics.
         samples: Samples of these groups; those of failed trajectories must have been left out.
         estimator: One of the registry `advantages`, its options bound (`bind_estimator`).
+        min_members: How many members a group needs to teach anything (`members_needed`); the trajectories of a smaller one,
+            also of an agent that few of them have, get 0 and are in no statistics. At least what the estimator declares.
         has_scored: Whether earlier steps brought the scores or states of turns that it needs: then a step in which nobody
             happened to earn one is no mistake, and its turns are taken as not scored.
 
@@ -48,7 +51,9 @@ def assign_advantages(
     places: dict[tuple[str, str], list[int]] = {}
     for index, sample in enumerate(samples):
         places.setdefault((sample.id.group, sample.id.trajectory), []).append(index)
+    least = max(min_members, traits_of(estimator).min_group)
     owned: list[list[int]] = []
+    alone: list[int] = []
     batch: list[GroupView] = []
     for group in groups:
         kept = [t for t in group.trajectories if not t.is_failed]
@@ -58,6 +63,9 @@ def assign_advantages(
             _check_reward(group, trajectory)
         indices = [places.pop((group.id, t.id), []) for t in kept]
         for of_agent in shares(kept, indices, samples):
+            if len(of_agent) < least:
+                alone += [i for share in of_agent for i in share.indices]
+                continue
             owned += [share.indices for share in of_agent]
             members = tuple(_member(share, [share.numbered(samples[i]) for i in share.indices]) for share in of_agent)
             agent = of_agent[0].agent
@@ -71,6 +79,8 @@ def assign_advantages(
     _check_batch(batch, estimator, has_scored=has_scored)
     found = _call(estimator, batch)
     out = list(samples)
+    for index in alone:
+        out[index] = samples[index].replace(advantages=on_weighted(samples[index], 0.0))
     arrays = [member for group in found.advantages for member in group]
     targets = None if found.returns is None else [member for group in found.returns for member in group]
     for number, own in enumerate(owned):
@@ -203,6 +213,8 @@ def _check_batch(batch: Sequence[GroupView], estimator: Estimator, *, has_scored
 
 
 def _call(estimator: Estimator, batch: Sequence[GroupView]) -> Estimate:
+    if not batch:
+        return Estimate([])
     if traits_of(estimator).scope == "batch":
         found = estimator(batch)
         return found if isinstance(found, Estimate) else Estimate(found)

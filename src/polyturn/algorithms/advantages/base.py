@@ -39,6 +39,9 @@ class Traits:
     scope: Literal["group", "batch"] = "group"
     min_group: int = 1
     """The smallest group that it can compare."""
+    compares: bool | str = False
+    """Whether it compares the members of a group although it works on groups of one, too; a text is the name of the option
+    (true by default) that turns this off. One with a `min_group` of 2 or more always compares."""
     draws: str | None = None
     """The option that says how many of a group are taken at once: at least 1, and fewer than there are."""
     only_compares: bool = False
@@ -62,6 +65,7 @@ def declare(
     *,
     scope: Literal["group", "batch"] = "group",
     min_group: int = 1,
+    compares: bool | str = False,
     draws: str | None = None,
     only_compares: bool = False,
     needs_turn_scores: bool = False,
@@ -74,6 +78,7 @@ def declare(
     traits = Traits(
         scope=scope,
         min_group=min_group,
+        compares=compares,
         draws=draws,
         only_compares=only_compares,
         needs_turn_scores=needs_turn_scores,
@@ -97,13 +102,30 @@ def traits_of(estimator: Estimator) -> Traits:
     return _traits.get(estimator, Traits())
 
 
+def members_needed(estimator: Estimator, *, group_size: int) -> int:
+    """Return how many members with a reward a group needs to teach anything: 1 for an estimator without a group baseline.
+
+    One that compares has nothing to compare a single member with, and its raw reward would be an advantage of another scale
+    than those of all other groups. Groups of one that were asked for (`group_size` 1) stay where the estimator takes them.
+    """
+    traits = traits_of(estimator)
+    compares = traits.compares if isinstance(traits.compares, bool) else _option(estimator, traits.compares, True)
+    return max(traits.min_group, 2 if compares and group_size > 1 else 1)
+
+
 def components_of(estimator: Estimator) -> frozenset[str]:
     """Return the parts of the reward that `estimator` weighs apart; none where it looks at the reward as a whole."""
-    weights: Mapping[str, float] = {}
-    while isinstance(estimator, functools.partial):
-        weights = estimator.keywords.get("weights", weights)
-        estimator = estimator.func
+    weights: Mapping[str, float] | None = _option(estimator, "weights", None)
     return frozenset(name for name, weight in (weights or {}).items() if weight)
+
+
+def _option(estimator: Estimator, name: str, default: Any) -> Any:
+    """Return the value that is bound for an option of `estimator`; the outermost binding wins."""
+    while isinstance(estimator, functools.partial):
+        if name in estimator.keywords:
+            return estimator.keywords[name]
+        estimator = estimator.func
+    return default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

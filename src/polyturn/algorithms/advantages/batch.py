@@ -59,7 +59,7 @@ def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-
     A = (r - mean of the group - mean) / sqrt(var + eps), the outer statistics over tokens. Source: Hu et al. 2025
     (REINFORCE++), the form with a group baseline.
     """
-    centred = [g.totals - (g.totals.mean() if len(g.members) > 1 else 0.0) for g in batch]
+    centred = [g.totals - g.totals.mean() for g in batch]
     return whiten(batch, spread(batch, [c.tolist() for c in centred]), eps=eps)
 
 
@@ -74,9 +74,9 @@ def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> Estimate:
     """
     totals = [g.totals for g in batch]
     num_all = sum(len(t) for t in totals)
-    num_live = sum(len(t) for t in totals if np.ptp(t) > 0 or len(t) == 1)
+    num_live = sum(len(t) for t in totals if np.ptp(t) > 0)
     alpha = num_all / num_live if num_live else 1.0
-    return spread(batch, [(alpha * (t - (t.mean() if len(t) > 1 else 0.0)) / f_norm).tolist() for t in totals])
+    return spread(batch, [(alpha * (t - t.mean()) / f_norm).tolist() for t in totals])
 
 
 @advantages.register("remax")
@@ -85,7 +85,7 @@ def remax(batch: Sequence[GroupView]) -> Estimate:
     """Compare each trajectory with a greedy one of the same task: A = r - r_greedy.
 
     One more trajectory of each task is decoded greedily, and never trained. Where it failed, the mean of the other members
-    stands in for it, which is unbiased too. Source: Li et al. 2023 (ReMax).
+    stands in for it, which is unbiased too; a trajectory that has neither gets 0. Source: Li et al. 2023 (ReMax).
     """
     scalars = []
     for group in batch:
@@ -93,7 +93,7 @@ def remax(batch: Sequence[GroupView]) -> Estimate:
         if group.greedy_reward is not None:
             scalars.append((totals_G - group.greedy_reward).tolist())
         else:
-            scalars.append(((totals_G - totals_G.mean()) * n / (n - 1) if n > 1 else totals_G).tolist())
+            scalars.append(((totals_G - totals_G.mean()) * n / max(n - 1, 1)).tolist())
     return spread(batch, scalars)
 
 

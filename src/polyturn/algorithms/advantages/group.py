@@ -22,13 +22,13 @@ Samples = Sequence[Sequence[TrainSample]]
 def grpo(rewards_G: Rewards, samples_G: Samples, *, norm_by_std: bool = True, eps: float = 1e-6) -> list[list[Floats]]:
     """Compare each trajectory with its group: A = (r - mean) / (std + eps), the same on all its tokens.
 
-    The standard deviation is the unbiased one (n - 1). A group of which one is left has nothing to compare with: mean 0 and
-    std 1. Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2, outcome supervision. Without `norm_by_std` it is only
-    centred: Liu et al. 2025 (Dr. GRPO), which removes the bias towards groups of low variance.
+    The standard deviation is the unbiased one (n - 1). A member that is alone has nothing to be compared with: 0. Source:
+    Shao et al. 2024 (DeepSeekMath), section 4.1.2, outcome supervision. Without `norm_by_std` it is only centred: Liu et al.
+    2025 (Dr. GRPO), which removes the bias towards groups of low variance.
     """
     values = np.asarray(rewards_G, dtype=np.float64)
-    mean, std = (values.mean(), values.std(ddof=1)) if len(values) > 1 else (0.0, 1.0)
-    return _on_all(samples_G, (values - mean) / (std + eps) if norm_by_std else values - mean)
+    centred = values - values.mean()
+    return _on_all(samples_G, centred / (values.std(ddof=1) + eps) if norm_by_std and len(values) > 1 else centred)
 
 
 @advantages.register("dr_grpo")
@@ -51,7 +51,7 @@ def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     n = len(values)
-    return _on_all(samples_G, (values - values.mean()) * n / (n - 1) if n > 1 else values)
+    return _on_all(samples_G, (values - values.mean()) * n / max(n - 1, 1))
 
 
 @advantages.register("opo")
@@ -64,8 +64,6 @@ def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     lengths = np.array([sum(s.num_weighted for s in samples) for samples in samples_G], dtype=np.float64)
-    if len(values) < 2:
-        return _on_all(samples_G, values)
     baseline = (lengths * values).sum() / lengths.sum() if lengths.sum() else values.mean()
     return _on_all(samples_G, values - baseline)
 

@@ -28,7 +28,7 @@ from polyturn.algorithms.advantages.batch import check_outcome
 
 
 @advantages.register("return_to_go")
-@declare(scope="batch", needs_turn_scores=True)
+@declare(scope="batch", compares="baseline", needs_turn_scores=True)
 def return_to_go(
     batch: Sequence[GroupView],
     *,

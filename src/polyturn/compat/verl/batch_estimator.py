@@ -35,11 +35,13 @@ def as_estimator(fn: AdvFn) -> Estimator:
     """Return a native estimator that calls `fn` with all groups of a step as one padded batch.
 
     `index` holds the group of each row, `reward_baselines` what its task's greedy rollout earned, `values` the critic's;
-    a greedy rollout and a critic are there where `fn` has such a parameter.
+    a greedy rollout and a critic are there where `fn` has such a parameter. One that reads `index` compares the members
+    of a group.
     """
 
     @declare(
         scope="batch",
+        compares=has_parameter(fn, "index"),
         needs_values=has_parameter(fn, "values"),
         needs_greedy=has_parameter(fn, "reward_baselines"),
     )
