@@ -11,7 +11,7 @@ import pytest
 
 from polyturn.compat.swift.adapter import SwiftScheduler, to_request
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
-from polyturn.compat.swift.claims import OUTPUT
+from polyturn.compat.swift.claims import OUTPUTS
 from polyturn.compat.swift.gym_env import ContextManager, Env, context_managers, envs
 from polyturn.compat.swift.orm import ORM, AsyncORM, orms
 from polyturn.compat.swift.outputs import reward_rows
@@ -216,7 +216,7 @@ async def test_a_run_of_ones_own_trains_only_what_it_returns() -> None:
     trajectory = await play(BestOfThree, ["a", "b", "c"])
     weights = [bool(s.loss_weights.any()) for s in trajectory.segments]
     assert weights == [False, True, False]
-    assert trajectory.turns[1].info[OUTPUT]["messages"][-1]["content"] == "b"
+    assert trajectory.turns[1].info[OUTPUTS][0]["messages"][-1]["content"] == "b"
 
 
 async def test_a_message_that_says_loss_false_is_left_out() -> None:

@@ -16,7 +16,7 @@ import pytest
 from polyturn import compat
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import multi_turns
-from polyturn.compat.swift.claims import OUTPUT
+from polyturn.compat.swift.claims import OUTPUTS
 from polyturn.compat.swift.gym_env import envs
 from polyturn.compat.swift.orm import orms
 from polyturn.core.errors import ConfigError, MissingModuleError
@@ -65,7 +65,7 @@ async def play(
 
 
 def infos(trajectory: Trajectory) -> Mapping[str, Any]:
-    return {k: v for turn in trajectory.turns for k, v in turn.info.items() if k != OUTPUT}
+    return {k: v for turn in trajectory.turns for k, v in turn.info.items() if k != OUTPUTS}
 
 
 def said(trajectory: Trajectory) -> list[str]:

@@ -267,7 +267,7 @@ class MultiTurnScheduler(RolloutScheduler, ABC):
             raise MaskError(
                 f"response_loss_mask must have the same length as response_token_ids ({len(mask)} and {len(ids)} {where})"
             )
-        return ([int(i) for i in ids] if ids else None), ([int(m > 0) for m in mask] if mask else None)
+        return (list(ids) if ids else None), ([int(m > 0) for m in mask] if mask else None)
 
 
 class _Turns:

@@ -4,137 +4,208 @@
                   [output of turn 0, output of turn 1]   both count, each read as a sample of its own by reward functions
                   the best of three tries                the other two turns weigh 0
 
-A weight is only ever read off a mask where the ids beside it are the sampled ones, at their place; an output cannot give
-weight to anything else.
+An output holds the sampled ids and texts themselves (`SampledId`, `SampledText`), so a turn is recognised by identity: two
+turns with equal ids are never confused. Only where an output was written with other numbers and texts, such as those of a
+tensor or of JSON, are turns found by what they say, in order, back from the turn that the output's response belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from polyturn.compat.swift.engine import Asked, EpisodeEngine
-from polyturn.compat.swift.protocol import RolloutOutput
+from polyturn.compat.swift.protocol import RolloutOutput, SampledId
 from polyturn.core.errors import SchedulerError
 
 if TYPE_CHECKING:
     from polyturn.core.arrays import Floats
     from polyturn.rollout.episode import Episode
 
-OUTPUT = "_output"
-"""Key in the info of the last turn of an output: {"messages": …, "rollout_infos": …, "turns": [0, 1]}."""
+OUTPUTS = "_outputs"
+"""Key in the info of the last turn of an output: a list of {"messages": …, "rollout_infos": …, "turns": [0, 1]}."""
 
 
 def settle(episode: Episode, engine: EpisodeEngine, outputs: Sequence[RolloutOutput], *, is_own_loop: bool) -> None:
     """Let the outputs of a trajectory say what is trained, and record what reward functions read."""
     if not outputs:
         return
-    claimed: set[int] = set()
+    turns = _Turns(engine.asked)
+    weights: dict[int, Floats] = {}
+    silent: set[int] = set()
     for output in outputs:
-        turns = _turns_of(output, engine.asked) if is_own_loop else list(engine.asked)
-        if not turns:
+        last = turns.anchor(output)
+        spoken = turns.of_messages(output.messages or [], last, start=_num_prompt(episode, output.messages or []))
+        held = _held(turns, output, spoken, last, episode.id) if is_own_loop else dict.fromkeys(range(len(turns.asked)))
+        if not held:
             raise SchedulerError(
                 f"an output of trajectory {episode.id!r} holds nothing that was sampled in it; return the response of an "
                 "infer_async, its token_ids, or its text in messages"
             )
-        if is_own_loop and output.response_token_ids:
-            _weigh(episode, output, turns)
-        _loss_flags(episode, output, turns)
-        claimed.update(a.turn.index for a in turns)
-        messages = output.messages or []
-        output.response.choices[0].messages = messages
-        info = turns[-1].turn.info
-        info.update({k: v for k, v in output.rollout_infos.items() if k != "num_turns"})
-        info[OUTPUT] = {
-            "messages": [dict(m) for m in messages],
-            "rollout_infos": dict(output.rollout_infos),
-            "turns": [a.turn.index for a in turns],
+        for i, mine in held.items():
+            mine = np.ones(turns.asked[i].turn.num_tokens, np.float32) if mine is None else mine
+            weights[i] = np.maximum(weights[i], mine) if i in weights else mine
+        silent |= {i for at, i in spoken if _is_silent((output.messages or [])[at])}
+        _record(output, [turns.asked[i].turn for i in sorted(held)])
+    for i, asked in enumerate(turns.asked):
+        if i in silent or i not in weights:
+            episode.weigh(asked.turn, 0.0)
+        elif is_own_loop and not weights[i].all():
+            episode.weigh(asked.turn, weights[i])
+
+
+class _Place(NamedTuple):
+    """Where an id was sampled."""
+
+    turn: int
+    at: int
+
+
+class _Turns:
+    """The turns of a trajectory, found again in what a scheduler returned."""
+
+    def __init__(self, asked: Sequence[Asked]) -> None:
+        self.asked = asked
+        self._ids = {
+            id(token): _Place(i, at)
+            for i, one in enumerate(asked)
+            for at, token in enumerate(one.ids[: one.turn.num_tokens])
         }
-    for asked in engine.asked:
-        if asked.turn.index not in claimed:
-            episode.weigh(asked.turn, 0.0)
+        self._texts = {id(one.text): i for i, one in enumerate(asked)}
+
+    def anchor(self, output: RolloutOutput) -> int:
+        """Return the turn that the output's response belongs to; the last one for a response that is none of ours."""
+        for i, one in enumerate(self.asked):
+            if one.response is output.response:
+                return i
+        choice = output.response.choices[0]
+        of_ids = [place.turn for token in choice.token_ids or () if (place := self.place(token)) is not None]
+        of_text = self._texts.get(id(choice.message.content), len(self.asked) - 1)
+        return of_ids[0] if of_ids else of_text
+
+    def place(self, token: int) -> _Place | None:
+        """Return where an id was sampled; None for a number that only looks like one."""
+        return self._ids.get(id(token)) if isinstance(token, SampledId) else None
+
+    def of_messages(self, messages: Sequence[Mapping[str, Any]], last: int, *, start: int) -> list[tuple[int, int]]:
+        """Return (message, turn) for each turn up to `last` that a message from `start` on holds, in order."""
+        found: list[tuple[int, int]] = []
+        before = last + 1
+        for at in reversed(range(start, len(messages))):
+            content = messages[at].get("content")
+            if messages[at].get("role") != "assistant" or not isinstance(content, str):
+                continue
+            turn = self._texts.get(id(content))
+            if turn is None:
+                turn = next((i for i in reversed(range(before)) if self._says(i, content)), None)
+            while turn is not None:  # with those that the same message went on from
+                found.append((at, turn))
+                before = min(before, turn)
+                turn = turn - 1 if self.asked[turn].turn.said_before and turn > 0 else None
+        return found[::-1]
+
+    def of_ids(self, output: RolloutOutput, last: int, spoken: Collection[int]) -> list[list[_Place | None]]:
+        """Return where each id of an output was sampled, list by list; None for ids of the scheduler's own."""
+        lists = [[self.place(token) for token in ids] for ids in output.response_token_ids]
+        flat = [token for ids in output.response_token_ids for token in ids]
+        places = [place for one in lists for place in one]
+        end = len(flat)
+        for i in reversed(range(last + 1)):
+            own = [at for at, place in enumerate(places) if place is not None and place.turn == i]
+            if own:
+                end = own[0]
+                continue
+            ids = [int(token) for token in self.asked[i].ids[: self.asked[i].turn.num_tokens]]
+            at, length = _found(flat[:end], ids, places)
+            if length < len(ids) and i != last and i not in spoken:
+                continue  # another turn that begins alike
+            for k in range(length):
+                places[at + k] = _Place(i, k)
+            end = at if length else end
+        rest = iter(places)
+        return [[next(rest) for _ in one] for one in lists]
+
+    def _says(self, i: int, content: str) -> bool:
+        one = self.asked[i]
+        return bool(one.text) and (content == one.turn.said_before + one.text or one.text in content)
 
 
-def _turns_of(output: RolloutOutput, asked: Sequence[Asked]) -> list[Asked]:
-    """Return the turns that an output holds: by its response, its ids, or its text."""
-    flat = [i for ids in output.response_token_ids for i in ids]
-    said = [
-        m["content"] for m in output.messages or [] if m.get("role") == "assistant" and isinstance(m.get("content"), str)
-    ]
-    found, start, place = [], 0, 0
-    for one in asked:
-        is_it = one.response is output.response
-        ids = one.turn.completion.token_ids[: one.turn.num_tokens].tolist()
-        if flat:
-            at = find(flat, ids, start)
-            if at >= 0 and ids:
-                is_it, start = True, at + len(ids)
-        elif one.text and (at := next((i for i in range(place, len(said)) if one.text in said[i]), -1)) >= 0:
-            is_it, place = True, at
-        if is_it:
-            found.append(one)
-    return found
-
-
-def _weigh(episode: Episode, output: RolloutOutput, turns: Sequence[Asked]) -> None:
-    """Weigh the sampled tokens of an output as it does; sampled tokens that it does not hold weigh 0."""
-    flat = [i for ids in output.response_token_ids for i in ids]
-    masks = [m for mask in output.response_loss_mask for m in mask]
-    if masks and len(masks) != len(flat):
+def _held(
+    turns: _Turns, output: RolloutOutput, spoken: Sequence[tuple[int, int]], last: int, name: str
+) -> dict[int, Floats | None]:
+    """Return the turns that an output holds, each with the weights of its tokens; None is 1 for each."""
+    if not output.response_token_ids:
+        is_ours = any(one.response is output.response for one in turns.asked)
+        return dict.fromkeys(sorted({i for _, i in spoken} | ({last} if is_ours else set())))
+    masks = output.response_loss_mask
+    lengths = [len(ids) for ids in output.response_token_ids]
+    if masks and [len(mask) for mask in masks] != lengths:
         raise SchedulerError(
-            f"response_loss_mask of trajectory {episode.id!r} has {len(masks)} entries for {len(flat)} response_token_ids; "
-            "they must be as many"
+            f"response_loss_mask of trajectory {name!r} has lists of {[len(m) for m in masks]} entries for "
+            f"response_token_ids of {lengths}; they must be as many"
         )
-    start = 0
-    for asked in turns:
-        ids = asked.turn.completion.token_ids[: asked.turn.num_tokens].tolist()
-        at = find(flat, ids, start)
-        weights: Floats = np.zeros(len(ids), np.float32)
-        kept = len(ids)
-        if at < 0:
-            at, kept = _longest(flat, ids, start)
-        if masks:
-            weights[:kept] = [float(m > 0) for m in masks[at : at + kept]]
-        else:
-            weights[:kept] = 1.0
-        start = at + kept
-        if masks or kept < len(ids):
-            episode.weigh(asked.turn, weights)
+    held: dict[int, Floats | None] = {}
+    seen: set[_Place] = set()
+    for k, places in enumerate(turns.of_ids(output, last, {i for _, i in spoken})):
+        mask = masks[k] if masks else [1] * len(places)
+        known = [place for place in places if place is not None]
+        if any(mask) and not known:
+            raise SchedulerError(
+                f"list {k} of the {len(lengths)} in response_token_ids of trajectory {name!r} holds no id that was sampled "
+                "in it, and would be trained; return the token_ids of a choice, or mask it with zeros"
+            )
+        if (twice := [place for place in known if place in seen]) or len(set(known)) < len(known):
+            turn = (twice or known)[0].turn
+            raise SchedulerError(
+                f"list {k} of the {len(lengths)} in response_token_ids of trajectory {name!r} repeats ids of turn {turn}, "
+                "which the output holds already; return each sampled id once"
+            )
+        seen.update(known)
+        for place, value in zip(places, mask, strict=True):
+            if place is not None:
+                weights = held.setdefault(place.turn, np.zeros(turns.asked[place.turn].turn.num_tokens, np.float32))
+                assert weights is not None
+                weights[place.at] = float(value > 0)
+    return held
 
 
-def _loss_flags(episode: Episode, output: RolloutOutput, turns: Sequence[Asked]) -> None:
-    """Leave out the turns whose message says `loss: False`."""
-    silent = [
-        m["content"]
-        for m in output.messages or []
-        if m.get("role") == "assistant" and (m.get("loss") is False or m.get("loss_scale") == 0)
-    ]
-    for asked in turns:
-        if any(asked.turn.said_before + asked.text == text for text in silent):
-            episode.weigh(asked.turn, 0.0)
+def _record(output: RolloutOutput, turns: Sequence[Any]) -> None:
+    messages = [{k: str(v) if isinstance(v, str) else v for k, v in m.items()} for m in output.messages or []]
+    output.response.choices[0].messages = output.messages or []
+    info = turns[-1].info
+    info.update({k: v for k, v in output.rollout_infos.items() if k != "num_turns"})
+    told = {"messages": messages, "rollout_infos": dict(output.rollout_infos), "turns": [t.index for t in turns]}
+    info.setdefault(OUTPUTS, []).append(told)
 
 
-def find(flat: Sequence[int], ids: Sequence[int], start: int) -> int:
-    """Return where `ids` stand in `flat` from `start` on; -1 if they do not."""
-    n = len(ids)
-    if n == 0 or start + n > len(flat):
-        return -1
-    text, wanted = np.asarray(flat[start:], np.int64), np.asarray(ids, np.int64)
-    for at in np.flatnonzero(text[: len(text) - n + 1] == wanted[0]):
-        if np.array_equal(text[at : at + n], wanted):
-            return start + int(at)
-    return -1
+def _num_prompt(episode: Episode, messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many messages stand there because they stand in the row, replies of examples among them."""
+    pairs = zip(messages, episode.task.prompt, strict=False)
+    return next(
+        (i for i, (m, own) in enumerate(pairs) if (m.get("role"), m.get("content")) != (own.role, own.content)),
+        min(len(messages), len(episode.task.prompt)),
+    )
 
 
-def _longest(flat: Sequence[int], ids: Sequence[int], start: int) -> tuple[int, int]:
-    """Return where from `start` on the longest beginning of `ids` stands, and how long it is."""
-    best, length = start, 0
-    for at in range(start, len(flat)):
+def _is_silent(message: Mapping[str, Any]) -> bool:
+    return message.get("loss") is False or message.get("loss_scale") == 0
+
+
+def _found(flat: Sequence[int], ids: Sequence[int], places: Sequence[_Place | None]) -> tuple[int, int]:
+    """Return where the longest beginning of `ids` stands last in `flat`, among what has no place yet, and its length."""
+    best, length = 0, 0
+    for at in _starts(flat, ids):
         n = 0
-        while n < len(ids) and at + n < len(flat) and flat[at + n] == ids[n]:
+        while n < len(ids) and at + n < len(flat) and flat[at + n] == ids[n] and places[at + n] is None:
             n += 1
         if n > length:
             best, length = at, n
+        if length == len(ids):
+            break
     return best, length
+
+
+def _starts(flat: Sequence[int], ids: Sequence[int]) -> Iterator[int]:
+    return (at for at in reversed(range(len(flat))) if ids and flat[at] == ids[0])

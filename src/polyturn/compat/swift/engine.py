@@ -14,7 +14,7 @@ dropped and counted, or weigh 0 where something else follows; ids of the step's 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ from polyturn.compat.swift.protocol import (
     Function,
     RequestConfig,
     RolloutInferRequest,
+    SampledId,
+    SampledText,
     UsageInfo,
 )
 from polyturn.compat.swift.template import Template, TemplateMeta
@@ -56,8 +58,10 @@ class Asked(NamedTuple):
 
     turn: LiveTurn
     response: ChatCompletionResponse
-    text: str
-    """What was said, without what a stop word cut off."""
+    ids: tuple[SampledId, ...]
+    """What was sampled, as the response holds it."""
+    text: SampledText
+    """What was said, without what a stop word cut off, as the response holds it."""
     is_open: bool
     """Whether a stop word cut it, so that the message has no end."""
 
@@ -200,7 +204,7 @@ class EpisodeEngine(SchedulerEngine):
             media = {name: getattr(request, name) for name in MEDIA}
             for i, shown in zip(places, with_media([written[i] for i in places], media, base=self._base), strict=True):
                 written[i] = shown
-            messages = [Message.from_openai(m) for m in written]
+            messages = [Message.from_openai(_plain(m)) for m in written]
         except DataError as problem:
             raise SchedulerError(f"the request of trajectory {request.uuid!r}: {problem}") from problem
         return messages, messages[-1].role == "assistant"
@@ -282,14 +286,15 @@ class EpisodeEngine(SchedulerEngine):
         said = messages[-1].text + text if goes_on else text
         before = messages[:-1] if goes_on else messages
         self._held = [*before, Message(role="assistant", content=said)]
-        ids = turn.completion.token_ids[: turn.num_tokens].tolist()
+        ids = tuple(map(SampledId, turn.completion.token_ids[: turn.num_tokens].tolist()))
+        sampled = SampledText(text)
         probs = turn.completion.logprobs
         calls = [
             ChatCompletionMessageToolCall(function=Function(c.name, c.raw or str(dict(c.arguments))), id=c.id)
             for c in (turn.message.tool_calls if request.tools else ())
         ]
         is_cut = turn.finish_reason is FinishReason.LENGTH and not is_stopped
-        tokens = self.tokenizer.convert_ids_to_tokens(ids)
+        tokens = self.tokenizer.convert_ids_to_tokens(list(ids))
         entries = (
             []
             if probs is None
@@ -297,10 +302,10 @@ class EpisodeEngine(SchedulerEngine):
         )
         choice = ChatCompletionResponseChoice(
             index=0,
-            message=ChatMessage(role="assistant", content=text, tool_calls=calls or None),
+            message=ChatMessage(role="assistant", content=sampled, tool_calls=calls or None),
             finish_reason="length" if is_cut else "stop",
             logprobs=None if probs is None else {"content": entries},
-            token_ids=ids,
+            token_ids=list(ids),
         )
         prompt = len(self._episode.context_ids) - len(ids)
         response = ChatCompletionResponse(
@@ -309,5 +314,10 @@ class EpisodeEngine(SchedulerEngine):
             usage=UsageInfo(prompt, len(ids), prompt + len(ids)),
             id=request.uuid or self._episode.id,
         )
-        self.asked.append(Asked(turn, response, text, is_stopped))
+        self.asked.append(Asked(turn, response, ids, sampled, is_stopped))
         return response
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with texts of Python's own class, which is what a record holds."""
+    return {k: str(v) if isinstance(v, str) else v for k, v in message.items()}

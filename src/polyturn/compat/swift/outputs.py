@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from polyturn.compat.swift.claims import OUTPUT
+from polyturn.compat.swift.claims import OUTPUTS
 from polyturn.compat.swift.protocol import (
     MEDIA,
     ChatCompletionResponse,
@@ -112,7 +112,7 @@ def reward_rows(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _parts(trajectory: Trajectory) -> list[_Part]:
-    recorded = [turn.info[OUTPUT] for turn in trajectory.turns if OUTPUT in turn.info]
+    recorded = [one for turn in trajectory.turns for one in turn.info.get(OUTPUTS, ())]
     if recorded:
         return [
             _Part(

@@ -14,7 +14,7 @@ import uuid as unique
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from polyturn.core.media import to_source
 
@@ -22,6 +22,30 @@ Messages = list[dict[str, Any]]
 Tool = dict[str, Any]
 MEDIA = {"images": "image", "audios": "audio", "videos": "video"}
 """Side list of a request -> the kind of its items."""
+
+
+class SampledId(int):
+    """One sampled id: the object itself says where it was sampled, so it stays itself in every copy."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> SampledId:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SampledId:
+        return self
+
+
+class SampledText(str):
+    """One sampled text: the object itself says which turn it is, so it stays itself in every copy."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> SampledText:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SampledText:
+        return self
 
 
 @dataclass
@@ -161,13 +185,16 @@ class RolloutOutput(BaseModel):
     rollout_infos: dict[str, Any] = {}
     prompt_logprobs: list[Any] | None = None
 
-    @field_validator("response_token_ids", "response_loss_mask", "rollout_logprobs", mode="before")
+    @field_validator("response_token_ids", "response_loss_mask", "rollout_logprobs", mode="wrap")
     @classmethod
-    def _one_turn(cls, value: Any) -> Any:
-        """Read a flat list of numbers as one turn."""
+    def _one_turn(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        """Read a flat list of numbers as one turn; sampled ids stay the objects that they are."""
         if isinstance(value, list) and value and not isinstance(value[0], list | tuple):
-            return [value]
-        return value
+            value = [value]
+        return [
+            [own if isinstance(own, SampledId) else read for own, read in zip(given, found, strict=True)]
+            for given, found in zip(value, check(value), strict=True)
+        ]
 
     @model_validator(mode="after")
     def _media_as_text(self) -> RolloutOutput:
