@@ -17,10 +17,13 @@ import numpy as np
 import openai
 import pytest
 
+from polyturn.core.errors import ConfigError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.serving.openai.ask import Refused
+from polyturn.serving.openai.http import read_reward
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 
@@ -227,8 +230,8 @@ async def test_bad_bodies_are_told_in_the_clients_own_form():
             for body, code in ((b"{", "invalid_json"), (b"[1]", "invalid_json"), (b"[" * 100_000, "invalid_json")):
                 async with http.post(f"{ours.base_url}chat/completions", data=body) as reply:
                     assert reply.status == 400 and (await reply.json())["error"]["code"] == code
-            async with http.post(f"{ours.base_url}reward", json={"reward": "much"}) as reply:
-                assert reply.status == 400 and "finite number" in (await reply.json())["error"]["message"]
+            async with http.post(f"{ours.base_url}reward", json={"reward": 1_000_000}) as reply:
+                assert reply.status == 401 and "needs the episode's reward key" in (await reply.json())["error"]["message"]
             async with http.get(str(ours.base_url).replace("/v1/", "/../../etc/passwd")) as reply:
                 assert reply.status == 404
         await ours.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
@@ -277,12 +280,13 @@ async def test_a_plain_function_runs_in_a_thread_with_the_blocking_client():
 
 
 COMMAND = """
-import json, os, sys, urllib.request
+import json, os, subprocess, sys, urllib.request
 
+reward_key = os.read(int(os.environ["POLYTURN_REWARD_FD"]), 100).decode() if "POLYTURN_REWARD_FD" in os.environ else ""
 task = json.loads(sys.stdin.readline())
-def post(path, body):
+def post(path, body, key=os.environ["OPENAI_API_KEY"]):
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode())
-    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    request.add_header("Authorization", "Bearer " + key)
     return json.load(urllib.request.urlopen(request))
 said = post("/chat/completions", {"model": "m", "messages": [{"role": "user", "content": task["ground_truth"]}]})
 if os.environ["MODE"] == "break":
@@ -290,7 +294,30 @@ if os.environ["MODE"] == "break":
 if os.environ["MODE"] == "hang":
     import time
     time.sleep(60)
-post("/reward", {"reward": len(said["choices"][0]["message"]["content"])})
+if os.environ["MODE"] == "run":
+    # What a model might have written: it has all that its parent handed down, files that are open included.
+    subprocess.run([sys.executable, "-c", os.environ["WRITTEN"]], close_fds=False, timeout=20)
+if reward_key:
+    post("/reward", {"reward": len(said["choices"][0]["message"]["content"])}, key=reward_key)
+"""
+WRITTEN = """
+import os, urllib.request
+keys = [value for value in os.environ.values() if value and value.isascii() and value.isprintable()]
+for fd in range(3, 64):
+    try:
+        os.set_blocking(fd, False)
+        keys.append(os.read(fd, 1000).decode())
+    except (OSError, ValueError):
+        pass
+for key in keys:
+    for path in ("/reward", "/../reward"):
+        request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, b'{"reward": 1000000}')
+        request.add_header("Authorization", "Bearer " + key)
+        try:
+            urllib.request.urlopen(request)
+        except (OSError, ValueError):
+            pass
+open(os.environ["FOUND"], "w").write("\\n".join(os.environ))
 """
 
 
@@ -298,7 +325,7 @@ async def test_a_command_finds_its_model_in_the_environment(tmp_path: Path):
     (tmp_path / "agent.py").write_text(COMMAND)
 
     async def run(mode: str, timeout_s: float = 30.0) -> Trajectory:
-        made = BlackBox(command=[sys.executable, "-I", "agent.py"], kwargs={"MODE": mode}, base=tmp_path)
+        made = BlackBox(command=[sys.executable, "-I", "agent.py"], kwargs={"MODE": mode}, base=tmp_path, reward="posted")
         context = scripted_context(["four"], scheduler=made, limits=Limits(timeout_s=timeout_s))
         return await run_episode(context, task(data_source=None), id="e")
 
@@ -337,3 +364,51 @@ async def test_an_agents_framework_with_a_hand_over(api: str, is_streamed: bool)
     said = iter([CALL, hand_over, "four"])
     t = await play(agent, lambda request: next(said))
     assert len(t.turns) == 3 and len(t.segments) == 2, "the second agent has other instructions and other tools"
+
+
+@pytest.mark.parametrize(("reward", "worth"), [("posted", 4.0), ("final", 0.5)])
+async def test_code_that_an_agent_runs_finds_no_key_for_rewards_and_no_secret(
+    reward: str, worth: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "agent.py").write_text(COMMAND)
+    monkeypatch.setenv("WANDB_API_KEY", "of the trainer")
+    own = {"MODE": "run", "WRITTEN": WRITTEN, "FOUND": str(tmp_path / "found")}
+    made = BlackBox(command=[sys.executable, "-I", "agent.py"], kwargs=own, base=tmp_path, reward=reward)
+    assert made.gives_reward is (reward == "posted")
+    context = scripted_context(["four"], scheduler=made, rewards={"quiz": lambda trajectory: 0.5})
+    t = await run_episode(context, task(data_source="quiz"), id="e")
+    assert t.error is None and t.reward is not None and t.reward.total == worth
+    found = (tmp_path / "found").read_text().split()
+    assert "OPENAI_API_KEY" in found and "PATH" in found
+    assert {"WANDB_API_KEY", "PYTEST_CURRENT_TEST"}.isdisjoint(found), found
+
+
+async def test_who_may_say_what_an_episode_is_worth_is_checked_first():
+    def agent(base_url: str, api_key: str, reward_key: str) -> float:
+        return 1.0
+
+    with pytest.raises(ConfigError, match=r"parameter 'reward_key', and reward is 'returned': .* set reward: posted"):
+        BlackBox(agent=agent)
+    with pytest.raises(ConfigError, match="reward is 'agent'; use 'posted' or 'final', or 'returned'"):
+        BlackBox(agent=agent, reward="agent")
+    with pytest.raises(ConfigError, match=r"reward is 'returned'; use 'posted' or 'final'$"):
+        BlackBox(command=["x"], reward="returned")
+    assert not BlackBox(command=["x"]).gives_reward, "a command's environment is read by what the agent runs"
+
+    def anything(**told: Any) -> float:
+        assert "reward_key" not in told
+        with openai.OpenAI(base_url=told["base_url"], api_key=told["api_key"]) as client:
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+        return 1.0
+
+    t = await run_episode(scripted_context(["x"], scheduler=BlackBox(agent=anything)), task(data_source=None), id="e")
+    assert t.error is None, t.error
+    context = scripted_context(["x"], scheduler=BlackBox(agent=anything, reward="final"))
+    t = await run_episode(context, task(data_source=None), id="e")
+    assert t.error is not None and "reward: final leaves what an episode is worth" in t.error
+
+
+@pytest.mark.parametrize("given", ["much", None, float("nan"), float("inf"), 10**400, -(10**400), [1], {"reward": {}}])
+def test_what_is_no_finite_number_is_no_reward(given: Any):
+    with pytest.raises(Refused, match="give a finite number"):
+        read_reward(given)

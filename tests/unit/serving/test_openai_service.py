@@ -73,7 +73,16 @@ async def test_an_episode_is_created_used_ended_and_fetched():
             said = await client.chat.completions.create(model="tiny", messages=history)
             history += [said.choices[0].message, {"role": "user", "content": "3+3?"}]
             await client.chat.completions.create(model="tiny", messages=history)
-        key = {"Authorization": f"Bearer {made['api_key']}"}
+        agents = {"Authorization": f"Bearer {made['api_key']}"}
+        for ask in (http.get(url), http.get(f"{url}/trajectory"), http.post(f"{url}/end", json={"reward": 9.0})):
+            async with ask as reply:
+                assert reply.status == 401, "without any key"
+        for path in ("/end", "/v1/reward", "/reward"):
+            async with http.post(url + path, json={"reward": 1_000_000}, headers=agents) as reply:
+                assert reply.status == 401 and "needs the episode's reward key" in await reply.text()
+        key = {"Authorization": f"Bearer {made['reward_key']}"}
+        async with http.post(f"{url}/v1/chat/completions", json={"model": "tiny"}, headers=key) as reply:
+            assert reply.status == 401, "whoever judges asks no model"
         async with http.get(url, headers=key) as reply:
             assert await reply.json() == {"status": "live", "num_calls": 2}
         async with http.get(f"{url}/trajectory", headers=key) as reply:
@@ -83,7 +92,7 @@ async def test_an_episode_is_created_used_ended_and_fetched():
         assert t.reward is not None and t.reward.total == 0.5 and t.task.id == "t7" and len(t.segments) == 1
         assert t.segments[0].loss_weights.sum() == len(turn_ids("four")) + len(turn_ids("six"))
         async with http.get(f"{url}/trajectory", headers={"x-api-key": "wrong"}) as reply:
-            assert reply.status == 401 and "is not this episode's" in await reply.text()
+            assert reply.status == 401 and "needs the episode's reward key" in await reply.text()
         async with http.get(f"{origin}/episodes/nobody") as reply:
             assert reply.status == 404
         assert [g.task.id for g in recorded] == ["t7"]
@@ -164,6 +173,6 @@ async def use(origin: str) -> None:
             made = await reply.json()
         async with openai.AsyncOpenAI(base_url=made["base_url"], api_key=made["api_key"]) as client:
             await client.chat.completions.create(model="polyturn", messages=[{"role": "user", "content": "a"}], max_tokens=5)
-        head = {"Authorization": f"Bearer {made['api_key']}"}
+        head = {"Authorization": f"Bearer {made['reward_key']}"}
         async with http.post(f"{origin}/episodes/{made['id']}/end", json={"reward": 1}, headers=head) as reply:
             assert reply.status == 200

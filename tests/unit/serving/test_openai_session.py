@@ -27,15 +27,19 @@ CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "apples"}}\n</tool_
 
 
 class Client:
-    """What an agent has: its address and its key."""
+    """What an agent has: its address and its key; and the key for rewards, of whoever judges it."""
 
-    def __init__(self, base_url: str, api_key: str) -> None:
+    def __init__(self, base_url: str, api_key: str, reward_key: str = "") -> None:
         self.base_url = base_url
+        self.reward_key = reward_key
         self.http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"})
 
-    async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        async with self.http.post(self.base_url + path, json=body) as reply:
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        async with self.http.post(self.base_url + path, json=body, headers=headers) as reply:
             return reply.status, await reply.json(content_type=None)
+
+    async def reward(self, body: Any) -> tuple[int, Any]:
+        return await self.post("/reward", body, Authorization=f"Bearer {self.reward_key}")
 
     async def chat(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
         status, answer = await self.post("/chat/completions", {"model": "m", "messages": list(messages), **options})
@@ -51,14 +55,14 @@ async def play(
     rewards: Any = None,
     **options: Any,
 ) -> Trajectory:
-    async def call(base_url: str, api_key: str) -> Any:
-        client = Client(base_url, api_key)
+    async def call(base_url: str, api_key: str, reward_key: str) -> Any:
+        client = Client(base_url, api_key, reward_key)
         try:
             return await agent(client)
         finally:
             await client.http.close()
 
-    scheduler = BlackBox(agent=call, **options)
+    scheduler = BlackBox(agent=call, **{"reward": "posted", **options})
     context = scripted_context(says, scheduler=scheduler, limits=limits or Limits(max_context=4000), rewards=rewards)
     context.rewarder._may_be_given = True
     return await run_episode(context, task(data_source=None), id="e")
@@ -123,7 +127,7 @@ async def test_tool_calls_have_ids_and_their_answers_go_on_in_the_segment():
         call["function"]["arguments"] = '{ "key":"apples" }'
         history += [{**message, "content": ""}, {"role": "tool", "tool_call_id": call["id"], "content": "4"}]
         await client.chat(history, tools=[LOOKUP])
-        await client.post("/reward", {"reward": 1, "note": "right"})
+        await client.reward({"reward": 1, "note": "right"})
 
     t = await play(agent, [CALL, "4 apples"])
     assert len(t.segments) == 1 and t.reward is not None and t.reward.total == 1.0 and t.reward.info == {"note": "right"}

@@ -3,9 +3,12 @@
     OPENAI_BASE_URL, OPENAI_API_KEY          what openai's clients read
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY    what anthropic's clients read
     standard input                           the task, one JSON object
+    POLYTURN_REWARD_FD                       the number of a file descriptor with the reward key, where rewards are posted
 
-Exit code 0 is an agent that has finished. It posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions
-score the episode. However the episode ends, the process and what it started are gone behind it.
+Of the trainer's own environment it has a few names (`PASSED_ON`) and none of its secrets. Exit code 0 is an agent that has
+finished. It posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions score the episode. The key for that
+is no variable, because programs that the agent starts for the model inherit those: it can be read once, from a pipe. However
+the episode ends, the process and what it started are gone behind it.
 """
 
 from __future__ import annotations
@@ -29,10 +32,22 @@ logger = logging.getLogger(__name__)
 GRACE_S = 5.0
 """Between the request to end and the end by force."""
 TAIL_BYTES = 4000
+PASSED_ON = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""The variables of the trainer's environment that an agent's process has too."""
 
 
 async def run_command(
-    command: Sequence[str], *, address: Address, task: Task, env: Mapping[str, Any], cwd: Path | None, id: str
+    command: Sequence[str],
+    *,
+    address: Address,
+    task: Task,
+    env: Mapping[str, Any],
+    cwd: Path | None,
+    id: str,
+    posts_reward: bool = False,
 ) -> None:
     """Run an agent's process to its end; it is ended if the call is cancelled.
 
@@ -46,6 +61,10 @@ async def run_command(
         "ANTHROPIC_API_KEY": address.api_key,
         "POLYTURN_EPISODE": id,
     }
+    inherited: tuple[int, ...] = ()
+    if posts_reward:
+        inherited = (_readable_once(address.reward_key.encode()),)
+        variables["POLYTURN_REWARD_FD"] = str(inherited[0])
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -53,11 +72,15 @@ async def run_command(
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             cwd=cwd,
-            env={**os.environ, **{k: str(v) for k, v in env.items()}, **variables},
+            env={**environment(), **{k: str(v) for k, v in env.items()}, **variables},
+            pass_fds=inherited,
             start_new_session=True,
         )
     except OSError as problem:
         raise SchedulerError(f"the agent's command {command[0]!r} cannot be started: {problem.strerror}") from problem
+    finally:
+        for fd in inherited:
+            os.close(fd)
     try:
         assert process.stdin is not None and process.stderr is not None
         async with asyncio.TaskGroup() as group:
@@ -69,6 +92,19 @@ async def run_command(
     if code != 0:
         last = " / ".join(said.result().decode(errors="replace").strip().splitlines()[-3:])
         raise SchedulerError(f"the agent's command {command[0]!r} ended with exit code {code}: {last or 'it said nothing'}")
+
+
+def environment() -> dict[str, str]:
+    """Return what an agent's process has of the trainer's environment."""
+    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+
+
+def _readable_once(text: bytes) -> int:
+    """Return a file descriptor that whoever reads it first finds `text` in, and nobody after."""
+    readable, writable = os.pipe()
+    os.write(writable, text)
+    os.close(writable)
+    return readable
 
 
 async def _tell(stdin: asyncio.StreamWriter, text: bytes) -> None:

@@ -5,8 +5,9 @@
     POST /v1/chat/completions, …              the same without an episode, where the server offers it
 
 A request needs its episode's key (`Authorization: Bearer KEY`, or `x-api-key: KEY`) and passes the rules that all servers
-share (`serving/rules.py`). Nothing in a request is ever a path or an address, and every error has the form that the client's
-library reads.
+share (`serving/rules.py`). The key that asks the model opens no reward, because the agent may hand it to code that the model
+wrote: rewards have a key of their own. Nothing in a request is ever a path or an address, and every error has the form that
+the client's library reads.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ MAX_REQUESTS = 100_000
 """Requests that are answered at one moment: agents wait long for a completion."""
 EPISODE_KEY = "the API key is not this episode's; pass the api_key that came with the base_url"
 """What a request to an episode is told that has another key."""
+REWARD_KEY = "a reward needs the episode's reward key, and not the API key, which asks the model and nothing else"
+"""What a request is told that gives a reward, or takes a trajectory, without that key."""
 SERVER_TOKEN = "this server demands its token as the API key: Authorization: Bearer TOKEN, or x-api-key: TOKEN"
 """What a request is told that belongs to no episode."""
 MAX_ENDED = 4096
@@ -69,7 +72,10 @@ class Address:
     """For clients of OpenAI's API: it ends with /v1."""
     anthropic_base_url: str
     """For clients of Anthropic's API, which add /v1 themselves."""
-    api_key: str
+    api_key: str = field(repr=False)
+    """Asks the model, and nothing else."""
+    reward_key: str = field(repr=False)
+    """Says what the episode is worth; for whoever judges the agent, never for the agent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +85,8 @@ class _Guest:
     answerer: Answerer
     keys: tuple[bytes, ...]
     """Any of these is taken; none lets everyone ask."""
+    reward_keys: tuple[bytes, ...] = ()
+    """Any of these gives a reward."""
     kept: responses.Kept = field(default_factory=responses.Kept)
 
 
@@ -173,10 +181,11 @@ class Endpoint:
 
     def admit(self, answerer: Answerer, *, origin: str) -> tuple[str, Address]:
         """Give a session its address; returns the secret part of it, which `dismiss` takes."""
-        name, key = secrets.token_urlsafe(18), secrets.token_urlsafe(24)
-        self._guests[name] = _Guest(answerer, (key.encode(), *self._token()))
+        name, key, reward_key = secrets.token_urlsafe(18), secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        token = self._token()
+        self._guests[name] = _Guest(answerer, (key.encode(), *token), (reward_key.encode(), *token))
         base = f"{origin}/episodes/{name}"
-        return name, Address(base_url=f"{base}/v1", anthropic_base_url=base, api_key=key)
+        return name, Address(base_url=f"{base}/v1", anthropic_base_url=base, api_key=key, reward_key=reward_key)
 
     def dismiss(self, name: str, why: str) -> None:
         """Take an address back; who asks there later is told why."""
@@ -193,13 +202,13 @@ class Endpoint:
         """
         check_key(request, self._token(), wants=SERVER_TOKEN)
 
-    def check_key(self, request: web.Request, key: str) -> None:
-        """Refuse a request with neither an episode's key nor the server's token.
+    def check_reward_key(self, request: web.Request, key: str) -> None:
+        """Refuse a request with neither an episode's reward key nor the server's token.
 
         Raises:
             Refused: it has another.
         """
-        check_key(request, (key.encode(), *self._token()), wants=EPISODE_KEY)
+        check_key(request, (key.encode(), *self._token()), wants=REWARD_KEY)
 
     def _app(self, more: Callable[[web.Application], None] | None) -> web.Application:
         app = web.Application(client_max_size=self.options.rules.max_body_bytes, middlewares=[self._admit])
@@ -281,8 +290,8 @@ class Endpoint:
         return json_answer(_model(self._check_model({"model": request.match_info["model"]})))
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        guest, body = await self._open(request)
-        score, info = read_reward(body)
+        guest = self._guest(request, gives_reward=True)
+        score, info = read_reward(await self.read(request))
         guest.answerer.give_reward(score, info)
         return json_answer({"reward": score})
 
@@ -309,7 +318,7 @@ class Endpoint:
         except BodyError as problem:
             raise Refused(str(problem), code="invalid_json") from problem
 
-    def _guest(self, request: web.Request) -> _Guest:
+    def _guest(self, request: web.Request, *, gives_reward: bool = False) -> _Guest:
         name = request.match_info.get("episode")
         if name is None:
             if self._plain is None:
@@ -325,7 +334,10 @@ class Endpoint:
             if name in self._ended:
                 raise Refused(f"the episode has ended: {self._ended[name]}", status=410, code="episode_ended")
             raise Refused("there is no such episode; use the base_url that it was given", status=404, code="not_found")
-        check_key(request, guest.keys, wants=SERVER_TOKEN if name is None else EPISODE_KEY)
+        if gives_reward:
+            check_key(request, guest.reward_keys, wants=REWARD_KEY)
+        else:
+            check_key(request, guest.keys, wants=SERVER_TOKEN if name is None else EPISODE_KEY)
         return guest
 
     def _check_model(self, body: Mapping[str, Any]) -> str:

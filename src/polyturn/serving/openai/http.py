@@ -74,11 +74,15 @@ def read_reward(given: Any) -> tuple[float, dict[str, Any]]:
     """
     values = dict(given) if isinstance(given, Mapping) else {"reward": given}
     score = values.pop("reward", values.pop("score", None))
-    if not isinstance(score, bool | int | float) or not math.isfinite(score):
+    try:
+        number = float(score) if isinstance(score, bool | int | float) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.nan
+    if not math.isfinite(number):
         raise Refused(
             f"the reward is {given!r:.100}; give a finite number, or an object with one as `reward`", param="reward"
         )
-    return float(score), values
+    return number, values
 
 
 def check_key(request: web.Request, keys: Sequence[bytes], *, wants: str) -> None:

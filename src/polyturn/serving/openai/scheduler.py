@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOLD = ("base_url", "anthropic_base_url", "api_key", "task", "model", "episode_id")
+TOLD = ("base_url", "anthropic_base_url", "api_key", "reward_key", "task", "model", "episode_id")
 """What an agent may ask for, as parameters of these names."""
+REWARDS = ("returned", "posted", "final")
 
 
 class SessionScheduler(MultiTurnScheduler):
@@ -88,6 +89,7 @@ class BlackBox(SessionScheduler):
         ignore: Sequence[str] = (),
         models: Sequence[str] = (),
         sampling: str = "run",
+        reward: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         reach_as: str | None = None,
@@ -98,15 +100,20 @@ class BlackBox(SessionScheduler):
         Args:
             agent: `file.py:function`, `package.module:function` or a function. It is passed those of `TOLD` that it has
                 parameters for, and returns a reward (a number, or a mapping with "reward" and what else is to be recorded),
-                or None where it posts one or the run's reward functions score the episode.
+                or None where the run's reward functions score the episode.
             command: Instead, a command to start for each episode. The addresses and the key are in its environment under
                 the names that the clients read, the task is a JSON object on its standard input.
-            kwargs: Further arguments of the function, or variables of the command's environment.
+            kwargs: Further arguments of the function, or variables of the command's environment, which has beside them
+                only those of `agent_process.PASSED_ON`.
             max_calls: Completions that an episode may have, over all its conversations.
             ignore: Parameters of requests that cannot be done here and are ignored instead of refused.
             models: Names that requests may use; () lets them use any.
             sampling: "run": temperature, top_p and top_k are the run's, as the trainer's logprobs are; "request": those of
                 the requests, for evaluation.
+            reward: Who may say what an episode is worth, before the run's reward functions do. "returned": the function, by
+                what it returns; "posted": also whoever posts one with the reward key, which a function has as a parameter
+                and a command on a file descriptor; "final": nobody, the reward functions have the last word. None is
+                "returned" for a function and "final" for a command, whose environment code of the model's may read.
             host: The address to listen on, for agents on other machines or in containers; every episode has its own key.
             port: The port; 0 takes a free one.
             reach_as: The host that agents are told, where it is not `host`.
@@ -120,6 +127,12 @@ class BlackBox(SessionScheduler):
             raise ConfigError(f"black_box {wrong}; give one of the two in rollout.scheduler_kwargs (agent: null drops it)")
         if sampling not in ("run", "request"):
             raise ConfigError(f"black_box: sampling is {sampling!r}; use 'run' or 'request'")
+        self.reward = ("final" if agent is None else "returned") if reward is None else reward
+        if self.reward not in REWARDS or (self.reward == "returned" and agent is None):
+            raise ConfigError(
+                f"black_box: reward is {reward!r}; use 'posted' or 'final'" + ("" if agent is None else ", or 'returned'")
+            )
+        self.gives_reward = self.reward != "final"
         if host in ("0.0.0.0", "::") and reach_as is None:
             raise ConfigError(
                 f"black_box: host is {host!r}, which no agent can call; say in reach_as under which name it can"
@@ -134,6 +147,13 @@ class BlackBox(SessionScheduler):
         function = import_attr(agent, base=base) if isinstance(agent, str) else agent
         self._function = function
         self._wanted = () if function is None else _wanted(function, self._kwargs, str(agent))
+        if "reward_key" in self._wanted and self.reward != "posted":
+            if inspect.signature(function).parameters.get("reward_key") is not None:
+                raise ConfigError(
+                    f"black_box: the agent {agent!r} has a parameter 'reward_key', and reward is {self.reward!r}: nothing "
+                    "that is posted counts; set reward: posted in rollout.scheduler_kwargs"
+                )
+            self._wanted = tuple(name for name in self._wanted if name != "reward_key")
         self.rules = SessionRules(samples_as_asked=sampling == "request", max_calls=max_calls)
         options = EndpointOptions(
             host=host,
@@ -159,6 +179,11 @@ class BlackBox(SessionScheduler):
             finally:
                 self._endpoint.dismiss(name, "its agent has finished")
             if returned is not None:
+                if self.reward == "final":
+                    raise SchedulerError(
+                        f"the agent returned {returned!r:.100}, and reward: final leaves what an episode is worth to the "
+                        "run's reward functions; return None, or drop the setting"
+                    )
                 try:
                     session.give_reward(*read_reward(returned))
                 except Refused as problem:
@@ -167,13 +192,20 @@ class BlackBox(SessionScheduler):
     async def _call(self, episode: Episode, address: Address) -> Any:
         if self._command is not None:
             await run_command(
-                self._command, address=address, task=episode.task, env=self._kwargs, cwd=self._base, id=episode.id
+                self._command,
+                address=address,
+                task=episode.task,
+                env=self._kwargs,
+                cwd=self._base,
+                id=episode.id,
+                posts_reward=self.reward == "posted",
             )
             return None
         told = {
             "base_url": address.base_url,
             "anthropic_base_url": address.anthropic_base_url,
             "api_key": address.api_key,
+            "reward_key": address.reward_key,
             "task": episode.task,
             "model": self._endpoint.options.models[0],
             "episode_id": episode.id,

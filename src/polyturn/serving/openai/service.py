@@ -1,10 +1,12 @@
 """`polyturn serve --openai`: the endpoint by itself, in front of a checkpoint, for agents and evaluations elsewhere.
 
     POST   /v1/chat/completions …      without an episode: a model behind an API, each request for itself
-    POST   /episodes                   {"metadata": {…}, "seed": 1}  ->  {"id", "base_url", "anthropic_base_url", "api_key"}
+    POST   /episodes                   {"metadata": {…}, "seed": 1}  ->  {"id", "base_url", …, "api_key", "reward_key"}
     GET    /episodes/ID                ->  {"status": "live" | "ended", "num_calls": 3}
     POST   /episodes/ID/end            {"reward": 1.0} or {}  ->  the trajectory, with its tokens
     GET    /episodes/ID/trajectory     the same, later
+
+What is asked of an episode itself needs its reward key; the API key, which the agent has, asks the model alone.
 
 An episode is one run of `run_episode`, as in training; here its agent is whoever has its address, until `end`, until nothing
 was asked for a while, or until the server stops. Ended trajectories are kept for a while, and recorded where that was asked.
@@ -212,10 +214,10 @@ class OpenAIService:
         live.session = live.opened.result()
         live.name, live.address = self.endpoint.admit(live.session, origin=self._origin)
         self._live[live.name] = live
-        self._keys[live.name] = live.address.api_key
+        self._keys[live.name] = live.address.reward_key
         live.task.add_done_callback(lambda done: self._end(live, id, done))
         told = {"base_url": live.address.base_url, "anthropic_base_url": live.address.anthropic_base_url}
-        return _reply({"id": live.name, **told, "api_key": live.address.api_key})
+        return _reply({"id": live.name, **told, "api_key": live.address.api_key, "reward_key": live.address.reward_key})
 
     def _end(self, live: _Live, id: str, done: asyncio.Task[Trajectory]) -> None:
         self._visits.pop(id, None)
@@ -267,7 +269,7 @@ class OpenAIService:
         name = request.match_info["name"]
         if name not in self._keys:
             raise Refused("there is no such episode, or it ended long ago", status=404, code="not_found")
-        self.endpoint.check_key(request, self._keys[name])
+        self.endpoint.check_reward_key(request, self._keys[name])
         if name not in self._live and name not in self._ended:
             raise Refused("the episode broke and left no trajectory", status=410, code="episode_ended")
         return self._live.get(name)
