@@ -89,7 +89,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             eval_limit_during=evaluation.limit_during,
             stop_at=evaluation.stop_at,
             patience=evaluation.patience,
-            checkpoint_every=train.checkpoint_every,
+            **_checkpoint_cadence(train.checkpoint_every),
             needs_checkpoints=train.on_checkpoint_error == "stop",
         ),
         update=update,
@@ -114,6 +114,13 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         followers=Followers(parts.policies.followers, weights=functools.partial(plain_weights, parts.model)),
         trains_in_thread=not isinstance(parts.engine, EmbeddedEngine),
     )
+
+
+def _checkpoint_cadence(every: int | str) -> dict[str, Any]:
+    """Return `train.checkpoint_every`, steps or a time such as "10m", as settings of the loop."""
+    if isinstance(every, int):
+        return {"checkpoint_every": every}
+    return {"checkpoint_every_s": float(every[:-1]) * {"s": 1, "m": 60, "h": 3600}[every[-1]]}
 
 
 def build_update(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> Update:

@@ -8,10 +8,14 @@
 What a line says is the episode's business (`rollout/flight.py`); here it is decided which lines a resumed run may use: those
 of groups that the checkpoint has not trained, sampled by weights that it stands for. A line is handed to the operating
 system in a thread, before the episode goes on, so that kill -9 keeps it and a slow disk holds up nobody else.
+
+Lines that no resumed run may use leave the file once they are more than half of it, and a journal without conversations in
+flight is removed with the last checkpoint of a run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -34,6 +38,8 @@ FOLDER = "flights"
 """The folder in a run's folder."""
 _TICKET = re.compile(r"g(\d+)(?:r\d+)?/")
 """How the ids of episodes of training begin; those of evaluations do not."""
+_MIN_WASTE = 1 << 20
+"""Bytes of lines without use from which on a journal is written anew, if they are also more than half of it."""
 _TO_JSON = json.JSONEncoder(separators=(",", ":"))
 _METRICS = {
     "resumed": "rollout/resumed_flights",
@@ -55,6 +61,10 @@ class _Place(NamedTuple):
 
     offset: int
     length: int
+
+
+_Lines = dict[int, dict[str, list[_Place]]]
+"""Ticket -> episode -> its lines."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,8 +90,11 @@ class Flights:
         """Held by whoever touches the file or what says what stands in it."""
         self._file: int | None = None
         self._size = 0
-        self._live: dict[int, dict[str, list[_Place]]] = {}
-        """Ticket -> episode -> its lines."""
+        self._step = 0
+        """The step of the checkpoint that the journal stands beside."""
+        self._live: _Lines = {}
+        self._trained: _Lines = {}
+        """The same of groups that are trained, or cut off, since the checkpoint, and that its weights may have sampled."""
         self._gone: set[int] = set()
         """Tickets that were cut off; a late line of theirs is not kept."""
         self._held: dict[str, Held] = {}
@@ -99,11 +112,21 @@ class Flights:
             for old in sorted(self._folder.glob("step-*.jsonl"))[:-1]:
                 old.unlink(missing_ok=True)
             path = self._path(step)
-            draft = path.with_name(f".{path.name}")
-            with draft.open("wb") as file:
-                self._live = {} if self._file is None else self._copy_live(self._file, file)
-            draft.replace(path)
-            self._open(path)
+            self._step, self._trained = step, {}
+            if self._file is None:
+                self._live = {}
+            self._write_anew(path)
+
+    def settle(self) -> None:
+        """Say that the last checkpoint of the run is written: journals before its own go, and its own if it has no use."""
+        with self._lock:
+            for path in self._folder.glob("*step-*.jsonl"):
+                if path != self._path(self._step) or not self._live:
+                    path.unlink(missing_ok=True)
+            if not self._live and self._folder.is_dir():
+                self._close()
+                with contextlib.suppress(OSError):  # somebody keeps a file of their own there
+                    self._folder.rmdir()
 
     def resume(self, step: int, *, oldest: Callable[[int], int]) -> None:
         """Read what was in flight beside the checkpoint of `step`.
@@ -114,6 +137,7 @@ class Flights:
         """
         path = self._path(step)
         with self._lock:
+            self._step = step
             self._folder.mkdir(parents=True, exist_ok=True)
             for episode, found in (_read(path) if path.is_file() else {}).items():
                 ticket = _ticket(episode)
@@ -126,13 +150,30 @@ class Flights:
             self._open(path)
             self._put(b"\n")  # the last line may be half a one
 
-    def forget(self, tickets: Iterable[int], *, are_cut: bool = False) -> None:
-        """Drop what the groups of `tickets` left: they are trained, or cut off."""
+    def forget(self, tickets: Iterable[int], *, oldest: int = 0, are_cut: bool = False) -> None:
+        """Drop what the groups of `tickets` left: they are trained, or cut off.
+
+        Args:
+            tickets: Of the groups.
+            oldest: The oldest policy version that their tokens may have. A run that is resumed from the checkpoint takes
+                these groups again, and has no use for what later weights than the checkpoint's sampled.
+            are_cut: Whether they were cut off.
+        """
         with self._lock:
             for ticket in tickets:
-                self._live.pop(ticket, None)
+                lines = self._live.pop(ticket, None)
+                if lines is not None and oldest <= self._step:
+                    self._trained[ticket] = lines
                 if are_cut:
                     self._gone.add(ticket)
+            groups = [*self._live.values(), *self._trained.values()]
+            useful = sum(place.length for group in groups for places in group.values() for place in places)
+            if self._file is None or self._size - useful <= max(_MIN_WASTE, useful):
+                return
+            try:
+                self._write_anew(self._path(self._step))
+            except OSError as problem:
+                logger.warning("the journal of conversations in flight cannot be written anew (%s); it grows on", problem)
 
     def read_metrics(self) -> Mapping[str, float]:
         """Return how many episodes went on, how many started again, and how many could not be kept, since last asked."""
@@ -213,18 +254,25 @@ class Flights:
 
     # With the lock.
 
-    def _copy_live(self, source: int, file: BinaryIO) -> dict[int, dict[str, list[_Place]]]:
-        """Copy the lines of live episodes, and return where they stand now."""
-        live: dict[int, dict[str, list[_Place]]] = {}
-        size = 0
-        for ticket, episodes in self._live.items():
+    def _write_anew(self, path: Path) -> None:
+        """Write the lines that are of use to `path`, which is the journal from now on."""
+        draft = path.with_name(f".{path.name}")
+        with draft.open("wb") as file:
+            self._trained, self._live = self._copy(self._trained, file), self._copy(self._live, file)
+        draft.replace(path)
+        self._open(path)
+
+    def _copy(self, lines: _Lines, file: BinaryIO) -> _Lines:
+        """Copy lines, and return where they stand now."""
+        moved: _Lines = {}
+        for ticket, episodes in lines.items():
             for episode, places in episodes.items():
-                moved = live.setdefault(ticket, {}).setdefault(episode, [])
+                there = moved.setdefault(ticket, {}).setdefault(episode, [])
                 for place in places:
-                    file.write(os.pread(source, place.length, place.offset))
-                    moved.append(_Place(size, place.length))
-                    size += place.length
-        return live
+                    assert self._file is not None
+                    there.append(_Place(file.tell(), place.length))
+                    file.write(os.pread(self._file, place.length, place.offset))
+        return moved
 
     def _open(self, path: Path) -> None:
         self._close()

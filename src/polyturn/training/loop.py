@@ -45,6 +45,9 @@ from polyturn.training.update import StepResult, Update
 
 logger = logging.getLogger(__name__)
 
+_MAX_SAVING = 50
+"""Checkpoints by time keep at least so many times apart what writing one takes, so that they cost 2 % at most."""
+
 
 class Trainer:
     """Runs the loop over live objects that `build` made."""
@@ -69,6 +72,7 @@ class Trainer:
         flights: Flights | None = None,
         followers: Followers | None = None,
         trains_in_thread: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the parts; `trains_in_thread` is for an engine that does not sample from the trainer's own parameters, and
         `freeze` makes of the policy's copied state an export that a thread may write while training goes on, or None."""
@@ -96,6 +100,9 @@ class Trainer:
         self._pending: list[int] = []
         self._training: list[int] = []
         """Tickets of the groups that are being trained on."""
+        self._clock = clock
+        self._saved, self._saving_s = clock(), 0.0
+        """When the latest checkpoint was written, and how long that held up training."""
         self._replay = Replay(max_staleness=settings.max_staleness, seed=settings.seed)
 
     async def run(self) -> LoopState:
@@ -125,6 +132,7 @@ class Trainer:
             self._save_last_words()
             raise
         self._save(is_best=self._is_best(results), in_thread=False)
+        self._settle_flights()
         return self.state
 
     def resume(self, path: Path) -> None:
@@ -189,8 +197,9 @@ class Trainer:
                 (metrics, trained), cancelled = await self._run_update([*groups, *replayed])
                 state.step += 1
                 if self._flights is not None:
-                    self._flights.forget(self._training)
-                    self._flights.forget((flight.ticket for flight in left), are_cut=True)
+                    oldest = state.step - 1 - settings.max_staleness
+                    self._flights.forget(self._training, oldest=oldest)
+                    self._flights.forget((flight.ticket for flight in left), oldest=oldest, are_cut=True)
                     metrics |= self._flights.read_metrics()
                 self._training = []
                 sampler.learn(_success(groups))
@@ -256,9 +265,16 @@ class Trainer:
             elif settings.patience is not None and state.evals_since_best >= settings.patience:
                 logger.info("step %d: no better result in %d validations; training ends", state.step, settings.patience)
                 is_enough = True
-        if is_best or (settings.checkpoint_every and state.step % settings.checkpoint_every == 0):
+        if is_best or self._is_checkpoint_due():
             self._save(is_best=is_best)
         return is_enough
+
+    def _is_checkpoint_due(self) -> bool:
+        settings, state = self.settings, self.state
+        if settings.checkpoint_every and state.step % settings.checkpoint_every == 0:
+            return True
+        limit_s = settings.checkpoint_every_s
+        return limit_s is not None and self._clock() - self._saved >= max(limit_s, _MAX_SAVING * self._saving_s)
 
     def _is_best(self, results: Mapping[str, EvalResult]) -> bool:
         """Return whether the weights as they are now did better than all before, and remember it if they did."""
@@ -320,11 +336,20 @@ class Trainer:
                 )
             else:
                 self._save(in_thread=False)
+                self._settle_flights()
         except CheckpointError as problem:
             logger.error("%s", problem)  # what ended the run is the error to raise
 
     def _save(self, *, is_best: bool = False, in_thread: bool = True) -> None:
         """Save the run as it is; in a thread where the policy's copy can be exported beside training."""
+        began = self._clock()
+        try:
+            self._save_now(is_best=is_best, in_thread=in_thread)
+        finally:
+            self._saved = self._clock()
+            self._saving_s = self._saved - began
+
+    def _save_now(self, *, is_best: bool, in_thread: bool) -> None:
         policy = on_cpu(self.policy.state_dict())
         state = {
             "policy": policy,
@@ -351,6 +376,10 @@ class Trainer:
             if self.settings.needs_checkpoints or not in_thread:
                 raise
             logger.warning("%s; the run goes on, and tries again at the next checkpoint", problem)
+
+    def _settle_flights(self) -> None:
+        if self._flights is not None:
+            self._flights.settle()
 
     def _wait_for_saver(self) -> None:
         """Wait for what is being written; what went wrong with it matters no more, because a newer one follows."""

@@ -105,6 +105,10 @@ class RunObserver:
         """Go on after `step`: metrics and trajectories of later steps, which are taken again, are dropped."""
         self._store.forget_after(step)
         path = self._folder / "metrics.jsonl"
+        taken = [line["step"] for line in read_metrics(path)] if path.exists() else []
+        if (last := max(taken, default=step)) > step:
+            again = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
+            logger.warning("the last checkpoint is of step %d; %s done again", step, again)
         self._metrics = JsonlTracker(path, resumed_step=step)
         self._trackers.resume(step)
         for earlier in read_metrics(path):

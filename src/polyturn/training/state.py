@@ -61,6 +61,9 @@ class LoopSettings:
     stop_at: float | None = None
     patience: int | None = None
     checkpoint_every: int = 0
+    """Steps between checkpoints; 0 counts none."""
+    checkpoint_every_s: float | None = None
+    """Seconds between checkpoints; None is no limit of time."""
     needs_checkpoints: bool = True
     """Whether a checkpoint that cannot be written ends the run, instead of being warned of and tried again."""
 

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from polyturn.config.load import load_config, write_resolved
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 
 
@@ -308,3 +309,17 @@ def test_a_value_that_a_validator_derives_from_the_environment_is_not_written(tm
     loaded = load_config(Derived, config_file(tmp_path, "key: ${oc.env:POLYTURN_KEY}"))
     assert loaded.config.header == f"Bearer {SECRET}"
     assert SECRET not in str(loaded.resolved)
+
+
+@pytest.mark.parametrize("value", ["0", "20", "30s", "10m", "0.5h"])
+def test_checkpoints_come_by_steps_or_by_time(value: str):
+    assert (
+        str(load_config(RunConfig, None, ["model.path=x", f"train.checkpoint_every={value}"]).config.train.checkpoint_every)
+        == value
+    )
+
+
+@pytest.mark.parametrize("value", ["-1", "ten", "0m", "10 m", "1d", "m", "[10]", "null"])
+def test_what_is_neither_steps_nor_a_time_is_refused(value: str):
+    with pytest.raises(ConfigError, match=r"train\.checkpoint_every"):
+        load_config(RunConfig, None, ["model.path=x", f"train.checkpoint_every={value}"])

@@ -136,6 +136,43 @@ def test_the_journal_of_a_new_checkpoint_has_the_live_groups_alone(tmp_path: Pat
     assert Life(tmp_path, step=8, resumes=True).held("g2r1/0") == ["behind 1"], "and of a run that was resumed"
 
 
+def test_without_a_checkpoint_the_journal_keeps_what_a_resumed_run_may_use_and_no_more(tmp_path: Path):
+    """Steps 3 to 40 behind the checkpoint of step 2: what weights behind it sampled is of no use, and does not pile up."""
+    life, path, largest = Life(tmp_path, step=2), tmp_path / "step-000002.jsonl", 0
+    for step in range(3, 41):
+        episode = f"g{step}/0"
+        life.begins(episode)
+        life.write(episode, {"from": 1, "new": [span(step - 1)], "state": f"of {step}", "more": "x" * 200_000})
+        life.flights.forget([step], oldest=step - 1)
+        largest = max(largest, path.stat().st_size)
+    assert largest < 2_000_000, f"of {38 * 200_000} bytes that were written"
+    life.begins("g41/0")
+    life.turn("g41/0", version=2)
+    after = Life(tmp_path, step=2, resumes=True)
+    assert after.held("g3/0") == ["of 3"], "trained by a step that is taken again, sampled by the checkpoint's weights"
+    assert after.held("g39/0") is None and after.held("g41/0") == ["behind 1"]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_after_the_last_checkpoint_only_conversations_in_flight_stay(tmp_path: Path):
+    folder = tmp_path / "flights"
+    life = Life(folder, step=2)
+    for episode in ("g1/0", "g2/0"):
+        life.begins(episode)
+        life.turn(episode)
+    life.flights.forget([1])
+    life.flights.begin(4)
+    life.flights.settle()
+    assert [p.name for p in folder.iterdir()] == ["step-000004.jsonl"]
+    assert Life(folder, step=4, resumes=True).held("g2/0") == ["behind 1"]
+    life.flights.forget([2])
+    life.flights.begin(6)
+    life.flights.settle()
+    assert not folder.exists()
+    life.turn("g2/0")  # a late line of a conversation that was cut off is none's
+    assert not folder.exists()
+
+
 def test_evaluations_are_not_kept(tmp_path: Path):
     flights = Flights(tmp_path)
     assert not flights.takes("eval-greedy-0/0") and flights.takes("g12r3/greedy")

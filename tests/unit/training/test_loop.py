@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -25,7 +27,8 @@ from polyturn.rollout.pool import RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.store.schema import Trained
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.training.checkpoint import Checkpoints
+from polyturn.training.checkpoint import Checkpoints, Saver
+from polyturn.training.flights import Flights
 from polyturn.training.loop import Trainer
 from polyturn.training.state import LoopSettings
 from polyturn.training.update import Update, UpdateSettings
@@ -106,6 +109,8 @@ class Rig:
         eval_sets: Sequence[str] = (),
         scheduler: MultiTurnScheduler | None = None,
         max_failed_share: float = 0.1,
+        flights: Flights | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
         self.events: list[Event] = []
@@ -128,6 +133,8 @@ class Rig:
             self.events.append(("weights", version))
 
         context.engine.update_weights = update_weights  # type: ignore[method-assign]
+        if flights is not None:
+            context = dataclasses.replace(context, journal=flights)
         self.context = context
         values = {"steps": 3, "groups_per_step": 2, "group_size": 4, **settings}
         own = {f.name for f in fields(UpdateSettings)}
@@ -150,6 +157,8 @@ class Rig:
             observer=self.observer,
             engine_busy_s=lambda: 0.0,
             fingerprint="f",
+            flights=flights,
+            clock=clock,
         )
 
     def run(self) -> Rig:
@@ -488,3 +497,43 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_or_is_warned_of(
     else:
         assert rig.run().trainer.state.step == 3
         assert "the run goes on, and tries again at the next checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("every_s", "expected"), [(None, [0, 6]), (10.0, [0, 6]), (2.5, [0, 3, 6]), (1.0, [0, 1, 2, 3, 4, 5, 6])]
+)
+def test_checkpoints_keep_a_time_apart(tmp_path: Path, every_s: float | None, expected: list[int]):
+    """A clock that a step moves on by one second."""
+    now = [0.0]
+
+    class Counting(Checkpoints):
+        def save(self, step: int, *args: Any, **kwargs: Any) -> Path:
+            saved.append(step)
+            return super().save(step, *args, **kwargs)
+
+    saved: list[int] = []
+    rig = Rig(tmp_path, steps=6, checkpoint_every_s=every_s, clock=lambda: now[0])
+    rig.trainer.checkpoints = Counting(tmp_path)
+    rig.trainer._saver = Saver(rig.trainer.checkpoints)
+    on_step = rig.observer.on_step
+
+    def moved_on(*args: Any, **kwargs: Any) -> None:
+        now[0] += 1
+        on_step(*args, **kwargs)
+
+    rig.observer.on_step = moved_on  # type: ignore[method-assign]
+    rig.run()
+    assert saved == expected
+
+
+def test_checkpoints_by_time_cost_a_fiftieth_of_it_at_most(tmp_path: Path):
+    ticks = iter(range(0, 100_000, 7))  # whatever is measured takes 7 s, and two checkpoints are never 350 s apart
+    rig = Rig(tmp_path, steps=6, checkpoint_every_s=1.0, keep=9, clock=lambda: float(next(ticks))).run()
+    assert sorted(p.name for p in rig.checkpoints.folder.glob("step-*")) == ["step-000000", "step-000006"]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_that_ends_leaves_no_journal(tmp_path: Path, max_staleness: int):
+    folder = tmp_path / "flights"
+    Rig(tmp_path / "checkpoints", flights=Flights(folder), max_staleness=max_staleness).run()
+    assert not folder.exists()

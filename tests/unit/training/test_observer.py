@@ -66,12 +66,26 @@ async def test_more_can_be_recorded_beside_them(tmp_path: Path):
     assert [len(file.read_text().splitlines()) for file in dumps] == [4, 4]
 
 
-async def test_after_a_resume_later_metrics_go_and_the_same_step_is_written_once(tmp_path: Path):
+async def test_a_resume_says_which_steps_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with RunObserver(tmp_path, total_steps=9) as observer:
+        for step in (1, 2, 3, 4):
+            observer.on_step(step, {"reward/mean": 1.0}, [])
+    for step, words in ((4, None), (1, "the last checkpoint is of step 1; steps 2 to 4 are done again")):
+        caplog.clear()
+        with RunObserver(tmp_path, total_steps=9) as observer:
+            observer.resume(step)
+        assert (words in caplog.text) if words else ("done again" not in caplog.text)
+
+
+async def test_after_a_resume_later_metrics_go_and_the_same_step_is_written_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     with RunObserver(tmp_path, total_steps=4) as observer:
         for step in (1, 2, 3):
             observer.on_step(step, {"reward/mean": float(step)}, await groups(2 * step))
     with RunObserver(tmp_path, total_steps=4) as observer:
         observer.resume(2)
+        assert "the last checkpoint is of step 2; step 3 is done again" in caplog.text
         observer.on_step(3, {"reward/mean": 30.0}, await groups(6))
     assert [(x["step"], x["reward/mean"]) for x in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

@@ -8,9 +8,10 @@ What asynchronous keys promise together is checked here.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from polyturn.config.models.base import Section
 from polyturn.config.models.optim import OptimConfig
@@ -69,8 +70,9 @@ class TrainConfig(Section):
     the scores of their turns); 0 is none."""
     replay: float = Field(0.0, ge=0, le=4)
     """Groups of earlier steps that are trained on again beside the new ones, as a share of these, within max_staleness."""
-    checkpoint_every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 saves only at the end, and when the run is interrupted."""
+    checkpoint_every: int | str = "10m"
+    """Steps between checkpoints, or the time between them as 30s, 10m or 2h, further apart where writing one takes more than
+    a fiftieth of it; 0 saves only at the start, at the end, and when the run is interrupted by anything but kill -9."""
     keep_checkpoints: int = Field(2, ge=1)
     """How many of the newest ones stay; the best one always does."""
     keep_checkpoint_every: int = Field(0, ge=0)
@@ -80,6 +82,14 @@ class TrainConfig(Section):
     intact (stop), or goes on and tries again at the next (warn)."""
     distributed: DistributedConfig = DistributedConfig()
     optim: OptimConfig = OptimConfig()
+
+    @field_validator("checkpoint_every")
+    @classmethod
+    def _steps_or_time(cls, value: int | str) -> int | str:
+        is_fine = value >= 0 if isinstance(value, int) else re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[smh]", value)
+        if not is_fine:
+            raise ValueError("write a number of steps, or a time such as 30s, 10m or 2h")
+        return value
 
     @model_validator(mode="after")
     def _asynchrony(self) -> TrainConfig:
