@@ -1,4 +1,4 @@
-"""More than forty attempts to get out of the Python sandbox, or to take the machine down from inside, and how fast one
+"""Nearly fifty attempts to get out of the Python sandbox, or to take the machine down from inside, and how fast one
 starts.
 
 Each attempt is code, and a check from outside that nothing was reached: the attempt must not have printed ESCAPED, must end
@@ -58,7 +58,10 @@ def call(name, *args):
     r = libc.syscall({{"ptrace": 101 if x86 else 117, "unshare": 272 if x86 else 97, "mount": 165 if x86 else 40,
         "setns": 308 if x86 else 268, "bpf": 321 if x86 else 280, "keyctl": 250 if x86 else 219, "chroot": 161 if x86 else 51,
         "perf": 298 if x86 else 241, "uring": 425, "vm_readv": 310 if x86 else 270, "open_by_handle": 304 if x86 else 265,
-        "clone": 56 if x86 else 220, "clone3": 435, "reboot": 169 if x86 else 142, "settime": 164 if x86 else 170}}[name], *args)
+        "clone": 56 if x86 else 220, "clone3": 435, "reboot": 169 if x86 else 142, "settime": 164 if x86 else 170,
+        "memfd": 319 if x86 else 279, "shmget": 29 if x86 else 194, "msgget": 68 if x86 else 186, "semget": 64 if x86 else 190,
+        "mq_open": 240 if x86 else 180, "io_setup": 206 if x86 else 0, "inotify": 294 if x86 else 26, "fanotify": 300 if x86 else 262,
+        "flock": 73 if x86 else 32, "fcntl": 72 if x86 else 25}}[name], *args)
     if r >= 0:
         print("ESCAPED", name, r)
 {body}
@@ -146,6 +149,18 @@ def attempts(outside: Path) -> dict[str, str]:
             "call('clone', 0x10000011, 0, 0, 0, 0)\ncall('clone3', 0, 0)\ncall('reboot', 0, 0, 0, 0)\n"
             "call('settime', 0, 0)\ncall('vm_readv', 1, 0, 0, 0, 0, 0)"
         ),
+        "memory_that_no_limit_counts": CALL.format(
+            body="call('memfd', b'a', 0)\ncall('shmget', 0, 1 << 24, 0o1600)\ncall('msgget', 0, 0o1600)\n"
+            "call('semget', 0, 32000, 0o1600)\ncall('mq_open', b'a', 0o102, 0o600, 0)"
+        ),
+        "what_all_processes_of_a_user_share": CALL.format(
+            body="context = ctypes.c_ulong(0)\ncall('io_setup', 64, ctypes.byref(context))\ncall('inotify', 0)\n"
+            "call('fanotify', 0x200, 0)"
+        ),
+        "lock_files_of_the_machine": CALL.format(
+            body="fd = os.open(os.__file__, os.O_RDONLY)\ncall('flock', fd, 2 | 4)\ncall('fcntl', fd, 1024, 0)\n"
+            "d = os.open('/usr/lib', os.O_RDONLY)\ncall('fcntl', d, 1026, 2)"
+        ),
         "become_root": "import os, subprocess\nfor f in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups([0])):\n"
         "    try: f(); print('ESCAPED')\n    except OSError: pass\nfor c in ('su', 'sudo -n id', 'mount'):\n"
         "    r = subprocess.run(c.split(), input='', capture_output=True, text=True) if os.path.exists('/usr/bin/' + c.split()[0])"
@@ -158,6 +173,10 @@ def attempts(outside: Path) -> dict[str, str]:
         "forged_answers": "import os, json\nline = json.dumps({'id': 'ready', 'status': 'ok', 'exit_code': 0, 'files': {}})\n"
         "for n in (1, 2, *range(3, 64)):\n    try: os.write(n, (line + '\\n').encode() * 9)\n    except OSError: pass\n"
         "raise SystemExit(7)",
+        "one_large_answer": "import os, sys\nframe = sys._getframe()\nwhile 'replies' not in frame.f_locals: frame = frame.f_back\n"
+        "asked, reply = frame.f_locals['request']['id'], frame.f_locals['replies']\n"
+        "line = ('{\"id\": \"' + asked + '\", \"files\": ' + '[' * 4_000_000 + ']' * 4_000_000 + '}\\n').encode()\n"
+        "while line: line = line[os.write(reply, line):]",
         "flood_of_answers": "import os\nwhile True:\n    for n in range(3, 16):\n        try: os.write(n, b'[' * 65536)\n"
         "        except OSError: pass",
     }

@@ -26,6 +26,8 @@ from polyturn.tools.python_sandbox.pool import WarmPool
 from polyturn.tools.threads import DaemonThreads
 
 MAX_BODY_BYTES = 8 << 20
+MAX_FETCHED = 256
+"""Files that one request asks for."""
 LANGUAGES = ("python",)
 
 
@@ -137,4 +139,6 @@ def _check(asked: dict[str, Any]) -> dict[str, Any]:
         raise HTTPException(422, "files is an object of contents in base64")
     if not isinstance(fetched, list) or not all(isinstance(name, str) for name in fetched):
         raise HTTPException(422, "fetch_files is a list of names")
+    if len(fetched) > MAX_FETCHED:
+        raise HTTPException(422, f"fetch_files has {len(fetched)} names; ask for {MAX_FETCHED} at most")
     return asked

@@ -25,7 +25,8 @@ from polyturn.serving.rules import ServerRules
 from polyturn.serving.sandbox import SandboxService, create_app
 from polyturn.tools.python_sandbox import Limits, PythonSandbox, WarmPool
 from polyturn.tools.python_sandbox.cgroup import make_group
-from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
+from polyturn.tools.python_sandbox.fusion import reply_of
+from polyturn.tools.python_sandbox.interpreter import MAX_FETCHED_BYTES, Interpreter, SandboxStartError
 from polyturn.tools.python_sandbox.isolation import Walls, bare_python, find_walls, require_walls
 from polyturn.tools.python_sandbox.seccomp import filter_program
 from polyturn.tools.registry import initialize_tools_from_config
@@ -76,7 +77,8 @@ def test_quick_attempts_to_get_out_are_contained() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
 def test_attempts_of_an_ordinary_users_sandbox_are_contained_too() -> None:
     names = ["memory_bomb", "network_to_the_host", "write_outside", "proc_switches", "signal_the_parent", "system_calls"]
-    names += ["free_the_first_process", "outlive_the_trainer", "daemon"]
+    names += ["free_the_first_process", "outlive_the_trainer", "daemon", "memory_that_no_limit_counts"]
+    names += ["what_all_processes_of_a_user_share", "lock_files_of_the_machine", "one_large_answer"]
     as_user: dict[str, Any] = {"user": 54321, "group": 54321, "extra_groups": [], "cwd": "/", "capture_output": True}
     as_user["env"] = {
         "PATH": os.environ["PATH"],
@@ -142,6 +144,85 @@ for n in range(3, 64):
 """
     sandbox.run(forged)
     assert sandbox.run("1/0").status == "error"
+
+
+ANSWER = """
+import os, sys
+frame = sys._getframe()
+while "replies" not in frame.f_locals: frame = frame.f_back
+asked, channel = frame.f_locals["request"]["id"].encode(), frame.f_locals["replies"]
+"""
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("line", "status", "exit_code", "files"),
+    [
+        ('{"id": "%s", "status": "ok", "exit_code": 0, "sizes": [2]}\\nhi', "ok", 0, {"a": "aGk="}),
+        ('{"id": "%s", "status": ["x"], "exit_code": 1e3, "sizes": {"a": 1}}\\n', "error", None, {}),
+        ('{"id": "%s", "status": "sandbox_error", "exit_code": true, "sizes": ["9"]}\\n', "error", None, {}),
+        ('{"id": "%s", "status": "exit", "exit_code": 300, "sizes": [99000000000]}\\n', "exit", None, {}),
+        ('{"id": "%s", "status": "exit", "exit_code": -9, "sizes": [-1]}\\n', "exit", None, {}),
+        ('{"id": "%s", "files": {"a": "\\\\ud800"}, "sizes": [null]}\\n', "error", None, {}),
+        ('["%s"]\\n', "exit", 7, {}),
+        ('{"id": ["%s"]}\\n', "exit", 7, {}),
+        ('{"id": "%s", "a": ' + "[" * 600 + "\\n", "exit", 7, {}),
+        ("half a line %s", "exit", 7, {}),
+    ],
+)
+def test_an_answer_is_no_more_than_what_was_asked_for(
+    sandbox: Interpreter, line: str, status: str, exit_code: int | None, files: dict[str, str]
+) -> None:
+    code = ANSWER + f"os.write(channel, b'{line}' % asked)\nimport time; time.sleep(0.2)\nraise SystemExit(7)"
+    result = sandbox.run_program(code, fetch=["a"])
+    assert (result.status, result.exit_code, result.files) == (status, exit_code, files), result
+    assert json.dumps(reply_of(result)).encode("utf-8"), "a service can say it"
+
+
+@isolated
+def test_a_file_that_is_too_large_is_not_handed_back_and_the_others_are(sandbox: Interpreter) -> None:
+    code = f"open('a', 'wb').write(bytes(3))\nopen('b', 'wb').write(bytes({MAX_FETCHED_BYTES}))\nopen('c', 'w').write('hi')"
+    assert sandbox.run_program(code, fetch=["a", "b", "c", "none", "\0"]).files == {"a": "AAAA", "c": "aGk="}
+
+
+@isolated
+def test_what_a_call_left_running_stands_still_until_the_next_one(sandbox: Interpreter) -> None:
+    left = """
+import os, threading, time
+def count(path):
+    n = 0
+    while True:
+        n += 1
+        open(path, "w").write(str(n))
+threading.Thread(target=count, args=("thread",), daemon=True).start()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: count("daemon")
+    os._exit(0)
+while not (os.path.exists("thread") and os.path.exists("daemon")): pass
+"""
+    assert sandbox.run(left).status == "ok"
+    inside = ESCAPES.processes_of(sandbox) - {sandbox.pid}
+    assert len(inside) >= 3, "the first process, the worker and the daemon"
+
+    def work() -> dict[int, int]:
+        """Return the processor time that each has had."""
+        return {p: sum(map(int, Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[11:13])) for p in inside}
+
+    before = work()
+    threading.Event().wait(0.5)
+    assert work() == before
+    seen = "n = {k: open(k).read() for k in ('thread', 'daemon')}\nimport time\n"
+    more = sandbox.run(seen + "while any(open(k).read() in (n[k], '') for k in n): pass\nprint('both go on')")
+    assert more.stdout == "both go on\n", more
+
+
+@isolated
+def test_a_sandbox_that_does_not_stand_still_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = start()
+    monkeypatch.setattr("polyturn.tools.python_sandbox.standstill.begin", lambda first: False)
+    result = sandbox.run("print(1)")
+    assert (result.status, result.stdout, result.is_alive, sandbox.is_alive) == ("ok", "1\n", False, False)
 
 
 @isolated
@@ -316,6 +397,7 @@ async def test_the_server_keeps_a_program_to_less_memory_where_it_is_asked_to(li
         ({"code": "", "stdin": 5}, 422, "stdin is a text"),
         ({"code": "", "files": {"a": 1}}, 422, "contents in base64"),
         ({"code": "", "fetch_files": "a"}, 422, "list of names"),
+        ({"code": "", "fetch_files": ["a"] * 257}, 422, "257 names; ask for 256 at most"),
         (b" " * (9 << 20), 413, "larger than"),
     ],
 )

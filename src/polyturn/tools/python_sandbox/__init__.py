@@ -6,6 +6,7 @@
     cgroup.py      memory and processes of a whole sandbox, where the kernel lends control groups
     worker.py      what runs inside, from its source text; it imports nothing of this package
     interpreter.py one sandbox seen from outside: start, run, kill
+    standstill.py  between two calls nothing in it runs
     pool.py        sandboxes that wait, started already
     fusion.py      how a run ended, in SandboxFusion's words
     tool.py        the tool

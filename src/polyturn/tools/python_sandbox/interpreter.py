@@ -6,7 +6,9 @@ here: how much it prints, how long it takes, how large its answer is, and that a
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import itertools
@@ -27,6 +29,7 @@ from typing import Any
 
 from polyturn.core.errors import PolyturnError
 from polyturn.core.readable import is_readable
+from polyturn.tools.python_sandbox import standstill
 from polyturn.tools.python_sandbox.cgroup import ControlGroup, make_group
 from polyturn.tools.python_sandbox.isolation import ENVIRONMENT, Walls, bwrap
 from polyturn.tools.python_sandbox.limits import Limits, RunResult
@@ -36,7 +39,13 @@ START_S = 20.0
 """How long a sandbox may take to start on a busy machine."""
 GRACE_S = 0.5
 """How long code whose time is over may take to notice, before its sandbox is killed."""
-MAX_REPLY_BYTES = 32 << 20
+MAX_FETCHED_BYTES = 16 << 20
+"""What the files that a program hands back may have together; a file beyond it is not handed back."""
+MAX_WORDS_BYTES = 64 << 10
+"""How much may stand on the channel for answers before the answer is there: what code writes there by itself."""
+MAX_LINE_BYTES = 512
+"""An answer's line, and what each file adds to it."""
+MAX_FILE_BYTES_OF_LINE = 16
 LEAST_MEMORY_MB = 64
 """What the interpreter itself needs, and a little."""
 _ENTER = 'for door in $POLYTURN_DOORS; do echo $$ > "$door" || exit 125; done; exec "$@"'
@@ -55,6 +64,7 @@ class Interpreter:
         self._lock = threading.Lock()
         self._is_closed = False
         self._init_fd: int | None = None
+        self._init_pid: int | None = None
         self._folder: str | None = None
         self._marker = f"{os.getpid()}-{next(_COUNT)}-{secrets.token_hex(4)}"
         room = limits.memory_mb + 64  # so that one process meets its own limit first, as a MemoryError
@@ -77,6 +87,11 @@ class Interpreter:
     def pid(self) -> int:
         """The id of the process that holds the sandbox."""
         return self._process.pid
+
+    @property
+    def _first_pid(self) -> int:
+        """The id of the process below which all others of the sandbox are."""
+        return self._process.pid if self._init_pid is None else self._init_pid
 
     def _start(self, walls: Walls, python: str) -> None:
         inside_requests, self._requests = os.pipe()
@@ -147,6 +162,7 @@ class Interpreter:
         with contextlib.suppress(ValueError, KeyError, OSError):
             pid = json.loads(said)["child-pid"]
             self._init_fd = os.pidfd_open(pid)
+            self._init_pid = pid
         if confines and self._init_fd is not None:
             try:
                 for kind, value in self._limits.of_a_process:
@@ -176,7 +192,8 @@ class Interpreter:
         timeout_s: float | None = None,
         memory_mb: float | None = None,
     ) -> RunResult:
-        """Run code as a script, with `stdin`, and files in base64 beside it; return those named in `fetch`.
+        """Run code as a script, with `stdin`, and files in base64 beside it; return those named in `fetch`, as far as they
+        are there and have no more than `MAX_FETCHED_BYTES` together.
 
         `memory_mb` lowers the sandbox's limit from now on, to `LEAST_MEMORY_MB` at least.
         """
@@ -188,26 +205,31 @@ class Interpreter:
     def _ask(self, request: dict[str, Any], timeout_s: float | None) -> RunResult:
         limit = self._limits.timeout_s if timeout_s is None else min(timeout_s, self._limits.timeout_s)
         token = secrets.token_hex(16)
-        line = json.dumps(request | {"id": token, "timeout_s": limit}).encode() + b"\n"
+        request = request | {"id": token, "timeout_s": limit, "max_fetched": MAX_FETCHED_BYTES}
+        line = json.dumps(request).encode() + b"\n"
         with self._lock:
             if not self.is_alive:
                 return RunResult(status="killed", is_alive=False)
-            result = self._converse(line, token=token, timeout_s=limit, grace_s=GRACE_S)
+            standstill.end(self._first_pid)
+            result = self._converse(line, token=token, timeout_s=limit, grace_s=GRACE_S, fetch=request["fetch"])
+            if result.is_alive and not standstill.begin(self._first_pid):
+                result = dataclasses.replace(result, is_alive=False)
         if not result.is_alive:
             self.close()
         return result
 
-    def _converse(self, line: bytes, *, token: str, timeout_s: float, grace_s: float) -> RunResult:
+    def _converse(
+        self, line: bytes, *, token: str, timeout_s: float, grace_s: float, fetch: Sequence[str] = ()
+    ) -> RunResult:
         start = time.monotonic()
         printed = {self._stdout: _Printed(self._limits), self._stderr: _Printed(self._limits)}
-        reply: dict[str, Any] | None = None
-        said, to_send, ended = bytearray(), memoryview(line), ""
+        reply, to_send, ended = _Reply(token, fetch), memoryview(line), ""
         with selectors.DefaultSelector() as selector:
             for fd in (*printed, self._replies, self._exit):
                 selector.register(fd, selectors.EVENT_READ)
             if to_send:
                 selector.register(self._requests, selectors.EVENT_WRITE)
-            while reply is None and not ended:
+            while not reply.is_whole and not ended:
                 left = start + timeout_s + grace_s - time.monotonic()
                 if left <= 0:
                     ended = "timeout"
@@ -225,33 +247,24 @@ class Interpreter:
                         ended = "output"
                 if self._replies in ready:
                     chunk = _read(self._replies)
-                    said += chunk or b""
-                    reply = _find_reply(said, token)
+                    reply.add(chunk or b"")
                     if chunk == b"":
                         selector.unregister(self._replies)
-                    if len(said) > MAX_REPLY_BYTES:
+                    if reply.is_flood:
                         ended = "output"
-                if reply is None and self._exit in ready:
+                if not reply.is_whole and self._exit in ready:
                     ended = "killed"
         for fd, output in printed.items():  # what was written before the answer is in the pipe
             output.drain(fd)
         return self._result(reply, ended, printed, duration_s=time.monotonic() - start)
 
-    def _result(
-        self, reply: dict[str, Any] | None, ended: str, printed: dict[int, _Printed], *, duration_s: float
-    ) -> RunResult:
-        code: int | None = None
-        if reply is not None:
-            status = "ready" if reply["id"] == "ready" else str(reply.get("status"))
-            status = status if status in ("ready", "ok", "error", "exit", "timeout") else "error"
-            given = reply.get("exit_code")
-            code = given if isinstance(given, int) else None
-        else:
-            status = ended
+    def _result(self, reply: _Reply, ended: str, printed: dict[int, _Printed], *, duration_s: float) -> RunResult:
+        status, code = reply.status, reply.exit_code
+        if not reply.is_whole:
+            status, code = ended, None
             if ended == "killed":
                 code = self._process.wait()
                 status, code = ("killed", 128 - code if code > 128 else code) if code >= 128 or code < 0 else ("exit", code)
-        files = reply.get("files") if reply is not None else None
         out, err = printed[self._stdout], printed[self._stderr]
         return RunResult(
             status=status,
@@ -260,8 +273,8 @@ class Interpreter:
             exit_code=code,
             duration_s=duration_s,
             is_truncated=out.is_truncated or err.is_truncated,
-            is_alive=reply is not None,
-            files={str(k): str(v) for k, v in files.items()} if isinstance(files, dict) else {},
+            is_alive=reply.is_whole,
+            files=reply.files,
         )
 
     def stop(self) -> None:
@@ -359,16 +372,70 @@ def _read(fd: int) -> bytes | None:
         return None
 
 
-def _find_reply(said: bytearray, token: str) -> dict[str, Any] | None:
-    """Take whole lines and return the one that answers; others are nobody's."""
-    while (end := said.find(b"\n")) >= 0:
-        line = bytes(said[:end])
-        del said[: end + 1]
-        with contextlib.suppress(ValueError, RecursionError):
+class _Reply:
+    """The answer to one request: a short line, then the files that were asked for, byte for byte.
+
+    The code can write on its channel, so an answer is no larger than what was asked for, only a short line is ever parsed,
+    and lines that do not hold the request's id are nobody's.
+    """
+
+    def __init__(self, token: str, fetch: Sequence[str]) -> None:
+        self.status = "error"
+        self.exit_code: int | None = None
+        self._token = token
+        self._fetch = fetch
+        self._max_line = MAX_LINE_BYTES + MAX_FILE_BYTES_OF_LINE * len(fetch)
+        self._held = bytearray()
+        self._num_words = 0
+        """Bytes that came before the answer's own files."""
+        self._sizes: list[int | None] | None = None
+        """Of each file; None until the line is there."""
+
+    def add(self, chunk: bytes) -> None:
+        """Take what came."""
+        self._held += chunk
+        if self._sizes is None:
+            self._num_words += len(chunk)
+        while self._sizes is None and (end := self._held.find(b"\n")) >= 0:
+            line = bytes(self._held[: min(end, self._max_line + 1)])
+            del self._held[: end + 1]
+            self._read(line)
+
+    @property
+    def is_flood(self) -> bool:
+        """Whether more was written than any answer needs."""
+        return self._sizes is None and self._num_words > MAX_WORDS_BYTES + self._max_line
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer and its files are there."""
+        return self._sizes is not None and len(self._held) >= sum(size or 0 for size in self._sizes)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files that are there, in base64."""
+        found, at = {}, 0
+        for name, size in zip(self._fetch, self._sizes or (), strict=False):
+            if size is not None:
+                found[name] = base64.b64encode(self._held[at : at + size]).decode()
+                at += size
+        return found
+
+    def _read(self, line: bytes) -> None:
+        if len(line) > self._max_line or self._token.encode() not in line:
+            return
+        try:
             read = json.loads(line)
-            if isinstance(read, dict) and read.get("id") == token:
-                return read
-    return None
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(read, dict) or read.get("id") != self._token:
+            return
+        status, code, sizes = read.get("status"), read.get("exit_code"), read.get("sizes")
+        self.status = status if status in ("ready", "ok", "error", "exit", "timeout") else "error"
+        self.exit_code = code if type(code) is int and 0 <= code <= 255 else None
+        known: list[Any] = sizes if isinstance(sizes, list) and len(sizes) == len(self._fetch) else []
+        are_sizes = all(size is None or (type(size) is int and size >= 0) for size in known)
+        self._sizes = known if are_sizes and sum(size or 0 for size in known) <= MAX_FETCHED_BYTES else []
 
 
 def _filter_file() -> int | None:

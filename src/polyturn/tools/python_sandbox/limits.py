@@ -50,6 +50,7 @@ class Limits:
             (resource.RLIMIT_CPU, max(1, int(self.cpu_s))),
             (resource.RLIMIT_NOFILE, 256),
             (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_SIGPENDING, 256),
         ]
 
 

@@ -1,11 +1,13 @@
 """The system calls that code in a sandbox is refused, as a classic BPF program for the kernel's seccomp filter.
 
 Namespaces do not stand alone: a process in them could make further user namespaces (the usual way to kernel bugs), speak
-to the machine's hypervisor over vsock, which no network namespace covers, or trace its neighbours.
+to the machine's hypervisor over vsock, which no network namespace covers, or trace its neighbours. Some calls give memory
+that no limit of a process counts (memfd_create, System V and POSIX queues), take from what all processes of a user share
+(asynchronous I/O, inotify), or lock files of the machine (flock, leases).
 
     load the architecture -> another one: kill
     load the number       -> on the list: EPERM;  clone with a new namespace: EPERM;  socket of another family: EAFNOSUPPORT;
-                             prctl that forgets what ends it with its parent: EPERM
+                             prctl that forgets what ends it with its parent: EPERM;  fcntl with a lease or a notice: EPERM
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020000
 _SET_DEATH_SIGNAL = 1
+_SECOND_ARGUMENT = 24
+_SET_LEASE, _NOTIFY = 1024, 1026
 _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6: an empty network of its own."""
 
@@ -27,11 +31,12 @@ _SAME_EVERYWHERE = (425, 426, 427, 438, 428, 429, 430, 431, 432, 433, 442, 447)
 _CLONE3 = 435
 # ptrace, mount, umount2, pivot_root, chroot, unshare, setns, keyctl, add_key, request_key, bpf, perf_event_open,
 # userfaultfd, process_vm_readv, process_vm_writev, kexec_load, init_module, finit_module, delete_module, open_by_handle_at,
-# quotactl, swapon, reboot, acct, syslog, kcmp, settimeofday
+# quotactl, swapon, reboot, acct, syslog, kcmp, settimeofday; memfd_create, shmget, shmat, msgget, semget, mq_open, io_setup,
+# inotify_init (where there is one), inotify_init1, fanotify_init, flock
 _MACHINES = {
     "x86_64": (
         0xC000003E,
-        {"clone": 56, "socket": 41, "prctl": 157},
+        {"clone": 56, "socket": 41, "prctl": 157, "fcntl": 72},
         (
             101,
             165,
@@ -60,11 +65,22 @@ _MACHINES = {
             103,
             312,
             164,
+            319,
+            29,
+            30,
+            68,
+            64,
+            240,
+            206,
+            253,
+            294,
+            300,
+            73,
         ),
     ),
     "aarch64": (
         0xC00000B7,
-        {"clone": 220, "socket": 198, "prctl": 167},
+        {"clone": 220, "socket": 198, "prctl": 167, "fcntl": 25},
         (
             117,
             40,
@@ -93,6 +109,16 @@ _MACHINES = {
             116,
             272,
             170,
+            279,
+            194,
+            196,
+            186,
+            190,
+            180,
+            0,
+            26,
+            262,
+            32,
         ),
     ),
 }
@@ -112,6 +138,9 @@ def filter_program(machine: str | None = None) -> bytes | None:
     steps += [(_EQUAL, 0, 4, numbers["clone"]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, _NEW_NAMESPACES)]
     steps += [(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)]
     steps += [(_EQUAL, 0, 4, numbers["prctl"]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, _SET_DEATH_SIGNAL)]
+    steps += [(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)]
+    steps += [(_EQUAL, 0, 5, numbers["fcntl"]), (_LOAD, 0, 0, _SECOND_ARGUMENT)]
+    steps += [(_EQUAL, 1, 0, _SET_LEASE), (_EQUAL, 0, 1, _NOTIFY)]
     steps += [(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)]
     steps += [(_EQUAL, 0, 2 + len(_FAMILIES), numbers["socket"]), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
     steps += [(_EQUAL, len(_FAMILIES) - at, 0, family) for at, family in enumerate(_FAMILIES)]

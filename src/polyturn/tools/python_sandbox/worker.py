@@ -3,10 +3,10 @@
 It is given to the interpreter as source text, so that no file of the library is visible inside.
 
     <- {"id": "5f…", "code": "x = 1\\nx", "timeout_s": 10}
-    -> {"id": "5f…", "status": "ok", "exit_code": 0}             what the code prints goes to stdout and stderr
+    -> {"id": "5f…", "status": "ok", "exit_code": 0, "sizes": []}  what the code prints goes to stdout and stderr
 
-The code shares this process and could forge the answer to its own request, which says nothing that it could not print as
-well. The id of the next request it cannot know.
+Files that were asked for follow the answer's line, byte for byte, so that nobody outside parses what the code wrote. The
+code shares this process: it could forge an answer, which says nothing that it could not print as well.
 """
 
 # ruff: noqa: T201, SIM115, SIM113
@@ -64,12 +64,13 @@ def run_program(request, names, number):
             file.write(base64.b64decode(content))
     if "memory_bytes" in request:
         resource.setrlimit(resource.RLIMIT_AS, (request["memory_bytes"],) * 2)
-    given = os.memfd_create("stdin")
-    with open(given, "wb", closefd=False) as file:
-        file.write(request["stdin"].encode("utf-8", "surrogatepass"))
-    os.lseek(given, 0, os.SEEK_SET)
-    os.dup2(given, 0)
-    os.close(given)
+    with open(".stdin", "w+b", buffering=0) as file:
+        os.unlink(".stdin")
+        text = memoryview(request["stdin"].encode("utf-8", "surrogatepass"))
+        while text:
+            text = text[file.write(text) :]
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     file = "<program>"
     code = request["code"]
@@ -107,14 +108,20 @@ def is_late(number, frame):
     raise TimeLimit
 
 
-def fetch(names):
-    found = {}
+def fetch(names, most):
+    """Return the content of each file; None for one that is not there or too large."""
+    found = []
     for name in names:
+        content = None
         try:
             with open(name, "rb") as file:
-                found[name] = base64.b64encode(file.read(4 << 20)).decode()
-        except OSError:
+                content = file.read(most + 1)
+        except (OSError, ValueError):
             pass
+        if content is not None and len(content) > most:
+            content = None
+        found.append(content)
+        most -= len(content or b"")
     return found
 
 
@@ -132,17 +139,17 @@ def main():
     me = os.getpid()
     names = {"__name__": "__main__", "__builtins__": builtins}
     streams = sys.stdout, sys.stderr
-    os.write(replies, b'{"id": "ready"}\n')
+    os.write(replies, b'{"id": "ready", "status": "ready", "sizes": []}\n')
     reader = open(requests, "rb")
     number = 0
     for line in reader:
         request = json.loads(line)
         number += 1
-        status, code, files = "error", 1, {}
+        status, code, files = "error", 1, [None] * len(request["fetch"])
         try:
             status, code = answer(request, names, number)
             if os.getpid() == me:
-                files = fetch(request["fetch"])
+                files = fetch(request["fetch"], request["max_fetched"])
         except TimeLimit:
             status, code = "timeout", None
         except BaseException:
@@ -154,9 +161,12 @@ def main():
             pass
         if os.getpid() != me:
             os._exit(code or 0)  # a fork of the code came back here
-        reply = json.dumps({"id": request["id"], "status": status, "exit_code": code, "files": files}).encode() + b"\n"
-        while reply:
-            reply = reply[os.write(replies, reply) :]
+        sizes = [None if content is None else len(content) for content in files]
+        answer_line = json.dumps({"id": request["id"], "status": status, "exit_code": code, "sizes": sizes}).encode()
+        for piece in (b"\n", answer_line, b"\n", *filter(None, files)):  # a line of its own, whatever else was written there
+            piece = memoryview(piece)
+            while piece:
+                piece = piece[os.write(replies, piece) :]
         gc.collect(0)
 
 
