@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from polyturn.cli.console import Output
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
 from polyturn.config.models.policies import SELF
+from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
 from polyturn.core.task import Task
 from polyturn.rollout.context import RolloutContext
@@ -40,7 +40,7 @@ def show(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any],
     """Print what the config changes, the first task as the engine will see it, and estimates of memory and cost."""
     task = tasks.train[0]
     if parts.place.config.env is not None:
-        task = asyncio.run(shown_first(parts.context, task))
+        task = run_loop(shown_first(parts.context, task))
     ids = parts.context.encoder_for(task).start(task.prompt)
     defaults = load_config(RunConfig, None, ["model.path=none"]).resolved
     defaults["model"]["path"] = None

@@ -6,7 +6,6 @@ under "statistics", means with intervals, pass@k, maj@k and success by turn budg
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import math
@@ -23,6 +22,7 @@ from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
+from polyturn.core.run_loop import run_loop
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.chat_completions import ChatEngine, Endpoint
 from polyturn.evaluation.evaluate import EvalSet, evaluate
@@ -59,7 +59,7 @@ def run(
     keep_tokenizer(parts, folder)
     also = build.build_records(parts, sets)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
-        found = asyncio.run(_all(parts.context, place.config, sets, observer))
+        found = run_loop(_all(parts.context, place.config, sets, observer))
     _show(found, folder, as_json=as_json)
 
 
@@ -73,7 +73,7 @@ def run_endpoint(path: Path, overrides: Sequence[str], endpoint: Endpoint, *, as
     context.codec.tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "endpoint.json").write_text(json.dumps({"url": endpoint.url, "model": endpoint.model}, indent=2) + "\n")
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        found = asyncio.run(_all(context, place.config, sets, observer))
+        found = run_loop(_all(context, place.config, sets, observer))
     _show(found, folder, as_json=as_json)
 
 

@@ -6,7 +6,6 @@ page for people makes its own token where others could reach it, and the link th
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.cli.console import Output
 from polyturn.cli.serve import ServeOptions, read_token, server_rules
 from polyturn.core.errors import ConfigError
+from polyturn.core.run_loop import run_loop
 
 if TYPE_CHECKING:
     from polyturn.serving.rules import ServerRules
@@ -58,7 +58,7 @@ def listen(app: Any, options: ServeOptions, rules: ServerRules, *, what: str, pa
     host, port = bound.getsockname()[:2]
     logger.info("%s on http://%s:%d%s%s", what, host, port, path, more)
     config = http_config(app, rules, lifespan="on", timeout_graceful_shutdown=int(options.grace_s))
-    uvicorn.Server(config).run(sockets=[bound])
+    run_loop(uvicorn.Server(config).serve(sockets=[bound]))
 
 
 def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, label: str, max_body_bytes: int) -> None:
@@ -93,4 +93,4 @@ def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, labe
     name, port = bound.getsockname()[:2]
     link = f"http://{f'[{name}]' if ':' in name else name}:{port}/" + (f"?token={token}" if token else "")
     Output().fact(label, link)
-    asyncio.run(uvicorn.Server(http_config(app, rules)).serve(sockets=[bound]))
+    run_loop(uvicorn.Server(http_config(app, rules)).serve(sockets=[bound]))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import typer
 
 from polyturn.cli.commands import around, config, data, learning, recorded, serving
+from polyturn.cli.end_process import end_process
 from polyturn.core.errors import PolyturnError
 from polyturn.core.secret import hide, secret_variables
 
@@ -48,7 +49,13 @@ app.command("run-as", context_settings={"ignore_unknown_options": True})(around.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; `arguments` replace those of the process."""
+    """Run the command line, and end the process; with `arguments` of its own it is called from one that goes on."""
+    if arguments is None:
+        end_process(_run)
+    _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None = None) -> None:
     prepare_process()
     guarded(lambda: app(args=None if arguments is None else list(arguments)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from polyturn.cli.end_process import end_process
 from polyturn.cli.main import guarded, prepare_process
 
 
@@ -16,4 +17,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_process(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from polyturn.cli.console import Output
 from polyturn.core.errors import DataError
+from polyturn.core.run_loop import run_loop
 from polyturn.evaluation.rescore import rescore
 from polyturn.rewards.router import RewardRouter
 from polyturn.store.stored_run import open_store
@@ -30,7 +30,7 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
     if not len(store):
         raise DataError(f"{folder} has no trajectories{f' where {where}' if where else ''}")
     router = RewardRouter({"*": reward}, function=reward, weights={"outcome": 1.0}, base=Path())
-    found = asyncio.run(rescore(store, router))
+    found = run_loop(rescore(store, router))
     out = out or folder / "rescored" / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"
     out.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(found, out)

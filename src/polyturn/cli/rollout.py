@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from polyturn.cli.console import Output, stderr_console
 from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.cli.show import trajectory_table
 from polyturn.config.load import write_resolved
+from polyturn.core.run_loop import run_loop
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.group import GroupSpec
@@ -57,7 +57,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_ta
         return groups
 
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        groups = asyncio.run(run_all(observer))
+        groups = run_loop(run_all(observer))
     out = Output()
     out.table(trajectory_table([t for g in groups for t in g.trajectories]))
     out.fact("look at one", f"polyturn show {folder} g0/0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.run_loop import run_loop
 
 if TYPE_CHECKING:
     from polyturn.config.load import Loaded
@@ -134,7 +134,7 @@ def _serve(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> N
         )
         await serve(service, app, bound=bind(options.host, options.port), rules=rules, grace_s=options.grace_s)
 
-    asyncio.run(serve_parts())
+    run_loop(serve_parts())
 
 
 def overrides_of(

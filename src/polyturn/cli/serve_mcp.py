@@ -6,12 +6,12 @@ polyturn serve --mcp tools.yaml --stdio              as a client's own process
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from polyturn.cli.listening import listen, needing
 from polyturn.cli.serve import ServeOptions
 from polyturn.core.errors import ConfigError
+from polyturn.core.run_loop import run_loop
 
 MAX_SESSIONS = 1024
 MAX_BODY_BYTES = 8 << 20
@@ -40,7 +40,7 @@ def run(source: Path, options: ServeOptions, *, stdio: bool = False, idle_s: flo
     timeout_s = 60.0 if options.deadline_s is None else options.deadline_s
     server = ToolServer(ToolBox(tools, timeout_s=timeout_s, max_result_chars=None))
     if stdio:
-        asyncio.run(server.serve_stdio())
+        run_loop(server.serve_stdio())
         return
     from polyturn.serving.guard import guarded
 

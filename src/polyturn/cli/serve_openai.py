@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.cli.serve import ServeOptions
+from polyturn.core.run_loop import run_loop
 from polyturn.core.trajectory import TrajectoryGroup
 
 _OPEN_LIMITS = {"rollout.limits.max_turns": "null", "rollout.limits.max_tokens_per_turn": "null"}
@@ -81,7 +82,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
                 store.add(group, step=0, split="served")
                 store.flush()
 
-        asyncio.run(serve(record))
+        run_loop(serve(record))
 
 
 def _without_default_time(limits: Any) -> Any:

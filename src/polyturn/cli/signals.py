@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -11,9 +12,14 @@ logger = logging.getLogger(__name__)
 
 
 class Signals:
-    """Notes SIGINT and SIGTERM instead of raising; a second one of the same kind does what it always does."""
+    """Notes SIGINT and SIGTERM instead of raising; a second one of the same kind does what it always does.
+
+    They are noted in the middle of Python code, so also while a plug-in holds the event loop.
+    """
 
     def __init__(self) -> None:
+        self.on_signal: Callable[[], object] = lambda: None
+        """Is called for each signal that is noted."""
         self.received: list[int] = []
         self._former: dict[int, Any] = {}
 
@@ -30,3 +36,4 @@ class Signals:
         self.received.append(number)
         signal.signal(number, self._former[number])
         logger.warning("interrupted; a checkpoint is being written")
+        self.on_signal()

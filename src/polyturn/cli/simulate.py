@@ -7,11 +7,11 @@ polyturn simulate swe_like --speed speed.yaml                               the 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from pathlib import Path
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.run_loop import run_loop
 from polyturn.engines import fit as fitting
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.sglang import SglangEngine
@@ -66,7 +66,7 @@ def fit(url: str, *, engine: str, out: Path | None, slots: int, vocab_size: int,
         finally:
             await client.close()
 
-    speed = asyncio.run(measure())
+    speed = run_loop(measure())
     print(f"{'requests at once':<18}{'a step':>10}{'tokens/s':>12}")
     for batch, seconds in speed.table:
         print(f"{batch:<18}{1e3 * seconds:>7.2f} ms{batch / max(seconds, 1e-9):>12.0f}")

@@ -120,11 +120,12 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"rlhf": rlhf, "rollout":
 
 
 def main() -> None:
-    """Do what the program `swift` is asked to do, in ms-swift's command line."""
+    """Do what the program `swift` is asked to do, in ms-swift's command line, and end the process."""
+    from polyturn.cli.end_process import end_process
     from polyturn.cli.main import guarded, prepare_process
 
     prepare_process()
-    guarded(lambda: dispatch(sys.argv[1:]))
+    end_process(lambda: guarded(lambda: dispatch(sys.argv[1:])))
 
 
 def dispatch(arguments: Sequence[str]) -> None:

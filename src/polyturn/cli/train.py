@@ -10,7 +10,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -29,6 +28,7 @@ from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.cli.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import CheckpointError, EngineLostError, PolyturnError, RankLostError
+from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
 from polyturn.evaluation.report import EvalReport
 from polyturn.tracking.plot import plot_learning_curve
@@ -179,7 +179,8 @@ def _train(
         # What was imported and built lives as long as the run; the collector need not walk it again (0.3 s each time).
         gc.collect()
         gc.freeze()
-        state = asyncio.run(_until_done(trainer, parts, again=line))
+        with Signals() as signals:
+            state = run_loop(_until_done(trainer, parts, signals, again=line))
     if state.reports.get("before") and state.reports.get("after"):
         out.table(report_table(state.reports["before"], state.reports["after"]))
     try:
@@ -286,31 +287,23 @@ def _cell(key: str, before: Mapping[str, float], after: Mapping[str, float]) -> 
     return f"{show(before.get(key, math.nan))} → {show(after[key])}{unit}"
 
 
-async def _until_done(trainer: Trainer, parts: build.Parts, *, again: str) -> LoopState:
+async def _until_done(trainer: Trainer, parts: build.Parts, signals: Signals, *, again: str) -> LoopState:
     """Run `trainer`; SIGINT and SIGTERM cancel it, so that it leaves a checkpoint, and end with 128 + their number.
 
     A second signal of the same kind ends the process at once; the checkpoint before is whole.
     """
     task = asyncio.ensure_future(trainer.run())
     loop = asyncio.get_running_loop()
-    received: list[int] = []
-
-    def stop(number: int) -> None:
-        received.append(number)
-        loop.remove_signal_handler(number)
-        logger.warning("interrupted; a checkpoint is being written")
+    signals.on_signal = lambda: loop.call_soon_threadsafe(task.cancel)
+    if signals.received:
         task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
     try:
         return await task
     except asyncio.CancelledError:
-        if not received:
+        if not signals.received:
             raise
         logger.warning("interrupted at step %d; go on with: %s", trainer.state.step, again)
-        raise SystemExit(128 + received[0]) from None
+        raise SystemExit(128 + signals.received[0]) from None
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        signals.on_signal = lambda: None
         await parts.context.close()

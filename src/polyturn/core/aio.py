@@ -85,12 +85,23 @@ class Finished(NamedTuple, Generic[T]):
     """Set where the caller was cancelled meanwhile; raise it once what the work did is recorded."""
 
 
-async def finish(work: asyncio.Future[T]) -> Finished[T]:
-    """Wait for `work` to its end even while the caller is cancelled: for what must not be left half done."""
+async def finish(work: asyncio.Future[T], *, grace_s: float | None = None) -> Finished[T]:
+    """Wait for `work` to its end even while the caller is cancelled: for what must not be left half done.
+
+    Args:
+        work: A task, which is not cancelled.
+        grace_s: How long it is waited for once the caller is cancelled; None is for as long as it takes.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled, and the work goes on by itself after `grace_s`.
+    """
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:
-            await asyncio.wait({work})
+            done, _ = await asyncio.wait({work}, timeout=None if cancelled is None else grace_s)
         except asyncio.CancelledError as problem:
             cancelled = problem
+        else:
+            if cancelled is not None and not done:
+                raise cancelled
     return Finished(work.result(), cancelled)

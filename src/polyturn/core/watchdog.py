@@ -17,15 +17,15 @@ import asyncio
 import itertools
 import logging
 import sys
-import sysconfig
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
+
+from polyturn.core.code_origin import OURS, PACKAGES, STDLIB, is_stdlib
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _CALLERS: set[CodeType] = set()
 """The code of the functions that call plug-ins; filled where they are defined."""
-_OURS = str(Path(__file__).resolve().parents[1]) + "/"
-_PACKAGES = tuple({sysconfig.get_path(name) + "/" for name in ("purelib", "platlib")})
-_STDLIB = sysconfig.get_path("stdlib") + "/"
 _PARTS = ("rollout/episode.py", "rollout/transcript.py", "tokens/", "engines/", "training/")
-_WORKS = tuple(f"{_OURS}{part}" for part in _PARTS)
+_WORKS = tuple(f"{OURS}{part}" for part in _PARTS)
 """Where the library itself works for a plug-in that calls back."""
-_PASSES_ON = (f"{_OURS}rollout/", f"{_OURS}core/")
+_PASSES_ON = (f"{OURS}rollout/", f"{OURS}core/")
 """Where calls are only passed on."""
 
 
@@ -193,13 +190,13 @@ def culprit_of(frame: FrameType | None, loop: asyncio.AbstractEventLoop) -> Culp
     stack.reverse()
     last = max((i for i, f in enumerate(stack) if f.f_code in _CALLERS), default=None)
     if last is not None:
-        inner = [f for f in stack[last + 1 :] if _is_shown(f)]
+        inner = [f for f in stack[last + 1 :] if not is_stdlib(f.f_code.co_filename)]
     else:
         below = max((i for i, f in enumerate(stack) if _is_loop(f)), default=len(stack))
-        inner = [f for f in stack[below + 1 :] if _is_shown(f)]
-        if inner and inner[-1].f_code.co_filename.startswith(_OURS):
+        inner = [f for f in stack[below + 1 :] if not is_stdlib(f.f_code.co_filename)]
+        if inner and inner[-1].f_code.co_filename.startswith(OURS):
             return None  # whoever is above only waits for what the library does
-        inner = [f for f in inner if not f.f_code.co_filename.startswith((_OURS, *_PACKAGES))]
+        inner = [f for f in inner if not f.f_code.co_filename.startswith((OURS, *PACKAGES))]
     inner = list(itertools.dropwhile(lambda f: f.f_code.co_filename.startswith(_PASSES_ON), inner))
     if not inner or inner[-1].f_code.co_filename.startswith(_WORKS):
         return None
@@ -211,13 +208,7 @@ def culprit_of(frame: FrameType | None, loop: asyncio.AbstractEventLoop) -> Culp
 def _is_loop(frame: FrameType) -> bool:
     """Return whether a frame is the event loop's own, with the frames of what it runs behind it."""
     code = frame.f_code
-    return code.co_name in ("_run", "run", "run_forever") and code.co_filename.startswith(f"{_STDLIB}asyncio/")
-
-
-def _is_shown(frame: FrameType) -> bool:
-    """Return whether a frame is neither the standard library's nor made by no file."""
-    name = frame.f_code.co_filename
-    return not name.startswith("<") and (not name.startswith(_STDLIB) or name.startswith(_PACKAGES))
+    return code.co_name in ("_run", "run", "run_forever") and code.co_filename.startswith(f"{STDLIB}asyncio/")
 
 
 def _episode(loop: asyncio.AbstractEventLoop) -> str:

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
 """How long a scheduler may take to let go of a trajectory that has ended."""
+CANCELLED_S = 3.0
+"""How long an episode that is cancelled waits for all of its releases; those that take longer go on by themselves."""
 
 
 class Backstage:
@@ -67,8 +69,12 @@ class Backstage:
 
 
 async def close_episode(episode: Episode, scheduler: MultiTurnScheduler) -> list[str]:
-    """Close the episode even while it is being cancelled; the cancellation goes on once everything is released."""
-    problems, cancelled = await finish(asyncio.create_task(_let_go(episode, scheduler)))
+    """Close the episode even while it is being cancelled; the cancellation goes on once everything is released.
+
+    A release that takes longer than `CANCELLED_S` holds a cancellation up no longer, and goes on by itself.
+    """
+    closing = asyncio.create_task(_let_go(episode, scheduler))
+    problems, cancelled = await finish(closing, grace_s=CANCELLED_S)
     if cancelled is not None:
         raise cancelled
     return problems

@@ -22,7 +22,7 @@ from polyturn.tools.threads import DaemonThreads
 
 MAX_THREADS = 1024
 """Plain methods that run at once; beyond it they wait. `run` keeps one for as long as its episode lives."""
-GRACE_S = 5.0
+GRACE_S = 3.0
 """How long a cancelled async method may take to clean up."""
 
 

@@ -1,0 +1,96 @@
+"""Run a program's coroutine to its end, whatever the plug-ins that it called left running.
+
+    run_loop(work)    work ends ──▶ the tasks and generators that are left are cancelled ──▶ GRACE_S ──▶ its result
+                                                                                     └──▶ those that go on are named
+
+In place of `asyncio.run`, which after the coroutine's end waits without a limit for tasks that ignore their cancellation,
+for asynchronous generators, and for the threads of the default executor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterator
+from types import FrameType
+from typing import Any, TypeVar
+
+from polyturn.core.code_origin import is_ours, is_stdlib
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GRACE_S = 1.5
+"""How long tasks may take to end once they are cancelled, and asynchronous generators to close."""
+
+_ABANDONED: list[object] = []
+"""What ignored its end. It is kept, because the collection of a pending coroutine runs the code of a plug-in once more."""
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns, run in an event loop of its own; what it leaves running is cancelled, then abandoned.
+
+    SIGINT cancels `work`, and a second one raises KeyboardInterrupt at once.
+    """
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+    try:
+        return runner.run(work)
+    finally:
+        try:
+            loop.run_until_complete(_end_tasks(loop))
+        except KeyboardInterrupt:
+            logger.warning("interrupted while tasks were being cancelled; they are abandoned")
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()  # ends the default executor, too, and does not wait for its threads
+
+
+async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel every other task and close the asynchronous generators; name what goes on, and keep it."""
+    me = asyncio.current_task()
+    rest = asyncio.all_tasks() - {me}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest, timeout=GRACE_S)
+    generators = list(loop._asyncgens)  # type: ignore[attr-defined]
+    await asyncio.wait({loop.create_task(loop.shutdown_asyncgens())}, timeout=GRACE_S)
+    for task in rest:
+        if task.done() and not task.cancelled() and (problem := task.exception()) is not None:
+            logger.warning("a task that was cancelled at the end of the run raised %r", problem)
+    left = [task for task in asyncio.all_tasks() - {me} if not task.done()]
+    for task in left:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+    _ABANDONED.extend(left)
+    # A generator is closed in a task that has no frame of its own.
+    found = {place_of(_frames(each)) for each in (*left, *(g for g in generators if g.ag_running))} - {""}
+    for place in sorted(found) or [task.get_name() for task in left]:
+        logger.warning("abandoned at the end of the run, because it ignores being cancelled: %s", place)
+
+
+def place_of(frames: list[FrameType]) -> str:
+    """Return which code of an author a stack of frames, the outermost first, is in; "" where it is in none."""
+    shown = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]
+    first = next((frame for frame in shown if not is_ours(frame.f_code.co_filename)), None)
+    if first is None:
+        return ""
+    at = shown[-1]
+    name, defined = first.f_code.co_qualname, f"{first.f_code.co_filename}:{first.f_code.co_firstlineno}"
+    return f"{name} ({defined}, now at {at.f_code.co_filename}:{at.f_lineno})"
+
+
+def _frames(waiting: Any) -> list[FrameType]:
+    """Return the frames of a suspended task or generator, the outermost first."""
+    return list(_frames_of(waiting.get_coro() if isinstance(waiting, asyncio.Task) else waiting))
+
+
+def _frames_of(waiting: Any) -> Iterator[FrameType]:
+    while waiting is not None:
+        kind = next((k for k in ("cr", "gi", "ag") if hasattr(waiting, f"{k}_frame")), None)
+        if kind is None:
+            return
+        if (frame := getattr(waiting, f"{kind}_frame")) is not None:
+            yield frame
+        waiting = getattr(waiting, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")

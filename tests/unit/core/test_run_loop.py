@@ -1,0 +1,150 @@
+"""`run_loop` and `end_process`: nothing that plug-ins leave behind keeps a process, and everything that is left is named.
+
+Each program runs in a process of its own, because what is tested is that the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from polyturn.core.run_loop import run_loop
+
+PROGRAM = """
+import asyncio, atexit, logging, os, sys, threading, time
+from polyturn.cli.end_process import end_process
+from polyturn.core.run_loop import run_loop
+
+LEFT = []
+
+async def ignores():
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except BaseException:
+            pass
+
+async def words():
+    try:
+        yield "a"
+    finally:
+        await ignores()
+
+async def blocks_at_last():
+    try:
+        await ignores()
+    finally:
+        time.sleep(3600)
+
+def leave(what):
+    LEFT.append(what)
+    return what
+
+async def work():
+{work}
+    return "done"
+
+def program():
+    print(run_loop(work()))
+    {then}
+
+logging.basicConfig(format="%(message)s")
+end_process(program)
+"""
+
+
+def ended(work: str, *, then: str = "pass") -> subprocess.CompletedProcess[str]:
+    """Return what a program left whose coroutine did `work`."""
+    program = PROGRAM.format(work=textwrap.indent(textwrap.dedent(work), "    "), then=then)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("work", "named"),
+    [
+        ("leave(asyncio.create_task(ignores()))", "at the end of the run"),
+        ("leave(asyncio.create_task(blocks_at_last())); await asyncio.sleep(0)", "at the end of the run"),
+        ("await anext(leave(words()))", "at the end of the run"),
+        ("leave(threading.Thread(target=time.sleep, args=(3600,), name='mine')).start()", "the thread 'mine'"),
+        ("leave(asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600))", "the thread 'asyncio_0'"),
+        ("atexit.register(time.sleep, 3600)", "an exit handler"),
+    ],
+)
+def test_what_is_left_is_named_and_keeps_nothing(work: str, named: str):
+    done = ended(work)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert "abandoned at the end of the" in done.stderr and named in done.stderr
+    assert "Traceback" not in done.stderr and "was destroyed" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_nothing_is_said_where_nothing_is_left():
+    work = """
+    async def well_behaved():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            print("cleaned up")
+    leave(asyncio.create_task(well_behaved()))
+    await asyncio.sleep(0)
+    await asyncio.to_thread(time.sleep, 0)
+    threading.Thread(target=time.sleep, args=(0.2,)).start()
+    atexit.register(print, "exit handlers run")
+    """
+    done = ended(work)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned up\ndone\nexit handlers run\n", "")
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "said"),
+    [
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('a sentence')", 1, "a sentence\n"),
+        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+    ],
+)
+def test_a_process_ends_as_python_would_end_it(then: str, code: int, said: str):
+    done = ended("leave(asyncio.create_task(ignores()))", then=then)
+    assert (done.returncode, done.stdout) == (code, "done\n")
+    assert done.stderr.endswith(said)
+
+
+def test_an_error_of_the_coroutine_is_raised_after_the_rest_was_cancelled():
+    done = ended("leave(asyncio.create_task(ignores()))\nawait asyncio.sleep(0)\nraise ValueError('wrong')")
+    assert done.returncode == 1 and done.stderr.endswith("ValueError: wrong\n")
+    assert "abandoned at the end of the run" in done.stderr
+
+
+def test_ctrl_c_ends_a_coroutine_that_plug_ins_surround():
+    work = """
+    leave(asyncio.create_task(ignores()))
+    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), 2)
+    await asyncio.sleep(3600)
+    """
+    done = ended(work)
+    assert done.returncode == 1 and done.stderr.endswith("KeyboardInterrupt\n"), done.stderr
+    assert "abandoned at the end of the run" in done.stderr
+
+
+def test_a_second_ctrl_c_ends_a_coroutine_that_ignores_the_first():
+    work = """
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.1, os.kill, os.getpid(), 2)
+    loop.call_later(0.2, os.kill, os.getpid(), 2)
+    await ignores()
+    """
+    done = ended(work)
+    assert done.returncode == 1 and "KeyboardInterrupt" in done.stderr, done.stderr
+    assert "abandoned at the end of the run" in done.stderr
+
+
+def test_a_loop_can_be_run_after_another():
+    async def loop_id() -> int:
+        return id(asyncio.get_running_loop())
+
+    assert isinstance(run_loop(loop_id()), int) and isinstance(run_loop(loop_id()), int)
