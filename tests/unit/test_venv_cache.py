@@ -1,0 +1,72 @@
+"""Environments of other interpreters are complete or not there, whoever builds them and however a build ends."""
+
+from __future__ import annotations
+
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+PROGRAM = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from venv_cache import built
+
+folder = Path(sys.argv[2])
+
+def fill(python):
+    print("filling", folder.exists(), flush=True)
+    (python.parent / "tool").write_text(f"#!{python}\\nimport sys; print(sys.prefix)\\n")
+    (python.parent / "tool").chmod(0o755)
+    sys.stdin.readline()
+
+print("built", built(folder, fill), flush=True)
+"""
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Start a builder, which waits for a line in the middle of its build."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(SCRIPTS), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def next_line(builder: subprocess.Popen[str]) -> str:
+    assert builder.stdout is not None
+    return builder.stdout.readline().strip()
+
+
+def test_an_environment_is_not_there_before_it_is_complete(tmp_path: Path):
+    folder = tmp_path / "cache" / "env-1"
+    builder = start(folder)
+    assert next_line(builder) == "filling False" and not folder.exists()
+    said, _ = builder.communicate("\n")
+    assert said == f"built {folder / 'bin' / 'python'}\n"
+    ran = subprocess.run([str(folder / "bin" / "tool")], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(folder), "its programs start its own interpreter"
+    assert start(folder).communicate()[0] == said, "an environment that is there is not built again"
+
+
+def test_a_build_that_was_killed_is_made_again(tmp_path: Path):
+    folder = tmp_path / "env-1"
+    first = start(folder)
+    assert next_line(first) == "filling False"
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert not folder.exists()
+    second = start(folder)
+    assert next_line(second) == "filling False"
+    assert second.communicate("\n")[0].startswith("built") and (folder / "bin" / "tool").exists()
+
+
+def test_two_builders_build_one_environment(tmp_path: Path):
+    folder = tmp_path / "env-1"
+    first, second = start(folder), start(folder)
+    (ready, *_), _, _ = select.select([first.stdout, second.stdout], [], [])
+    assert ready.readline() == "filling False\n"
+    working, waiting = (first, second) if ready is first.stdout else (second, first)
+    assert working.communicate("\n")[0].startswith("built")
+    assert waiting.communicate()[0] == f"built {folder / 'bin' / 'python'}\n", "the second one filled nothing"
