@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from polyturn.compat.verl_config.compose import compose_name
 from polyturn.compat.verl_config.convert import CONVERTERS
@@ -570,12 +569,6 @@ def test_native_keys_stand_above_everything_that_was_translated():
     wrong = translated("+polyturn.engine.num_slot=4")
     with pytest.raises(ConfigError, match=r"unknown key 'engine\.num_slot'"):
         load_values(RunConfig, wrong.native, origin=wrong.origin)
-
-
-def test_the_base_is_yaml_that_a_reader_can_copy():
-    from polyturn.compat.verl_config.compose import BASE
-
-    assert set(yaml.safe_load(BASE.read_text())) >= {"data", "actor_rollout_ref", "algorithm", "trainer"}
 
 
 def test_rejections_bring_their_own_bounds():

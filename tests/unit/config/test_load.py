@@ -222,7 +222,7 @@ def test_a_models_own_check_speaks_for_itself(tmp_path: Path) -> None:
         ("", ["steps.x=1", "steps.x.y=1"], "the override 'steps.x.y=1': steps.x is 1, which has no keys to set"),
         ("rewards: [{name: a}]", ["rewards.1.name=b"], "rewards is a list, '1' is not one of 0 to 0"),
         ("- 1", [], "run.yaml must hold keys with values, and it holds a list"),
-        ("a: [1", [], "run.yaml line 2: this is not YAML"),
+        ("a: [1", [], "run.yaml line [12]: this is not YAML"),
         ("steps: 1\nsteps: 2", [], "run.yaml line 2: this is not YAML .found duplicate key steps"),
         ("note: '${oops'", [], "run.yaml cannot be read as a config"),
         ("note: ${nothing.there}", [], "note is '..nothing.there.' .in run.yaml., which cannot be resolved: .*not found"),

@@ -1,20 +1,26 @@
-"""Compose a tree of verl's keys the way Hydra does: `defaults`, `hydra.searchpath`, `_self_`, `${…}`, `+key=`, `~key`.
+"""Compose a tree of verl's keys with Hydra, and note which file or override wrote which key.
 
-    compose_file(Path("gsm8k_multiturn_grpo.yaml"), ["data.train_batch_size=4", "+trainer.x=1", "~critic"])
+    compose_file(Path("gsm8k_multiturn_grpo.yaml"), ["data.train_batch_size=4", "rollout@actor_rollout_ref.rollout=mine"])
       ->  Composed(values={"data": {...}, ...}, origin={"data.train_batch_size": "from the override …", ...})
 
-Separate because it knows files and the command line but no key's meaning, except that `ppo_trainer` and the parts that it is
-made of are shipped as one file, which always is the weakest layer. Hydra itself is not needed.
+Separate because it knows files and the command line but no key's meaning. `ppo_trainer` and its groups are those of the
+checkout of verl that is the working directory; elsewhere those of the shipped base. Two things differ from Hydra itself: an
+override may set a key that the tree lacks, with or without `+`, because the table of keys decides which ones there are;
+and a config that does not name `ppo_trainer` stands above it all the same.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import re
-import time
+import importlib.util
+import logging
+import os
+import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +30,27 @@ from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.compat.verl_config.table import table
 from polyturn.config.load import read_yaml
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.errors import ConfigError, did_you_mean
 
-BASE = Path(__file__).parent / "base" / "ppo_trainer.yaml"
+logger = logging.getLogger(__name__)
+
+BASE = Path(__file__).parent / "base"
+"""The tree that is read where the working directory holds none of verl's own."""
 BASE_NAME = "ppo_trainer"
-BASE_GROUPS = (
-    "actor", "algorithm", "critic", "data", "engine", "model", "model_engine", "optim", "profiler", "ref", "reward",
-    "reward_manager", "reward_model", "rollout",
-)  # fmt: skip
-"""Folders of verl's own config tree; what they hold is in the shipped base."""
+OF_VERL = Path("verl", "trainer", "config")
+"""Where a checkout of verl has its tree."""
 MAX_NAME = 200
 """Characters of a file's name; systems of files have about 250."""
-NO_MEGATRON = (
-    "Megatron's backend and its keys do not exist here: start from ppo_trainer, use strategy fsdp, and leave out every "
-    "megatron key"
-)
-BOOLEAN_SECTIONS = {("actor_rollout_ref", "rollout", "multi_turn"): "enable"}
+BACKENDS = {
+    "megatron": "Megatron's backend",
+    "mindspeed": "MindSpeed's backend",
+    "torchtitan": "TorchTitan's backend",
+    "veomni": "VeOmni's backend",
+    "automodel": "AutoModel's backend",
+}
+"""Parts of verl's trees that are named after a backend which is not here."""
+BOOLEAN_SECTIONS = {"actor_rollout_ref.rollout.multi_turn": "actor_rollout_ref.rollout.multi_turn.enable"}
 """Sections that may be written as a bare true or false, and the key which that sets."""
-
-_DEFAULT = re.compile(r"(?P<group>[^@\s]+)(@(?P<package>\S+))?")
-_NOW = re.compile(r"\$\{now:([^}]*)\}")
 
 
 class Unresolved(str):
@@ -73,20 +80,6 @@ class Composed:
         return any(at == key or at.startswith(f"{key}.") for at in self.origin)
 
 
-@dataclass(slots=True)
-class _Layers:
-    """The tree so far."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    origin: dict[str, str] = field(default_factory=dict)
-
-    def merge(self, values: Mapping[str, Any], source: str | None) -> None:
-        values = _spelled_out(values)
-        _merge(self.values, values)
-        if source is not None:
-            self.origin.update({".".join(path): source for path, _ in leaves(values)})
-
-
 def compose_file(path: Path, overrides: Sequence[str] = ()) -> Composed:
     """Compose the config in the file `path`.
 
@@ -98,25 +91,43 @@ def compose_file(path: Path, overrides: Sequence[str] = ()) -> Composed:
         raise ConfigError(
             f"the config {str(path)!r} does not exist.{did_you_mean(path.name, near) if near else ' Check the path.'}"
         )
-    return _compose(path, overrides)
+    if path.suffix != ".yaml":
+        raise ConfigError(f"the config {str(path)!r} must be called {path.stem}.yaml: Hydra reads no other files")
+    return _composed(path, overrides)
 
 
-def compose_name(name: str, *, folder: Path | None, overrides: Sequence[str] = ()) -> Composed:
-    """Compose the config that `--config-name` and `--config-path` name; without a folder, a shipped one.
+def compose_name(name: str, *, folder: Path | None, overrides: Sequence[str] = (), more: Sequence[Path] = ()) -> Composed:
+    """Compose the config that `--config-name` names.
+
+    Args:
+        name: Its name, with or without `.yaml`.
+        folder: The folder of `--config-path`; None is verl's own.
+        overrides: The overrides of the command line.
+        more: Folders of `--config-dir`.
 
     Raises:
         ConfigError: there is no such config, or it cannot be read.
     """
-    if "megatron" in name:
-        raise ConfigError(f"the config {name!r}: {NO_MEGATRON}")
+    _refuse_backend(name, what="the config")
     file = f"{name.removesuffix('.yaml')}.yaml"
-    if folder is not None and (folder / file).is_file():
-        return _compose(folder / file, overrides)
-    if file == BASE.name:
-        return _compose(BASE, overrides)
-    if folder is None:
-        raise ConfigError(f"there is no shipped config {name!r}; name its folder with --config-path, or use {BASE_NAME}")
-    return compose_file(folder / file, overrides)
+    folders = [folder or base_folder(), *more]
+    found = next((f for f in folders if len(file) < MAX_NAME and "\0" not in file and (f / file).is_file()), None)
+    if found is None and file == f"{BASE_NAME}.yaml":
+        found = base_folder()
+    if found is None:
+        if folder is None and not more:
+            known = [p.stem for p in base_folder().glob("*.yaml")]
+            raise ConfigError(
+                f"verl has no config {name!r}; name its folder with --config-path.{did_you_mean(name, [*known, BASE_NAME])}"
+            )
+        return compose_file(folders[-1] / file, overrides)
+    return _composed(found / file, overrides, more=more)
+
+
+def base_folder() -> Path:
+    """Return the folder of `ppo_trainer`: that of a checkout of verl in the working directory, else the shipped one."""
+    own = Path.cwd() / OF_VERL
+    return own if (own / f"{BASE_NAME}.yaml").is_file() else BASE
 
 
 def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -128,252 +139,276 @@ def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
         yield path, values
 
 
-# --- files --------------------------------------------------------------------------------------------------------------
+# --- one composition ----------------------------------------------------------------------------------------------------
 
 
-def _compose(path: Path, overrides: Sequence[str]) -> Composed:
-    layers = _Layers()
-    layers.merge(_base(), None)
+def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()) -> Composed:
+    """Compose the config at `path`; groups are searched beside it, then in `more`, its search path, and verl's own tree."""
+    _require_hydra()
+    base = base_folder()
+    is_base = path.parent == base
+    own: dict[str, Any] = {} if is_base else _spelled_out(read_yaml(path))
+    _refuse_backend(str(own.get("defaults", "")), what=f"{path}: defaults names {own.get('defaults')!r:.200}")
     changes = [_Override.parse(text) for text in overrides]
-    extra = next((c.value for c in changes if c.key == "hydra.searchpath"), None)
-    if path != BASE:
-        values = read_yaml(path)
-        own = (values.get("hydra") or {}).get("searchpath") if isinstance(values.get("hydra"), Mapping) else None
-        folders = [path.parent, *_folders(extra if extra is not None else own)]
-        for package, part, source in _chain(path, values, folders, above=(path.resolve(),)):
-            layers.merge(_under(package, part), source)
+    folders, modules = _search_path(own, changes)
+    folders = [path.parent, *more, *folders, base]
     for change in changes:
-        change.apply(layers)
-    return _resolved(layers)
+        change.find_group(folders)
+    groups = [c for c in changes if c.is_group]
+    hydra = _Hydra(path, folders=folders, modules=modules)
+    if is_base:
+        tree = hydra.compose({"defaults": [path.stem, "_self_"]}, groups) if groups else _verls_own(base, path.stem)
+        parts = hydra.parts if groups else []
+    else:
+        tree, parts = hydra.compose(own, groups), hydra.parts
+        if path.stem != BASE_NAME and all(part.config_path != BASE_NAME for part in parts):
+            below = _verls_own(base, BASE_NAME)
+            below.merge_with(tree)
+            tree = below
+    for part in parts:
+        _refuse_backend(part.config_path, what=f"{path}: its part {part.config_path!r}")
+    origin = _origin(parts, None if is_base else path, own, folders)
+    for change in changes:
+        if change.key.startswith(("hydra.", "hydra/")):
+            origin[change.key.replace("/", ".")] = f"from the override {change.text!r}"
+        elif not change.is_group:
+            change.apply(tree, origin)
+    values = _resolved(tree)
+    about_hydra = _about_hydra(own, changes)
+    return Composed(values={**values, "hydra": about_hydra} if about_hydra else values, origin=origin)
 
 
-def _chain(
-    path: Path, values: Mapping[str, Any], folders: Sequence[Path], *, above: tuple[Path, ...]
-) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (package, values, where) of the parts of a config, the weakest first; its own come at `_self_`."""
-    own = {k: v for k, v in values.items() if k != "defaults"}
-    entries = values.get("defaults") or []
-    if not isinstance(entries, list):
-        raise ConfigError(f"{path}: 'defaults' must be a list such as [ppo_trainer, _self_], not {entries!r:.80}")
-    if "_self_" not in entries:
-        entries = [*entries, "_self_"]
-    for entry in entries:
-        if entry == "_self_":
-            yield "", own, f"in {path}"
-            continue
-        for name, package, optional in _parse_default(entry, path):
-            if "megatron" in name:
-                raise ConfigError(f"{path}: defaults names {name!r}: {NO_MEGATRON}")
-            if len(name) > MAX_NAME or "\0" in name:
-                raise ConfigError(f"{path}: defaults names {name!r:.80}…, which no file can be called")
-            file = next((f / f"{name}.yaml" for f in folders if (f / f"{name}.yaml").is_file()), None)
-            if file is None:
-                if optional or name == BASE_NAME or name.split("/")[0] in BASE_GROUPS:
-                    continue  # the shipped base, which is below everything, has it
-                known = [BASE_NAME, *(p.stem for f in folders if f.is_dir() for p in f.glob("*.yaml"))]
-                raise ConfigError(
-                    f"{path}: defaults names {name!r}, and there is no {name}.yaml in "
-                    f"{', '.join(map(str, folders))}.{did_you_mean(name, known)}"
-                )
-            if file.resolve() in above:
-                raise ConfigError(f"{path}: defaults names {name!r}, which leads back to {file}; remove one of them")
-            for inner, part, source in _chain(file, read_yaml(file), folders, above=(*above, file.resolve())):
-                yield ".".join(p for p in (package, inner) if p), part, source
+def _about_hydra(own: Mapping[str, Any], changes: Sequence[_Override]) -> dict[str, Any]:
+    """Return what is said to Hydra itself, its search path aside."""
+    section = own.get("hydra")
+    said = dict(section) if isinstance(section, Mapping) else {}
+    said |= {c.key.removeprefix("hydra")[1:]: c.value for c in changes if c.key.startswith(("hydra.", "hydra/"))}
+    return {key: value for key, value in said.items() if key != "searchpath"}
 
 
-def _parse_default(entry: Any, path: Path) -> Iterator[tuple[str, str, bool]]:
-    """Yield (file, package, whether it may be missing) of one entry of a defaults list."""
-    if isinstance(entry, str):
-        yield entry.removeprefix("/").removesuffix(".yaml"), "", False
-        return
-    if not isinstance(entry, Mapping) or len(entry) != 1:
-        raise ConfigError(f"{path}: {entry!r:.80} in 'defaults' is neither a name nor 'group: name'")
-    ((head, options),) = entry.items()
-    words = str(head).split()
-    found = _DEFAULT.fullmatch(words[-1])
-    if found is None or any(w not in ("optional", "override") for w in words[:-1]):
-        raise ConfigError(f"{path}: {head!r} in 'defaults' cannot be read; write 'group: name' or 'group@package: name'")
-    group = found["group"].strip("/")
-    package = found["package"] or group.replace("/", ".")
-    for option in options if isinstance(options, list) else [options]:
-        if option is not None:
-            yield f"{group}/{option}", "" if package in ("_global_", "_here_") else package, "optional" in words
-
-
-def _folders(searchpath: Any) -> list[Path]:
-    """Return the folders of `hydra.searchpath` that exist; verl's own is stood in for by the shipped base."""
-    names = [searchpath] if isinstance(searchpath, str) else list(searchpath or [])
-    return [Path(str(n).removeprefix("file://")).expanduser() for n in names if not str(n).startswith("pkg://")]
+def _verls_own(base: Path, name: str) -> DictConfig:
+    """Return verl's own tree of a name."""
+    return copy.deepcopy(_shipped()) if (base, name) == (BASE, BASE_NAME) else _fresh(base, name)
 
 
 @functools.cache
-def _base() -> dict[str, Any]:
-    return read_yaml(BASE)
+def _shipped() -> DictConfig:
+    """Return the shipped tree, which never changes."""
+    return _fresh(BASE, BASE_NAME)
 
 
-# --- overrides ----------------------------------------------------------------------------------------------------------
+def _fresh(base: Path, name: str) -> DictConfig:
+    return _Hydra(base / f"{name}.yaml", folders=[base], modules=[]).compose({"defaults": [name, "_self_"]}, [])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Override:
     """`key=value`, `+key=value`, `++key=value` or `~key`."""
 
     text: str
     key: str
-    value: Any = None
-    removes: bool = False
+    value: Any
+    removes: bool
+    is_group: bool = False
+    """Whether it chooses a file of a group."""
 
     @classmethod
     def parse(cls, text: str) -> _Override:
         """Read one argument of the command line."""
-        head, equals, raw = text.partition("=")
-        key = head.strip()
-        if key.startswith("~"):
-            return cls(text=text, key=key[1:], removes=True)
-        key = key.lstrip("+")
-        if not equals or not key or key.startswith("-"):
-            raise ConfigError(f"the override {text!r} cannot be read; write key.path=value, +key=value or ~key")
-        if "megatron" in raw and ("@" in key or "/" in key or key in BASE_GROUPS):
-            raise ConfigError(f"the override {text!r}: {NO_MEGATRON}")
-        return cls(text=text, key=key, value=parse_value(raw, text=text))
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import HydraException
 
-    def apply(self, layers: _Layers) -> None:
-        """Change the tree."""
-        if "/" in self.key or "@" in self.key:
-            return  # a choice among verl's own files (hydra/launcher=…, actor@…=dp_actor): the base has one of each
-        path = self.key.split(".")
-        if not self.removes:
-            if not isinstance(self.value, Mapping) and not (
-                isinstance(self.value, bool) and tuple(path) in BOOLEAN_SECTIONS
-            ):
-                _drop(layers, path)
-            layers.merge(_under(self.key, self.value), f"from the override {self.text!r}")
-        elif not _drop(layers, path) and not table().knows(self.key):
+        head, equals, raw = text.partition("=")
+        key = head.strip().lstrip("+~")
+        removes = head.strip().startswith("~")
+        if not key or key.startswith("-") or not (equals or removes):
+            raise ConfigError(f"the override {text!r:.200} cannot be read; write key.path=value, +key=value or ~key")
+        if "." not in key or "@" in key or "/" in key:
+            _refuse_backend(raw, what=f"the override {text!r:.200}")
+        if key in BOOLEAN_SECTIONS and raw.strip().lower() in ("true", "false"):
+            key, text = BOOLEAN_SECTIONS[key], f"{BOOLEAN_SECTIONS[key]}={raw}"
+        try:
+            parsed = OverridesParser.create().parse_override(text)
+            is_sweep, value = parsed.is_sweep_override(), None if removes else parsed.value()
+        except (HydraException, OmegaConfBaseException, LookupError, ValueError, TypeError, RecursionError) as error:
+            why = " ".join(str(error).split())
+            raise ConfigError(f"the value in the override {text!r:.200} cannot be read ({why:.300}); quote it") from error
+        if is_sweep:
+            raise ConfigError(f"the override {text!r:.200} names several values; write key=[a,b] for a list, or quote them")
+        return cls(text=text, key=key, value=value, removes=removes)
+
+    def find_group(self, folders: Sequence[Path]) -> None:
+        """Find out whether it chooses a file of a group."""
+        is_folder = not isinstance(self.value, Mapping) and any(os.path.isdir(f / self.key) for f in folders)
+        self.is_group = "@" in self.key or "/" in self.key or is_folder
+
+    def apply(self, tree: DictConfig, origin: dict[str, str]) -> None:
+        """Change the tree, and note in `origin` what was written."""
+        if self.removes or not isinstance(self.value, Mapping):
+            for known in [k for k in origin if k == self.key or k.startswith(f"{self.key}.")]:
+                del origin[known]
+        if self.removes:
+            self._remove(tree)
+            return
+        try:
+            OmegaConf.update(tree, self.key, self.value, merge=True, force_add=True)
+        except (OmegaConfBaseException, AttributeError, LookupError, TypeError, ValueError) as error:
+            why = " ".join(str(error).split())
+            raise ConfigError(f"the override {self.text!r:.200} has no place in the config ({why:.200})") from error
+        source = f"from the override {self.text!r}"
+        origin.update({".".join((self.key, *path)): source for path, _ in leaves(self.value)})
+
+    def _remove(self, tree: DictConfig) -> None:
+        above, _, last = self.key.rpartition(".")
+        section = OmegaConf.select(tree, above) if above else tree
+        if isinstance(section, DictConfig) and last in section:
+            del section[last]
+        elif not table().knows(self.key):
             raise ConfigError(f"the override {self.text!r}: there is nothing to remove.{table().nearest(self.key)}")
 
 
-def parse_value(raw: str, *, text: str) -> Any:
-    """Return the value of an override: YAML, in which `{a:1}` needs no space after the colon."""
-    try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={_spaced(raw)}"]), resolve=False)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        why = f"{one_line(error):.300}"
-        raise ConfigError(f"the value in the override {text!r:.200} cannot be read ({why}); quote it") from error
-    assert isinstance(parsed, dict)
-    return parsed["value"]
+class _Hydra:
+    """Hydra over a copy of one config, so that the folders it searches are ours; its errors become sentences."""
+
+    def __init__(self, path: Path, *, folders: Sequence[Path], modules: Sequence[str]) -> None:
+        self._path = path
+        self._folders = folders
+        self._search = [*(f"file://{folder.absolute()}" for folder in folders), *modules]
+        self.parts: list[Any] = []
+        """The files of the tree composed last, the weakest first."""
+
+    def compose(self, top: Mapping[str, Any], groups: Sequence[_Override]) -> DictConfig:
+        """Return the tree of the config `top` with the files that `groups` choose."""
+        from hydra import compose, initialize_config_dir
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.types import RunMode
+
+        name = "config" if top.get("defaults") == [self._path.stem, "_self_"] else self._path.stem
+        text = OmegaConf.to_yaml(OmegaConf.create({**top, "hydra": {"searchpath": self._search}}))
+        chosen = [g.text for g in groups]
+        with tempfile.TemporaryDirectory(prefix="polyturn-") as folder, self._told():
+            (Path(folder) / f"{name}.yaml").write_text(text, encoding="utf-8")
+            with initialize_config_dir(folder, version_base=None):
+                tree = compose(name, chosen)
+                loader = GlobalHydra.instance().config_loader()
+                self.parts = list(loader.compute_defaults_list(name, chosen, RunMode.RUN).defaults)
+        OmegaConf.set_struct(tree, False)
+        return tree
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        from hydra.errors import HydraException, MissingConfigException
+
+        wrong = (HydraException, OmegaConfBaseException, OSError, LookupError, AttributeError, TypeError, ValueError)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of where `_self_` stands by default
+            try:
+                yield
+            except yaml.MarkedYAMLError as error:
+                mark = error.problem_mark
+                where = "a part of it" if mark is None else f"{mark.name} line {mark.line + 1}"
+                raise ConfigError(f"{self._path}: {where} is not YAML ({error.problem}); correct it") from error
+            except RecursionError:
+                raise ConfigError(f"{self._path}: its defaults lead back to themselves, or it is nested too deep") from None
+            except MissingConfigException as error:
+                said, searched = str(error).partition("\n")[0].rstrip("."), ", ".join(map(str, self._folders))
+                known = error.options or [BASE_NAME, *(p.stem for f in self._folders for p in f.glob("*.yaml"))]
+                near = did_you_mean(str(error.missing_cfg_file or "").rpartition("/")[2], known)
+                raise ConfigError(f"{self._path}: {said} in {searched}.{near}") from error
+            except wrong as error:
+                raise ConfigError(f"{self._path}: Hydra cannot compose it: {' '.join(str(error).split()):.400}") from error
 
 
-def _spaced(raw: str) -> str:
-    """Return Hydra's form of lists and mappings as YAML: a space after each key's colon, quotes around `${…}`."""
-    if not raw.lstrip().startswith(("{", "[")):
-        return raw
-    out: list[str] = []
-    start, quote, depth, wants_key = 0, "", 0, False
-    for i, c in enumerate(raw):
-        is_delimiter = not quote and not depth and (c in "{}[]," or (c == ":" and wants_key))
-        if is_delimiter and raw[i - 1 : i] != "$":
-            scalar = "".join(out[start:])
-            if "${" in scalar and not scalar.lstrip().startswith(("'", '"')):
-                out[start:] = [f'"{scalar.strip()}"']
-            out.append(f"{c} " if c == ":" else c)
-            start, wants_key = len(out), c == "{" or (c == "," and (wants_key or _in_braces(raw[:i])))
+def _require_hydra() -> None:
+    """Raise unless Hydra is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if importlib.util.find_spec("hydra") is None:
+        raise ConfigError(
+            "configs in verl's keys are composed by Hydra, which is not installed: pip install 'polyturn[verl]'"
+        )
+
+
+def _refuse_backend(text: str, *, what: str) -> None:
+    for name, backend in BACKENDS.items():
+        if name in text:
+            raise ConfigError(
+                f"{what}: {backend} and its keys do not exist here: start from ppo_trainer, use strategy fsdp, and leave "
+                f"out every {name} key"
+            )
+
+
+def _search_path(own: Mapping[str, Any], changes: Sequence[_Override]) -> tuple[list[Path], list[str]]:
+    """Return the folders and the modules of `hydra.searchpath`; verl's own tree is searched anyhow."""
+    section = own.get("hydra")
+    names = section.get("searchpath") if isinstance(section, Mapping) else None
+    for change in changes:
+        if change.key == "hydra.searchpath":
+            names = change.value
+    if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+        raise ConfigError(f"hydra.searchpath is {names!r:.200}; it must be a list of file://FOLDER and pkg://MODULE")
+    folders, modules = [], []
+    for name in OmegaConf.create(names or []):
+        if str(name).startswith("pkg://"):
+            if not str(name).startswith("pkg://verl."):
+                modules.append(str(name))
+        elif (folder := Path(str(name).removeprefix("file://")).expanduser()).is_dir():
+            folders.append(folder)
+        elif not folder.as_posix().endswith(OF_VERL.as_posix()):
+            logger.warning("hydra.searchpath names %s, which does not exist", name)
+    return folders, modules
+
+
+def _origin(parts: Sequence[Any], path: Path | None, own: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, str]:
+    """Return which file wrote which key; what verl's own tree says is left out."""
+    origin: dict[str, str] = {}
+    for part in parts:
+        is_top = path is not None and part.config_path == path.stem
+        name = os.path.normpath(f"{part.config_path}.yaml")
+        folder = next((f for f in folders if (f / name).is_file()), None)
+        if part.config_path.startswith("hydra/") or folder is None or _is_of_verl(folder):
             continue
-        out.append(c)
-        if quote:
-            quote = "" if c == quote else quote
-        elif c in "'\"":
-            quote = c
-        elif c == "{":  # of `${`, and of references inside it
-            depth += 1
-        elif c == "}":
-            depth -= 1
-    return "".join(out)
+        values = own if is_top else read_yaml(folder / name)
+        inside = [] if part.package in (None, "", "_global_") else part.package.split(".")
+        for key, value in values.items():
+            if key not in ("defaults", "hydra"):
+                origin |= {".".join(at): f"in {folder / name}" for at, _ in leaves(value, (*inside, str(key)))}
+    return origin
 
 
-def _in_braces(text: str) -> bool:
-    """Return whether what follows `text` stands in a mapping rather than in a list."""
-    depth = {"}": 0, "]": 0}
-    for c in reversed(text):
-        if c in depth:
-            depth[c] += 1
-        elif c in "{[":
-            closing = "}" if c == "{" else "]"
-            if depth[closing] == 0:
-                return c == "{"
-            depth[closing] -= 1
-    return False
+def _is_of_verl(folder: Path) -> bool:
+    return folder == BASE or folder.absolute().as_posix().endswith(OF_VERL.as_posix())
 
 
-def _drop(layers: _Layers, path: Sequence[str]) -> bool:
-    """Remove what stands at `path`; return whether there was anything."""
-    at: Any = layers.values
-    for part in path[:-1]:
-        at = at.get(part) if isinstance(at, dict) else None
-    key = ".".join(path)
-    for known in [k for k in layers.origin if k == key or k.startswith(f"{key}.")]:
-        del layers.origin[known]
-    if not isinstance(at, dict) or path[-1] not in at:
-        return False
-    del at[path[-1]]
-    return True
-
-
-# --- trees --------------------------------------------------------------------------------------------------------------
-
-
-def _under(package: str, values: Any) -> dict[str, Any]:
-    for part in reversed(package.split(".") if package else []):
-        values = {part: values}
-    assert isinstance(values, dict)
-    return values
-
-
-def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with bare booleans of sections written as the key they mean."""
-
-    def visit(value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, bool) and path in BOOLEAN_SECTIONS:
-            return {BOOLEAN_SECTIONS[path]: value}
-        return {str(k): visit(v, (*path, str(k))) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-    spelled: dict[str, Any] = visit(values, ())
+def _spelled_out(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return `values` with bare booleans of sections written as the key they mean, and without sections of nothing."""
+    spelled: dict[str, Any] = {}
+    for name, value in values.items():
+        key = ".".join((*path, str(name)))
+        if isinstance(value, bool) and key in BOOLEAN_SECTIONS:
+            value = {BOOLEAN_SECTIONS[key].rpartition(".")[2]: value}
+        if value is None and table().goes_deeper(key):
+            continue  # `section:` with nothing below it, as in a file whose keys are commented out
+        spelled[str(name)] = _spelled_out(value, (*path, str(name))) if isinstance(value, Mapping) else value
     return spelled
 
 
-def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        mine = into.get(key)
-        if isinstance(mine, dict) and isinstance(value, Mapping):
-            _merge(mine, value)
-        elif isinstance(mine, dict) and value is None:
-            continue  # `section:` with nothing below it, as in a file whose keys are commented out
-        else:
-            into[key] = copy.deepcopy(value)
+def _resolved(tree: DictConfig) -> dict[str, Any]:
+    """Return a tree as plain data; an expression that leads nowhere is `Unresolved`."""
 
+    def visit(node: DictConfig) -> dict[str, Any]:
+        return {str(key): one(node, key) for key in node}
 
-def _with_time(value: Any) -> Any:
-    """Return `value` with `${now:%Y-%m-%d}` replaced, which Hydra provides and OmegaConf does not."""
-    if isinstance(value, dict):
-        return {k: _with_time(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_with_time(v) for v in value]
-    return _NOW.sub(lambda found: time.strftime(found[1]), value) if isinstance(value, str) else value
-
-
-def _resolved(layers: _Layers) -> Composed:
-    layers.values = _with_time(layers.values)
-    tree = OmegaConf.create(layers.values)
-
-    def visit(raw: Mapping[str, Any], node: Any) -> dict[str, Any]:
-        return {
-            key: visit(value, node[key]) if isinstance(value, dict) else one(value, node, key) for key, value in raw.items()
-        }
-
-    def one(raw: Any, node: Any, key: str) -> Any:
+    def one(node: DictConfig, key: Any) -> Any:
+        raw = node._get_node(key)
+        if isinstance(raw, DictConfig) and not raw._is_interpolation() and not raw._is_none():
+            return visit(raw)
         try:
             value = node[key]
             return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
         except OmegaConfBaseException:
-            return Unresolved(raw)
+            return Unresolved("" if raw is None else raw._value())
 
-    return Composed(values=visit(layers.values, tree), origin=dict(layers.origin))
+    return visit(tree)
