@@ -9,7 +9,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.compat.swift.args.convert_loss import correction, kl_in_reward, lora, loss_type, ref_model, resample, teacher
+from polyturn.compat.swift.args.convert_loss import (
+    advantage,
+    correction,
+    kl_in_reward,
+    lora,
+    loss_type,
+    ref_model,
+    resample,
+    teacher,
+)
 from polyturn.compat.verl_config.source import Source
 
 NO_LIMIT_TURNS = 100
@@ -239,6 +248,6 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
         model, plugins, async_engine, system, dataset, val_dataset, rewards, scheduler, lengths, batches, steps,
-        every, folder, betas, clip, kl_in_reward, resample, loss_type, correction, lora, ref_model, teacher,
+        every, folder, betas, clip, advantage, kl_in_reward, resample, loss_type, correction, lora, ref_model, teacher,
     )
 }  # fmt: skip

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import did_you_mean
 
 if TYPE_CHECKING:
     from polyturn.compat.verl_config.source import Source
@@ -17,6 +20,51 @@ _AGGREGATES = {
     "sapo": "seq-mean-token-mean",
 }
 _LEVELS = {"token": None, "sequence": "gspo_sequence", "sequence_token": "gspo"}
+
+
+_ESTIMATE = "polyturn.compat.swift.advantage:estimate"
+_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus")
+_SCALES: Mapping[Any, str] = {
+    "group": "group",
+    "batch": "batch",
+    "none": "none",
+    "gdpo": "gdpo",
+    True: "group",
+    False: "none",
+}
+_OWN_SCALE_NAMES = ("group", "batch", "none", "gdpo")
+_OWN_SCALE = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
+
+
+def advantage(s: Source) -> None:
+    """Set the estimator: a native one where it computes the same, else ms-swift's."""
+    name, given = str(s.get("advantage_estimator", "grpo")), s.get("scale_rewards")
+    if name not in _ESTIMATORS:
+        s.refuse("advantage_estimator", f"there is no such estimator.{did_you_mean(name, _ESTIMATORS)}")
+        return
+    scale = _OWN_SCALE[name] if given is None else _SCALES.get(given)
+    by = "scale_rewards" if given is not None else "advantage_estimator"
+    if scale is None:
+        s.refuse("scale_rewards", f"there is no such scale.{did_you_mean(str(given), _OWN_SCALE_NAMES)}")
+    elif scale == "gdpo" and name == "reinforce_plus_plus":
+        s.refuse("scale_rewards", "gdpo has no effect with reinforce_plus_plus there; take grpo, or another scale")
+    elif scale == "gdpo" and s.get("kl_in_reward"):
+        s.refuse("scale_rewards", "gdpo reads the reward functions apart, so kl_in_reward has no effect there; leave it out")
+    elif (name, scale) in (("grpo", "group"), ("grpo", "none"), ("rloo", "none")):
+        s.put("algorithm.advantage", name, by="advantage_estimator")
+        if scale == "none" and name == "grpo":
+            s.put("algorithm.norm_by_std", False, by=by)
+        elif name == "grpo":
+            s.put("algorithm.advantage_kwargs", {"eps": 1e-4}, by=by)
+    else:
+        kwargs: dict[str, Any] = {"estimator": name, "scale_rewards": scale}
+        if scale == "gdpo":
+            names = [str(n) for n in _as_list(s.get("reward_funcs"))]
+            names += ["gym_reward"] if s.get("use_gym_env", s.get("gym_env") is not None) else []
+            weights = _as_list(s.get("reward_weights")) or [1.0] * len(names)
+            kwargs["reward_weights"] = dict(zip(names, map(float, weights), strict=False))
+        s.put("algorithm.advantage", _ESTIMATE, by="advantage_estimator")
+        s.put("algorithm.advantage_kwargs", kwargs, by=by)
 
 
 def kl_in_reward(s: Source) -> None:

@@ -1,0 +1,89 @@
+"""ms-swift's advantages: an estimator (grpo, rloo, reinforce_plus_plus) and what divides it (group, batch, none, gdpo).
+
+    rewards [1, 1], [0, 1] with reinforce_plus_plus    none 0, 0, -0.5, 0.5    group ±0.70701    batch ±1.22444
+
+    algorithm:
+      advantage: polyturn.compat.swift.advantage:estimate
+      advantage_kwargs: {estimator: reinforce_plus_plus, scale_rewards: batch}
+
+Statistics are over trajectories, unbiased, with 1e-4 added; one that was cut into several samples counts once, and its
+tokens have its advantage. Native estimators take other constants, and whiten over tokens where their sources do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from polyturn.algorithms.advantages import Estimate, GroupView, declare
+from polyturn.algorithms.advantages.base import Rewards, spread
+from polyturn.core.errors import ConfigError, did_you_mean
+
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus")
+SCALES = ("group", "batch", "none", "gdpo")
+_EPS = 1e-4
+_GDPO_EPS = 1e-8
+
+
+@declare(scope="batch", compares=True, min_group=2)
+def estimate(
+    batch: Sequence[GroupView],
+    *,
+    estimator: str = "grpo",
+    scale_rewards: str = "group",
+    reward_weights: Mapping[str, float] | None = None,
+) -> Estimate:
+    """Return one advantage for each trajectory: A = b (r - mean of the group) / (std + 1e-4).
+
+    b is K / (K - 1) for rloo, else 1. `std` is that of the group or of the batch; of A for reinforce_plus_plus, of r else.
+    gdpo normalises each reward function in its group and the weighted sum over the batch, whatever the estimator; a function
+    that scored nothing of a trajectory adds nothing to it.
+
+    Args:
+        batch: The groups of a step.
+        estimator: One of `ESTIMATORS`.
+        scale_rewards: One of `SCALES`.
+        reward_weights: The weight of each reward function, for gdpo.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    for name, known, key in ((estimator, ESTIMATORS, "estimator"), (scale_rewards, SCALES, "scale_rewards")):
+        if name not in known:
+            raise ConfigError(f"algorithm.advantage_kwargs.{key} is {name!r}.{did_you_mean(name, known)}")
+    if scale_rewards == "gdpo" and estimator != "reinforce_plus_plus":
+        return spread(batch, [a.tolist() for a in _gdpo(batch, reward_weights or {})])
+    totals = [group.totals for group in batch]
+    found = [_centred(r, is_rloo=estimator == "rloo") for r in totals]
+    measured = found if estimator == "reinforce_plus_plus" else totals
+    if scale_rewards == "batch":
+        std = _std(np.concatenate([*measured, np.empty(0)]))
+        found = [a / (std + _EPS) for a in found]
+    elif scale_rewards == "group":
+        found = [a / (_std(m) + _EPS) for a, m in zip(found, measured, strict=True)]
+    return spread(batch, [a.tolist() for a in found])
+
+
+def _centred(rewards_G: Rewards, *, is_rloo: bool) -> Rewards:
+    num = len(rewards_G)
+    return (rewards_G - rewards_G.mean()) * (num / (num - 1) if is_rloo and num > 1 else 1.0)
+
+
+def _std(values: Rewards) -> float:
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+
+
+def _gdpo(batch: Sequence[GroupView], weights: Mapping[str, float]) -> list[Rewards]:
+    sums = []
+    for group in batch:
+        sum_G = np.zeros(len(group.members))
+        for name, weight in weights.items():
+            values_G = np.array([m.components.get(name, np.nan) for m in group.members])
+            is_known = ~np.isnan(values_G)
+            if is_known.any():
+                known = values_G[is_known]
+                sum_G[is_known] += weight * (known - known.mean()) / (_std(known) + _GDPO_EPS)
+        sums.append(sum_G)
+    flat = np.concatenate([*sums, np.empty(0)])
+    return [(s - flat.mean()) / (_std(flat) + _GDPO_EPS) for s in sums]
