@@ -69,6 +69,7 @@ SWIFT = Namespace(
         "swift.template.utils": f"{_SWIFT}.template",
         "swift.rollout.multi_turn": f"{_SWIFT}.multi_turn",
         "swift.rollout.gym_env": f"{_SWIFT}.gym_env",
+        "swift.rollout.openenv_wrapper": f"{_SWIFT}.openenv_wrapper",
         "swift.plugin.multi_turn": f"{_SWIFT}.multi_turn",
         "swift.plugin.env": f"{_SWIFT}.gym_env",
         "swift.plugin.context_manager": f"{_SWIFT}.gym_env",

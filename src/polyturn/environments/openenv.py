@@ -212,6 +212,18 @@ class OpenEnvSession:
 
     async def reset(self, *, seed: int) -> str:
         """Connect, which makes the environment, and reset it."""
+        options = self._adapter.options
+        schema = await self.connect()
+        self._words = Words(schema.get("action") or {}, field=options.action, show=options.show)
+        answer = await self.ask("reset", {"seed": seed % (1 << 31), **options.reset})
+        return self._words.shown(answer.get("observation"))
+
+    async def connect(self) -> dict[str, Any]:
+        """Connect, which makes the environment; return the server's schemas.
+
+        Raises:
+            SchedulerError: the server cannot be reached.
+        """
         import aiohttp
 
         self._slot = slot = await self._adapter.take()
@@ -224,11 +236,7 @@ class OpenEnvSession:
                 self._socket = await self._http.ws_connect(f"{slot.url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
             raise self._lost(f"cannot be reached ({one_line(problem) or 'no answer in time'})") from problem
-        self._words = Words(schema.get("action") or {}, field=options.action, show=options.show)
-        answer = await self._ask("reset", {"seed": seed % (1 << 31), **options.reset})
-        if "error" in answer:
-            raise self._lost(f"refuses the reset: {answer['error']}")
-        return self._words.shown(answer.get("observation"))
+        return dict(schema)
 
     async def step(self, action: str) -> tuple[str, float, bool, Mapping[str, Any]]:
         """Take what the model wrote; an action that the environment does not take is answered with what is wrong."""
@@ -236,7 +244,7 @@ class OpenEnvSession:
         data = self._words.action(action)
         if isinstance(data, str):
             return data, 0.0, False, {"is_refused": True}
-        answer = await self._ask("step", data)
+        answer = await self.ask("step", data)
         if "error" in answer:
             return f"The action is refused: {answer['error']}", 0.0, False, {"is_refused": True}
         reward = answer.get("reward")
@@ -262,7 +270,12 @@ class OpenEnvSession:
             if slot is not None:
                 await self._adapter.give_back(slot)
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the environment answers to a reset or a step; `error` says why it does not take an action.
+
+        Raises:
+            SchedulerError: it failed, refuses the reset, or the connection is lost.
+        """
         import aiohttp
 
         assert self._socket is not None
@@ -279,11 +292,12 @@ class OpenEnvSession:
         try:
             answer = json.loads(message.data)
             found = answer["data"]
-            if answer["type"] == "error":
-                return self._refusal(found, kind)
-            return dict(found)
+            said = self._refusal(found, kind) if answer["type"] == "error" else dict(found)
         except (ValueError, KeyError, TypeError) as problem:
             raise self._lost(f"answered a {kind} with {message.data!r:.200}") from problem
+        if kind == "reset" and "error" in said:
+            raise self._lost(f"refuses the reset: {said['error']}")
+        return said
 
     def _refusal(self, found: Mapping[str, Any], kind: str) -> dict[str, Any]:
         code, said = found.get("code"), found.get("message")

@@ -276,6 +276,26 @@ async def test_an_environment_is_closed_once_on_every_exit(
     assert len(endless) == 1
 
 
+@pytest.mark.parametrize("is_done", [True, False])
+async def test_a_close_that_raises_does_not_cost_the_trajectory(
+    endless: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_done: bool
+) -> None:
+    async def close(self: Any) -> None:
+        self.closed.append(self)
+        raise OSError("the socket is gone")
+
+    async def step(self: Any, action: Any) -> tuple[str, float, bool, dict[str, Any]]:
+        return "Done.", 0.5, is_done, {}
+
+    monkeypatch.setattr(Endless, "close", close)
+    monkeypatch.setattr(Endless, "step", step)
+    trajectory = await play("gym_scheduler", ["a"], max_turns=2, **ROW)
+    assert trajectory.error is None and trajectory.reward is not None
+    assert trajectory.stop_reason is (StopReason.ENV_DONE if is_done else StopReason.MAX_TURNS)
+    assert len(endless) == 1
+    assert "Endless.close raised in trajectory g0/0: OSError: the socket is gone" in caplog.text
+
+
 async def test_an_environment_is_closed_where_the_episode_is_cancelled(endless: list[Any]) -> None:
     context = scripted_context(["a"], scheduler=SwiftScheduler("gym_scheduler"), latency_s=5.0)
     running = asyncio.create_task(run_episode(context, task(**ROW), id="e"))

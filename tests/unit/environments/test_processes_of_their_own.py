@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.environments.verifiers import Verifiers
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
-from polyturn.testing.episodes import scripted_context, turn_ids
+from polyturn.testing.episodes import scripted_context, task, turn_ids
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = ROOT / "tests/data/environments"
@@ -194,3 +196,33 @@ def test_an_interpreter_without_the_package_is_a_sentence():
         find_adapter("openenv:./openenv_guess", base=HERE)
     with pytest.raises(MissingModuleError, match="needs the package 'no_such_env'"):
         find_adapter("openenv:no_such_env.app:app", PYTHON, base=HERE)
+
+
+async def test_a_scheduler_of_ms_swift_plays_one_episode_on_one_connection(guess: OpenEnv) -> None:
+    from polyturn.compat.swift.adapter import SwiftScheduler
+    from polyturn.compat.swift.outputs import reward_rows
+
+    slot = await guess.take()
+    number = random.Random(5).randint(1, 9)
+    wrong = number - 1 if number > 1 else number + 1
+    says = [json.dumps({"number": n}) for n in (wrong, wrong)] + ["a word", json.dumps({"number": number})]
+    context = scripted_context(
+        says, scheduler=SwiftScheduler("openenv_scheduler", max_turns=9), rewards={"*": lambda t: 1.0}
+    )
+    row = task("<placeholder>", extra={"env_config": {"base_url": slot.url, "reset_kwargs": {"seed": 5}}})
+    trajectory = await run_episode(context, row, id="e")
+    await guess.give_back(slot)
+    assert trajectory.error is None and trajectory.stop_reason is StopReason.ENV_DONE
+    infos = reward_rows(trajectory)[0]["rollout_infos"]
+    assert infos["step_rewards"] == pytest.approx([-0.1, -0.1, 0.0, 1.0]), "one episode, whose number stays the same"
+    told = [m.text for m in trajectory.messages if m.role == "user"]
+    assert "Guess from 1 to 9." in told[0] and told[3].startswith("The action is refused: ")
+
+
+async def test_an_openenv_server_that_is_not_there_is_named_to_a_scheduler_of_ms_swift() -> None:
+    from polyturn.compat.swift.adapter import SwiftScheduler
+
+    context = scripted_context(["a"], scheduler=SwiftScheduler("openenv_scheduler"), rewards={"*": lambda t: 1.0})
+    row = task("<placeholder>", extra={"env_config": {"base_url": "http://127.0.0.1:1"}})
+    trajectory = await run_episode(context, row, id="e")
+    assert "the environment 'openenv:http://127.0.0.1:1' cannot be reached" in (trajectory.error or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler, extract_logprobs_from_choice, multi_turns
 from polyturn.compat.swift.gym_env import ContextManager, DummyContextManager, Env, context_managers, envs
+from polyturn.compat.swift.openenv_wrapper import OpenEnvWrapper
 from polyturn.compat.swift.protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -17,7 +18,6 @@ from polyturn.compat.swift.schedulers import (
     GYMScheduler,
     MathTipsScheduler,
     OpenEnvScheduler,
-    OpenEnvWrapper,
     ThinkingModelTipsScheduler,
 )
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import re
-import urllib.error
-import urllib.request
 from copy import deepcopy
 from typing import Any
 
 from polyturn.compat.swift.base import MultiTurnScheduler, multi_turns
 from polyturn.compat.swift.gym_env import context_managers, envs
+from polyturn.compat.swift.openenv_wrapper import OpenEnvWrapper
 from polyturn.compat.swift.orm import MathAccuracy
 from polyturn.compat.swift.protocol import (
     ChatCompletionResponseChoice,
@@ -26,7 +26,9 @@ from polyturn.compat.swift.protocol import (
     RolloutOutput,
 )
 from polyturn.compat.swift.template import without_reasoning
-from polyturn.core.errors import SchedulerError, did_you_mean
+from polyturn.core.errors import SchedulerError, did_you_mean, one_line
+
+logger = logging.getLogger(__name__)
 
 _FENCE = re.compile(r"\A\s*```[a-zA-Z]*\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
 
@@ -144,12 +146,18 @@ class GYMScheduler(MultiTurnScheduler):
         return envs[name](env_config)
 
     async def _close_and_remove(self, uuid: str | None) -> None:
-        """Close an environment, if it is open, and forget everything about it."""
+        """Close an environment, if it is open, and forget everything about it.
+
+        What its `close` raises is logged: the trajectory is over, and worth what it earned.
+        """
         env = self._envs.pop(uuid, None)
         for state in (self._total_rewards, self._step_rewards, self._pending_obs):
             state.pop(uuid, None)
         if env is not None:
-            await self._plain_or_async(env.close)
+            try:
+                await self._plain_or_async(env.close)
+            except Exception as problem:
+                logger.warning("%s.close raised in trajectory %s: %s", type(env).__name__, uuid, one_line(problem))
 
     async def _plain_or_async(self, method: Any, *args: Any) -> Any:
         """Call a method of an environment, a plain one without blocking other trajectories."""
@@ -226,45 +234,6 @@ class GYMScheduler(MultiTurnScheduler):
             await self._close_and_remove(request.uuid)
 
 
-class OpenEnvWrapper:
-    """A session with an OpenEnv server: `POST /reset` and `POST /step`. Blocking; the scheduler calls it in a thread."""
-
-    def __init__(self, env_config: dict[str, Any]) -> None:
-        self.base_url = str(env_config.get("base_url", "http://localhost:8000")).rstrip("/")
-        self.reset_kwargs = dict(env_config.get("reset_kwargs") or {})
-        self.timeout_s = float(env_config.get("timeout_s", 30.0))
-
-    def reset(self) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode; tried three times, because nothing was done yet."""
-        problem: Exception | None = None
-        for _ in range(3):
-            try:
-                reply = self._post("reset", self.reset_kwargs)
-                return reply.get("observation"), dict(reply.get("metadata") or {})
-            except (OSError, urllib.error.URLError) as error:
-                problem = error
-        raise SchedulerError(
-            f"the OpenEnv server at {self.base_url} does not answer ({problem}); start it, or set env_config.base_url"
-        )
-
-    def step(self, action: dict[str, Any]) -> tuple[Any, float, bool, dict[str, Any]]:
-        """Act; never repeated, because a server that lost the connection may have acted."""
-        reply = self._post("step", {"action": action})
-        reward = float(reply.get("reward") or 0.0)
-        return reply.get("observation"), reward, bool(reply.get("done")), dict(reply.get("metadata") or {})
-
-    def close(self) -> None:
-        """End the session."""
-
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(
-            f"{self.base_url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-            return found
-
-
 class OpenEnvScheduler(GYMScheduler):
     """Every turn is an action in an environment behind an OpenEnv server."""
 
@@ -284,7 +253,7 @@ class OpenEnvScheduler(GYMScheduler):
             found = json.loads(body)
         except ValueError:
             found = None
-        return found if isinstance(found, dict) else {"message": body}
+        return found if isinstance(found, dict) else {"message": body if found is None else str(found)}
 
     def format_observation(self, observation: Any) -> str:
         """Return an observation as the text that the model reads."""

@@ -1,0 +1,74 @@
+"""swift.rollout.openenv_wrapper: an OpenEnv server as ms-swift's schedulers call it, over the native environment.
+
+    wrapper = OpenEnvWrapper({"base_url": "http://gpu7:8000", "reset_kwargs": {"seed": 3}})
+    observation, metadata = wrapper.reset()
+    observation, reward, done, metadata = wrapper.step({"message": "[1 2 3]"})
+
+An episode is one WebSocket connection, which is kept in a thread with an event loop of its own, because schedulers call the
+wrapper from plain and from async code alike. A step is never repeated: a connection that was lost took its episode with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from polyturn.environments.openenv import OpenEnv, OpenEnvSession
+
+_DEFAULT_URL = "http://localhost:8000"
+
+
+class OpenEnvWrapper:
+    """One episode behind an OpenEnv server. Its methods block; the shipped scheduler calls them in threads."""
+
+    def __init__(self, env_config: Mapping[str, Any]) -> None:
+        self.base_url = str(env_config.get("base_url") or _DEFAULT_URL).rstrip("/")
+        self.reset_kwargs = dict(env_config.get("reset_kwargs") or {})
+        options = {"timeout_s": float(env_config["timeout_s"])} if "timeout_s" in env_config else {}
+        self._adapter = OpenEnv(f"openenv:{self.base_url}", self.base_url, options)
+        self._session: OpenEnvSession | None = None
+
+    def reset(self) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode on a connection of its own; return the observation as the server gave it, and its metadata."""
+        self.close()
+        self._session = session = self._adapter.make()
+        try:
+            _wait(session.connect())
+            reply = _wait(session.ask("reset", self.reset_kwargs))
+        except BaseException:
+            self.close()
+            raise
+        return reply.get("observation"), dict(reply.get("metadata") or {})
+
+    def step(self, action: Mapping[str, Any]) -> tuple[Any, float, bool, dict[str, Any]]:
+        """Act; return observation, reward, whether the episode is over, and metadata.
+
+        An action that the environment does not take is answered with what is wrong with it, for the model.
+        """
+        assert self._session is not None, "step was called before reset"
+        reply = _wait(self._session.ask("step", action))
+        if "error" in reply:
+            return f"The action is refused: {reply['error']}", 0.0, False, {"is_refused": True}
+        reward = float(reply.get("reward") or 0.0)
+        return reply.get("observation"), reward, bool(reply.get("done")), dict(reply.get("metadata") or {})
+
+    def close(self) -> None:
+        """End the connection, and with it the episode."""
+        session, self._session = self._session, None
+        if session is not None:
+            _wait(session.close())
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the loop that all connections are kept in."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="polyturn-openenv", daemon=True).start()
+    return loop
+
+
+def _wait(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
