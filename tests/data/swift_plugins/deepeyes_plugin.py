@@ -1,4 +1,7 @@
-"""DeepEyes in ms-swift's plug-in form: a tool that zooms into the image, whose crop is shown in the next turn; a reward."""
+"""DeepEyes in ms-swift's plug-in form: a tool that zooms into the image, whose crop is shown in the next turn; a reward.
+
+Written anew for these tests: the names, formats and imports are those of ms-swift's example, none of its code is.
+"""
 
 import json
 import re

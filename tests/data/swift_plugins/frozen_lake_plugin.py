@@ -1,4 +1,7 @@
-"""FrozenLake as text, in ms-swift's plug-in form: an environment that a row chooses with env_config {"name", "seed", …}."""
+"""FrozenLake as text, in ms-swift's plug-in form: an environment that a row chooses with env_config {"name", "seed", …}.
+
+Written anew for these tests: the names, formats and imports are those of ms-swift's example, none of its code is.
+"""
 
 import random
 import re

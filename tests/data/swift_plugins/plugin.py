@@ -1,4 +1,7 @@
-"""A collection of plug-ins in ms-swift's form: rewards, a ReAct tool scheduler, a reward-model plug-in, an empty environment."""
+"""A collection of plug-ins in ms-swift's form: rewards, a ReAct tool scheduler, a reward-model plug-in, an empty environment.
+
+Written anew for these tests: the names, formats and imports are those of ms-swift's example, none of its code is.
+"""
 
 import ast
 import asyncio

@@ -1,4 +1,7 @@
-"""Sudoku behind an OpenEnv server, in ms-swift's plug-in form: five reward parts a turn, hints, and the end after a bad move."""
+"""Sudoku behind an OpenEnv server, in ms-swift's plug-in form: five reward parts a turn, hints, and the end after a bad move.
+
+Written anew for these tests: the names, formats and imports are those of ms-swift's example, none of its code is.
+"""
 
 import asyncio
 import re

@@ -92,6 +92,7 @@ class RolloutScheduler(ABC):  # noqa: B024
         self.infer_engine = kwargs.get("infer_engine", given.get("infer_engine"))
         self.max_turns: int | None = kwargs.get("max_turns", given.get("max_turns"))
         self._tokenizer = kwargs.get("tokenizer")
+        self._template = kwargs.get("template")
 
     def __getattr__(self, key: str) -> Any:
         """Find what the engine has; everything else raises."""
@@ -115,6 +116,63 @@ class RolloutScheduler(ABC):  # noqa: B024
         if self._tokenizer is not None or self.infer_engine is None:
             return self._tokenizer
         return self.infer_engine.tokenizer
+
+    # What a `run` of one's own calls to keep the ids of its turns; the episode keeps them in any case.
+
+    def get_response_token_data(
+        self,
+        infer_request: RolloutInferRequest,
+        response_choice: ChatCompletionResponseChoice,
+        is_continuation: bool = False,
+        response_token_ids: list[int] | None = None,
+        response_loss_mask: list[int] | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids of a reply and their mask: the given ones, else those that were sampled."""
+        ids = list(response_choice.token_ids or [] if response_token_ids is None else response_token_ids)
+        mask = [1] * len(ids) if response_loss_mask is None else list(response_loss_mask)
+        if len(mask) != len(ids):
+            raise MaskError(
+                f"response_loss_mask must have the same length as response_token_ids ({len(mask)} and {len(ids)} in "
+                f"trajectory {infer_request.uuid!r})"
+            )
+        return ids, mask
+
+    def prepare_response_continuation(
+        self, response_choice: ChatCompletionResponseChoice
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Return the ids, the mask and the logprobs of a reply that the scheduler goes on with."""
+        ids = list(response_choice.token_ids or [])
+        return ids, [1] * len(ids), extract_logprobs_from_choice(response_choice)
+
+    def set_assistant_message_token_ids(self, infer_request: RolloutInferRequest, token_ids: list[int]) -> None:
+        """Put ids in place of the text of the last reply."""
+        message = next((m for m in reversed(infer_request.messages) if m["role"] == "assistant"), None)
+        if message is not None:
+            message["content"] = list(token_ids)
+
+    def snapshot_and_materialize_assistant_messages(self, infer_request: RolloutInferRequest) -> list[tuple[Any, Any]]:
+        """Put text in place of ids in all replies; return what `restore_assistant_message_snapshots` undoes it with."""
+        found = [(m, ids) for m in infer_request.messages if (ids := ids_of(m.get("content"))) is not None]
+        for message, ids in found:
+            message["content"] = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return found
+
+    @staticmethod
+    def restore_assistant_message_snapshots(snapshots: list[tuple[Any, Any]]) -> None:
+        """Put the ids back."""
+        for message, ids in snapshots:
+            message["content"] = ids
+
+    def append_assistant_completion(self, infer_request: RolloutInferRequest, completion: str) -> bool:
+        """Append what was said; return whether it went on with the last message."""
+        last = infer_request.messages[-1] if infer_request.messages else {}
+        if last.get("role") != "assistant":
+            infer_request.messages.append({"role": "assistant", "content": completion})
+            return False
+        ids = ids_of(last.get("content"))
+        said = last["content"] if ids is None else self.tokenizer.decode(ids, skip_special_tokens=False)
+        last["content"] = said + completion
+        return True
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:  # noqa: B027
         """Prepare each request before its first turn; changes are made in place. May be plain or async."""
@@ -313,6 +371,12 @@ class _Turns:
             rollout_logprobs=self.logprobs if has_ids and is_whole else [],
             rollout_infos=infos,
         )
+
+
+def ids_of(content: Any) -> list[int] | None:
+    """Return the ids that a scheduler put in place of a reply's text; None where the content is none."""
+    is_ids = isinstance(content, list) and bool(content) and all(isinstance(i, int) for i in content)
+    return content if is_ids else None
 
 
 def as_request(value: Any) -> RolloutInferRequest:

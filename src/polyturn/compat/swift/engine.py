@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from polyturn.compat.swift.base import EngineOver, SchedulerEngine, as_request
+from polyturn.compat.swift.base import EngineOver, SchedulerEngine, as_request, ids_of
 from polyturn.compat.swift.protocol import (
     MEDIA,
     ChatCompletionMessageToolCall,
@@ -114,12 +114,24 @@ class EpisodeEngine(SchedulerEngine):
         self.over: StopReason | None = None
         self.why: str | None = None
         is_thinking = "think" in (episode.codec.chat_template or "")
-        self.template = Template(self.tokenizer, TemplateMeta(is_thinking=is_thinking))
+        self.template = Template(self.tokenizer, TemplateMeta(is_thinking=is_thinking), max_length=self.max_model_len)
+        self.default_template = self.template
+        """Its name before release 4."""
 
     @property
     def tokenizer(self) -> Any:
         """The run's tokenizer."""
         return self._episode.codec.tokenizer
+
+    @property
+    def processor(self) -> Any:
+        """What schedulers take for the processor of a model that sees: its tokenizer."""
+        return self.tokenizer
+
+    @property
+    def max_model_len(self) -> int | None:
+        """How long a conversation may be."""
+        return self._episode.limits.max_context
 
     @property
     def engine(self) -> EpisodeEngine:
@@ -204,10 +216,19 @@ class EpisodeEngine(SchedulerEngine):
             media = {name: getattr(request, name) for name in MEDIA}
             for i, shown in zip(places, with_media([written[i] for i in places], media, base=self._base), strict=True):
                 written[i] = shown
-            messages = [Message.from_openai(_plain(m)) for m in written]
+            messages = [Message.from_openai(self._plain(m)) for m in written]
         except DataError as problem:
             raise SchedulerError(f"the request of trajectory {request.uuid!r}: {problem}") from problem
         return messages, messages[-1].role == "assistant"
+
+    def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as the record holds it: no marked texts, and text where the scheduler put a reply's ids."""
+        read = {k: str(v) if isinstance(v, str) else v for k, v in message.items()}
+        if (ids := ids_of(read.get("content"))) is not None:
+            stops = self._episode.codec.stop_token_ids
+            ids = ids[:-1] if ids[-1] in stops else ids
+            read["content"] = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return read
 
     def _begin(self, messages: list[Message], *, goes_on: bool) -> None:
         if goes_on or tuple(messages) != self._episode.messages:
@@ -316,8 +337,3 @@ class EpisodeEngine(SchedulerEngine):
         )
         self.asked.append(Asked(turn, response, ids, sampled, is_stopped))
         return response
-
-
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with texts of Python's own class, which is what a record holds."""
-    return {k: str(v) if isinstance(v, str) else v for k, v in message.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import uuid as unique
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, field_validator, model_validator
@@ -67,6 +67,31 @@ class InferRequest:
             if isinstance(value, str):
                 setattr(self, name, [value])
 
+    @staticmethod
+    def remove_response(messages: Messages) -> str | None:
+        """Take the reply off the end of a conversation, in place, and return it; None if there is none."""
+        return remove_response(messages)
+
+    def to_printable(self) -> dict[str, Any]:
+        """Return the request as plain values; a long text that is no content, such as an image, is cut short."""
+        return _printable(asdict(self))
+
+
+def remove_response(messages: Messages) -> str | None:
+    """Take the reply off the end of a conversation, in place, and return it; None if there is none."""
+    if messages and messages[-1]["role"] == "assistant":
+        content: str | None = messages.pop()["content"]
+        return content
+    return None
+
+
+def _printable(value: Any, key: str = "") -> Any:
+    if isinstance(value, str) and len(value) >= 1000 and key not in ("content", "text"):
+        return f"<<<base64:{value[:50]}..>>>"
+    if isinstance(value, dict):
+        return {k: _printable(v, k) for k, v in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list) else value
+
 
 @dataclass
 class RolloutInferRequest(InferRequest):
@@ -74,6 +99,7 @@ class RolloutInferRequest(InferRequest):
 
     data_dict: dict[str, Any] = field(default_factory=dict)
     uuid: str | None = None
+    add_eos: bool | str | None = None
 
 
 @dataclass

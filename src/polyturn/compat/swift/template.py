@@ -37,6 +37,16 @@ class Template:
     tokenizer: Any
     template_meta: TemplateMeta
     mode: str = "train"
+    max_length: int | None = None
+
+    @property
+    def processor(self) -> Any:
+        """What schedulers take for the processor: the tokenizer."""
+        return self.tokenizer
+
+    def _get_response_prefix(self, inputs: Any = None) -> str:
+        """Return what opens a reply: nothing, because the chat template writes it, as part of the prompt."""
+        return ""
 
     def _swift_prepare_inputs(self, inputs: Any) -> None:
         """Take the reasoning out of the earlier replies of `inputs.messages`, in place."""

@@ -6,6 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from polyturn.compat.swift.protocol import remove_response
+
+__all__ = ["get_logger", "remove_response", "to_device"]
+
 
 def get_logger(*args: Any, **kwargs: Any) -> logging.Logger:
     """Return the logger of plug-ins."""
@@ -23,11 +27,3 @@ def to_device(data: Any, device: Any, non_blocking: bool = False) -> Any:
     if isinstance(data, tuple | list):
         return type(data)(to_device(v, device, non_blocking) for v in data)
     return data
-
-
-def remove_response(messages: list[dict[str, Any]]) -> str | None:
-    """Take the reply off the end of a conversation, in place, and return it; None if there is none."""
-    if messages and messages[-1]["role"] == "assistant":
-        content: str | None = messages.pop()["content"]
-        return content
-    return None
