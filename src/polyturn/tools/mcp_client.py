@@ -40,7 +40,7 @@ def make_client(
     settings: Mapping[str, Any],
     *,
     words: LastWords | None = None,
-    max_answer_bytes: int = 64 << 20,
+    max_answer_bytes: int = 8 << 20,
     is_stateful: bool = False,
     on_message: Any = None,
 ) -> Any:

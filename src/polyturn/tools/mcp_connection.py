@@ -47,7 +47,7 @@ class McpLimits:
     """How far a server may go."""
 
     connect_timeout_s: float = 30.0
-    max_answer_bytes: int = 64 << 20
+    max_answer_bytes: int = 8 << 20
     keep_s: float = 30.0
     """How long the connection of a run is kept while no episode uses it."""
 
@@ -138,15 +138,18 @@ class McpConnection:
 
     async def _call(self, tool: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:
         from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, CallToolRequest, CallToolRequestParams, CallToolResult
 
         client, ready = await self._connect(), self._ready
         if self._words.has_ended:
             note = self._words.note
             await self._lose(ready, f"it ended{note}")
             raise _SessionLost(note)
+        # Not `client.call_tool`: it lists all of the server's tools first, and then looks for the patterns that their output
+        # schemas have in the answer, on the event loop, for as long as a pattern of the server's takes.
+        request = CallToolRequest(params=CallToolRequestParams(name=tool, arguments=arguments))
         try:
-            result = await self._answer(client.call_tool(tool, arguments), timeout_s)
+            result = await self._answer(client.session.send_request(request, CallToolResult), timeout_s)
         except TimeoutError:
             await self._count_silence(ready)
             raise ToolTimeoutError(f"Tool call failed: no answer within {timeout_s:g} s") from None

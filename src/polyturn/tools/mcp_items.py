@@ -113,7 +113,7 @@ def _server(name: str, settings: Mapping[str, Any], entry: PluginEntry) -> McpSe
     try:
         limits = McpLimits(
             connect_timeout_s=float(config.get("connect_timeout", 30.0)),
-            max_answer_bytes=int(config.get("max_answer_bytes", 64 << 20)),
+            max_answer_bytes=int(config.get("max_answer_bytes", 8 << 20)),
             keep_s=float(config.get("keep", 30.0)),
         )
         return McpServer(name, settings, session=config.get("session", "run"), limits=limits)

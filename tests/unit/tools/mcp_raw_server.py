@@ -11,8 +11,10 @@ from pathlib import Path
 if (marker := os.environ.get("DEAD_IF")) and Path(marker).exists():
     sys.exit("licence expired\nask the vendor")
 sys.stderr.write("starting up\n")
-TOOLS = ("pid", "count", "hang", "freeze", "child", "noise", "large", "quit")
-num_calls = 0
+TOOLS = ("pid", "count", "hang", "freeze", "child", "noise", "large", "quit", "pattern", "listed")
+NEVER_FOUND = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}}}
+"""What an answer's check takes longer for than anyone lives."""
+num_calls = num_listed = 0
 
 
 def send(**message: object) -> None:
@@ -34,6 +36,8 @@ def call(name: str, arguments: dict) -> str:
         sys.stderr.write("noise " * 100_000)
     if name == "count":
         num_calls += 1
+    if name == "listed":
+        return str(num_listed)
     return {"pid": str(os.getpid()), "count": str(num_calls), "large": "x" * arguments.get("size", 0)}.get(name, "done")
 
 
@@ -45,10 +49,14 @@ for line in sys.stdin:
         version = asked["params"]["protocolVersion"]
         send(id=number, result={"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": server})
     elif method == "tools/list":
-        send(id=number, result={"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in TOOLS]})
+        num_listed += 1
+        listed = [{"name": name, "inputSchema": {"type": "object"}, "outputSchema": NEVER_FOUND} for name in TOOLS]
+        send(id=number, result={"tools": listed})
     elif method == "tools/call" and asked["params"]["name"] != "hang":
         text = call(asked["params"]["name"], asked["params"].get("arguments") or {})
         result = {"content": [{"type": "text", "text": text}]}
+        if asked["params"]["name"] == "pattern":
+            result["structuredContent"] = {"text": "a" * 200 + "!"}
         if asked["params"]["name"] == "large":
             sys.stdout.write(json.dumps({"result": result, "jsonrpc": "2.0", "id": number}) + "\n")  # the id comes last
             sys.stdout.flush()

@@ -55,6 +55,14 @@ def asker(server: McpServer, episode: str = "e") -> Callable[..., Coroutine[Any,
     return ask
 
 
+async def test_a_pattern_of_a_server_is_never_looked_for_in_its_answers() -> None:
+    server = McpServer("s", RAW, session="episode")
+    server.open("e")
+    assert await asker(server)("pattern") == "done"
+    assert await asker(server)("listed") == "0", "nor is it asked for all of its tools in the middle of a run"
+    await server.close("e")
+
+
 async def test_a_server_that_is_killed_in_the_middle_of_a_call_is_started_again() -> None:
     before = held()
     server = McpServer("s", RAW, session="episode")
