@@ -7,14 +7,15 @@ An async plug-in that computes or sleeps without awaiting stops every episode at
 timer on the loop sets a mark four times in each `limit_s`; a thread that finds the mark too old looks at the loop's stack.
 Between blocks both cost a few microseconds a second.
 
-Whose code it is: the functions that call plug-ins say so (`calls_plugins`), and the frame after the last of them is the
-plug-in's. Code that runs in a task of its own is somebody's if it is neither the library's nor an installed package's.
+Whose code it is: the functions that call plug-ins say so (`calls_plugins`), and the first frame after the last of them that
+is not the library's is the plug-in's. Code that runs in a task of its own is somebody's if it is neither the library's nor
+an installed package's. Whoever is named was found in the same call twice in a row, and the time in which this process was
+given no processor, so that the thread came late as well, counts for nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import sys
 import threading
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
-from polyturn.core.code_origin import OURS, PACKAGES, STDLIB, is_stdlib
+from polyturn.core.code_origin import OURS, PACKAGES, STDLIB, is_ours, is_stdlib
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _CALLERS: set[CodeType] = set()
 """The code of the functions that call plug-ins; filled where they are defined."""
-_PARTS = ("rollout/episode.py", "rollout/transcript.py", "tokens/", "engines/", "training/")
-_WORKS = tuple(f"{OURS}{part}" for part in _PARTS)
-"""Where the library itself works for a plug-in that calls back."""
-_PASSES_ON = (f"{OURS}rollout/", f"{OURS}core/")
-"""Where calls are only passed on."""
 
 
 def calls_plugins(function: _Function) -> _Function:
@@ -55,6 +51,8 @@ class Culprit(NamedTuple):
     """file:line of the method, and of where it is at the moment."""
     episode: str
     """The episode, or "" where its task does not say."""
+    call: int
+    """Which call of it."""
 
 
 class _Block(NamedTuple):
@@ -135,15 +133,22 @@ class LoopWatchdog:
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread: int, end: threading.Event) -> None:
         """Run in a thread: look at the loop's stack while its mark is too old."""
+        looked, lost_s, last_mark, last_culprit = time.monotonic(), 0.0, self._mark, None
         while not end.wait(self.limit_s / 4) and not loop.is_closed():
-            mark = self._mark
-            if time.monotonic() - mark <= self.limit_s:
+            mark, now = self._mark, time.monotonic()
+            if mark != last_mark:
+                lost_s, last_mark = 0.0, mark
+            lost_s += max(0.0, now - looked - self.limit_s / 2)
+            looked = now
+            if now - mark - lost_s <= self.limit_s:
                 with self._lock:
                     self._count()
+                last_culprit = None
                 continue
-            culprit = culprit_of(sys._current_frames().get(thread), loop)
+            former, culprit = last_culprit, culprit_of(sys._current_frames().get(thread), loop)
+            last_culprit = culprit
             with self._lock:
-                if culprit is None or self._mark != mark:
+                if culprit is None or former is None or former.call != culprit.call or self._mark != mark:
                     continue
                 if self._block is None:
                     self._block = _Block(mark, Counter())
@@ -170,7 +175,7 @@ class LoopWatchdog:
         block, self._block = self._block, None
         if block is None:
             return
-        (culprit, _), *_ = block.seen.most_common(1)
+        ((culprit, _),) = block.seen.most_common(1)
         self.num_blocked[culprit.name] += 1
         if culprit.episode:
             self._blocked.setdefault(culprit.episode, []).append(self._mark - block.began)
@@ -191,18 +196,23 @@ def culprit_of(frame: FrameType | None, loop: asyncio.AbstractEventLoop) -> Culp
     last = max((i for i, f in enumerate(stack) if f.f_code in _CALLERS), default=None)
     if last is not None:
         inner = [f for f in stack[last + 1 :] if not is_stdlib(f.f_code.co_filename)]
+        if inner and is_ours(inner[0].f_code.co_filename):  # it passes calls on, and asks other packages for itself
+            inner = inner[next((i for i, f in enumerate(inner) if _is_an_authors(f)), len(inner)) :]
     else:
         below = max((i for i, f in enumerate(stack) if _is_loop(f)), default=len(stack))
         inner = [f for f in stack[below + 1 :] if not is_stdlib(f.f_code.co_filename)]
-        if inner and inner[-1].f_code.co_filename.startswith(OURS):
-            return None  # whoever is above only waits for what the library does
-        inner = [f for f in inner if not f.f_code.co_filename.startswith((OURS, *PACKAGES))]
-    inner = list(itertools.dropwhile(lambda f: f.f_code.co_filename.startswith(_PASSES_ON), inner))
-    if not inner or inner[-1].f_code.co_filename.startswith(_WORKS):
-        return None
+        if not inner or not is_ours(inner[-1].f_code.co_filename):
+            inner = [f for f in inner if _is_an_authors(f)]
+    if not inner or is_ours(inner[-1].f_code.co_filename):
+        return None  # whoever is above only waits for what the library does
     first, at = inner[0].f_code, inner[-1]
     where = f"{first.co_filename}:{first.co_firstlineno}, now at {at.f_code.co_filename}:{at.f_lineno}"
-    return Culprit(first.co_qualname, where, _episode(loop))
+    return Culprit(first.co_qualname, where, _episode(loop), id(inner[0]))
+
+
+def _is_an_authors(frame: FrameType) -> bool:
+    """Return whether a frame that is not the standard library's is neither the library's nor an installed package's."""
+    return not frame.f_code.co_filename.startswith((OURS, *PACKAGES))
 
 
 def _is_loop(frame: FrameType) -> bool:

@@ -18,6 +18,8 @@ from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
+from polyturn.tools.bounded import Bounded
+from polyturn.tools.threads import DaemonThreads
 
 CALL = '<tool_call>\n{"name": "sleeps", "arguments": {"seconds": %s}}\n</tool_call>'
 LIMIT_S = 0.1
@@ -73,7 +75,7 @@ async def test_a_tool_that_blocks_is_named_with_its_place_and_its_episode_while_
     assert "write it as a plain function" in said
     assert ended - seen_at[0] > 0.15, "it was said before the call came back"
     assert trajectory.metrics["loop_blocked"] == 1
-    assert 0.3 < trajectory.metrics["loop_blocked_s"] < 2
+    assert trajectory.metrics["loop_blocked_s"] > 0.3
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,23 @@ async def test_nobody_is_named_who_only_waits_for_what_the_library_does(caplog: 
 
     with LoopWatchdog(limit_s=LIMIT_S).watching():
         await waits()
+    assert warnings(caplog) == []
+
+
+async def test_the_library_is_never_named_for_what_it_does_between_a_caller_and_a_plug_in(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a busy machine, where the thread finds the loop wherever it happens to be."""
+    submit = DaemonThreads._submit
+
+    def slow_submit(self: DaemonThreads, job: Any) -> None:
+        time.sleep(4 * LIMIT_S)
+        submit(self, job)
+
+    monkeypatch.setattr(DaemonThreads, "_submit", slow_submit)
+    slow_submit.__code__ = slow_submit.__code__.replace(co_filename=DaemonThreads.run.__code__.co_filename)
+    with LoopWatchdog(limit_s=LIMIT_S).watching():
+        assert await Bounded(name="b", timeout_s=60).run(lambda: "done") == "done"
     assert warnings(caplog) == []
 
 
