@@ -100,6 +100,8 @@ class Flights:
         self._held: dict[str, Held] = {}
         """Episodes that were in flight when the run before this one ended, and did not start here yet."""
         self._counts: Counter[str] = Counter()
+        self._unsaid: Counter[str] = Counter()
+        """What became of episodes that were in flight, and was not said yet."""
         self._reasons: Counter[str] = Counter()
         self._warned: set[str] = set()
 
@@ -177,16 +179,19 @@ class Flights:
 
     def read_metrics(self) -> Mapping[str, float]:
         """Return how many episodes went on, how many started again, and how many could not be kept, since last asked."""
-        if self._counts["resumed"] or self._counts["restarted"]:
+        counts = {metric: float(self._counts[name]) for name, metric in _METRICS.items()}
+        is_over = not self._held or not self._counts  # those that did not start yet may do so in a later step
+        self._unsaid += self._counts
+        self._counts = Counter()
+        if is_over and (self._unsaid["resumed"] or self._unsaid["restarted"]):
             why = "; ".join(f"{count} times: {reason}" for reason, count in self._reasons.most_common(5))
             logger.info(
                 "conversations in flight: %d went on from their last complete turn, %d start from their tasks%s",
-                self._counts["resumed"],
-                self._counts["restarted"],
+                self._unsaid["resumed"],
+                self._unsaid["restarted"],
                 f" ({why})" if why else "",
             )
-        counts = {metric: float(self._counts[name]) for name, metric in _METRICS.items()}
-        self._counts, self._reasons = Counter(), Counter()
+            self._unsaid, self._reasons = Counter(), Counter()
         return counts
 
     def close(self) -> None:

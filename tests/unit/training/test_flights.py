@@ -191,3 +191,21 @@ def test_a_disk_that_takes_no_more_ends_the_journal_and_not_the_run(tmp_path: Pa
     life.begins("g1/0")
     life.begins("g1/1")
     assert caplog.text.count("conversations in flight are not kept any more") == 1
+
+
+def test_what_became_of_them_is_said_once_however_many_steps_they_start_in(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    life = Life(tmp_path, step=2)
+    for episode in ("g4/0", "g4/1", "g5/0"):
+        life.begins(episode)
+        life.turn(episode, version=1)
+    after = Life(tmp_path, step=2, resumes=True)
+    resumed = []
+    with caplog.at_level("INFO"):
+        for episodes in (("g4/0", "g4/1"), ("g5/0",), ()):
+            for episode in episodes:
+                assert after.held(episode) == ["behind 1"]
+                after.flights.count("resumed")
+            resumed.append(after.flights.read_metrics()["rollout/resumed_flights"])
+    assert resumed == [2, 1, 0]
+    (said,) = [r.getMessage() for r in caplog.records if "in flight" in r.getMessage()]
+    assert said == "conversations in flight: 3 went on from their last complete turn, 0 start from their tasks"
