@@ -67,7 +67,8 @@ class CallOptions:
     """How the reward functions of a run are called."""
 
     timeout_s: float = 60.0
-    """Deadline of one call; waiting for a turn does not count."""
+    """Deadline of what a function does by itself; waiting for a turn, a thread, a sandbox or a checker does not count, and
+    neither does what runs there, which has limits of its own."""
     text: TextOf = "answer"
     """What a function of `solution_str` reads."""
     rate: RateLimit | None = None

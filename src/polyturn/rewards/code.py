@@ -5,6 +5,7 @@
 The sandbox is a SandboxFusion service: POST `run_code` with {"code", "language", "stdin", …}, answered with
 {"status", "run_result": {"status", "stdout", …}}; without an address it is the one of this machine, which answers alike. A
 program that fails, is late or prints something else fails its test; a sandbox that cannot be asked is an error, never a 0.
+Where there is no answer, it is asked about another program: a sandbox that runs that one, and never this one, is not broken.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -24,11 +26,20 @@ import httpx
 
 from polyturn.core.answers import whole_now
 from polyturn.core.errors import DataError, RewardError, one_line
+from polyturn.core.own_time import OwnTime
 from polyturn.core.secret import bearer, hide
 from polyturn.rewards.local_sandbox import LocalSandbox, local_sandbox
 
+logger = logging.getLogger(__name__)
+
 NUM_TRIES = 4
 """How often the sandbox is asked before it counts as broken."""
+QUEUE_S = 120.0
+"""How long a busy sandbox may keep a program waiting."""
+BUSY = (429, 503)
+"""HTTP statuses of a sandbox that has too much to do."""
+PROBE = "print('ready')"
+"""What a sandbox is asked to run that gave no answer about a program."""
 TESTS_AT_ONCE = 8
 CONTINUOUS_TESTS = 10
 """How many tests count when a share of them is the score."""
@@ -75,30 +86,68 @@ class Sandbox:
             RewardError: the sandbox cannot be asked.
             ConfigError: there is no address, and this machine cannot isolate programs.
         """
-        url = self.url
-        if not url:
-            with self.slots:
-                return self._here().run(code, stdin=stdin)
-        asked = run_request(
-            code, stdin=stdin, language=language, timeout_s=self.timeout_s, memory_limit_mb=self.memory_limit_mb
-        )
-        problem = ""
-        for attempt in range(NUM_TRIES):
-            time.sleep(0.25 * attempt)
+        with OwnTime.asked():
+            if not self.url:
+                with self.slots:
+                    return self._here().run(code, stdin=stdin)
+            return self._run_there(self.url, self._request(code, stdin=stdin, language=language))
+
+    def _run_there(self, url: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            return self._ask(url, asked)
+        except RewardError:
+            if not self._works(url):
+                raise
+        try:
+            return self._ask(url, asked, num_tries=1)
+        except RewardError as problem:
+            logger.warning("a program is taken to have failed, because a sandbox that works gives no answer: %s", problem)
+            return {"status": "Failed", "run_result": {"status": "Error", "stderr": str(problem)}}
+
+    def _ask(self, url: str, asked: Mapping[str, Any], *, num_tries: int = NUM_TRIES) -> Mapping[str, Any]:
+        """Ask until there is an answer, one that has too much to do for as long as `QUEUE_S`.
+
+        Raises:
+            RewardError: there is none.
+        """
+        problem, num_asked, pause_s, until = "", 0, 0.25, time.monotonic() + QUEUE_S
+        while num_asked < num_tries:
             try:
                 with self.slots:
                     said = self._post(url, asked)
             except (httpx.HTTPError, ValueError, RecursionError) as error:
                 problem = one_line(error)
-                continue
-            if isinstance(said, Mapping) and said.get("status") in ("Success", "Failed"):
-                return said
-            problem = f"it answered {said!r:.200}"
-        raise RewardError(hide(f"the sandbox {url} cannot be asked, after {NUM_TRIES} tries: {problem}", self.token))
+                is_busy = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in BUSY
+                num_asked += not is_busy
+                if (is_busy or isinstance(error, httpx.TimeoutException)) and time.monotonic() > until:
+                    break
+            else:
+                if _is_answer(said):
+                    return said  # type: ignore[no-any-return]
+                problem, num_asked = f"it answered {said!r:.200}", num_asked + 1
+            if num_asked < num_tries:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 4.0)
+        tries = "a try" if num_tries == 1 else f"{num_tries} tries"
+        raise RewardError(hide(f"the sandbox {url} cannot be asked, after {tries}: {problem}", self.token))
+
+    def _works(self, url: str) -> bool:
+        """Return whether the sandbox runs a program that cannot fail."""
+        try:
+            said = self._ask(url, self._request(PROBE, stdin="", language="python"), num_tries=1)
+        except RewardError:
+            return False
+        return _lines(str((said.get("run_result") or {}).get("stdout"))) == ["ready"]
+
+    def _request(self, code: str, *, stdin: str, language: str) -> dict[str, Any]:
+        return run_request(
+            code, stdin=stdin, language=language, timeout_s=self.timeout_s, memory_limit_mb=self.memory_limit_mb
+        )
 
     def _post(self, url: str, asked: Mapping[str, Any]) -> Any:
-        timeout_s = 2 * self.timeout_s + 10
-        with _client().stream("POST", url, json=asked, headers=bearer(self.token), timeout=timeout_s) as reply:
+        usual_s = 2 * self.timeout_s + 10
+        limits = httpx.Timeout(usual_s, read=usual_s + QUEUE_S, pool=None)  # waiting for a connection is nobody's fault
+        with _client().stream("POST", url, json=asked, headers=bearer(self.token), timeout=limits) as reply:
             reply.raise_for_status()
             return json.loads(whole_now(reply.iter_bytes()))
 
@@ -139,11 +188,13 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
     if not blocks:
         return 0.0
     program = blocks[-1] + (_CALL.format(name=name) if name else "")
+    if not _is_text(program):
+        return 0.0
     cases = cases[:CONTINUOUS_TESTS] if continuous else cases
     passed = 0
     for start in range(0, len(cases), TESTS_AT_ONCE):
         batch = cases[start : start + TESTS_AT_ONCE]
-        with ThreadPoolExecutor(len(batch)) as threads:
+        with OwnTime.asked(), ThreadPoolExecutor(len(batch)) as threads:
             results = list(threads.map(lambda case: _passes(program, case, sandbox, is_call=bool(name)), batch))
         passed += sum(results)
         if not continuous and not all(results):
@@ -162,13 +213,45 @@ def _read_cases(truth: Any) -> tuple[str | None, Sequence[tuple[Any, Any]]]:
         read = json.loads(truth) if isinstance(truth, str | bytes) else truth
         cases = list(zip(read["inputs"], read["outputs"], strict=True))
         name = read.get("fn_name")
-    except (ValueError, TypeError, KeyError, AttributeError) as problem:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise DataError(
             f"the ground_truth {truth!r:.80} is no tests: {one_line(problem)}; write {{'inputs': […], 'outputs': […]}}"
         ) from problem
     if not cases:
         raise DataError(f"the ground_truth {truth!r:.100} has no test")
-    return name, cases
+    if name is None:
+        return name, cases
+    return name, [(given, _as_value(expected)) for given, expected in cases]
+
+
+def _as_value(expected: Any) -> Any:
+    """Return what a function should return; some data sets write it as JSON.
+
+    Raises:
+        DataError: it is nested too deep to be compared.
+    """
+    try:
+        with contextlib.suppress(ValueError):
+            expected = json.loads(expected) if isinstance(expected, str) else expected
+        json.dumps(expected)
+    except (RecursionError, TypeError, ValueError) as problem:
+        raise DataError(f"the expected output {expected!r:.80} is no value in JSON: {one_line(problem)}") from problem
+    return expected
+
+
+def _is_text(program: str) -> bool:
+    """Return whether a program has characters alone, and no halves of pairs, which no request can carry."""
+    try:
+        program.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_answer(said: Any) -> bool:
+    if not isinstance(said, Mapping) or said.get("status") not in ("Success", "Failed"):
+        return False
+    return said.get("run_result") is None or isinstance(said["run_result"], Mapping)
 
 
 def _passes(program: str, case: tuple[Any, Any], sandbox: Sandbox, *, is_call: bool) -> bool:
@@ -182,14 +265,18 @@ def _passes(program: str, case: tuple[Any, Any], sandbox: Sandbox, *, is_call: b
 
 
 def _returns(printed: str, expected: Any) -> bool:
-    """Return whether a function returned what it should; some data sets wrap the value in a list, or write it as JSON."""
-    try:
-        returned = json.loads(printed.strip().rsplit("\n", 1)[-1])
-    except ValueError:
+    """Return whether a function returned what it should; some data sets wrap the value in a list.
+
+    What it printed is the program's to choose: what cannot be read, or is far too long to be the value, is another one.
+    """
+    last = printed.strip().rsplit("\n", 1)[-1]
+    if len(last) > 1000 + 8 * len(json.dumps(expected)):
         return False
-    with contextlib.suppress(ValueError):
-        expected = json.loads(expected) if isinstance(expected, str) else expected
-    return returned == expected or [returned] == expected
+    try:
+        returned = json.loads(last)
+        return bool(returned == expected or [returned] == expected)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _lines(text: str) -> list[str]:

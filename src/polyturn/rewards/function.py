@@ -12,6 +12,7 @@ form returns a list of these. A function that raises, is late or returns no fini
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.messages import to_openai
+from polyturn.core.own_time import OwnTime
 from polyturn.core.signature import lacks
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
@@ -138,7 +140,8 @@ class RewardFunction:
 
     async def _run(self, *args: Any, **told: Any) -> Any:
         async with self._options.rate or contextlib.nullcontext():
-            return await self._bounded.run(self._function, *args, **told, **self._kwargs)
+            call = functools.partial(self._function, *args, **told, **self._kwargs)
+            return await self._bounded.run_for(call, clock=OwnTime())
 
 
 def extra_info(trajectory: Trajectory, tool_rewards: Mapping[str, float | None]) -> dict[str, Any]:

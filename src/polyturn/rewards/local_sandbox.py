@@ -68,6 +68,9 @@ class LocalSandbox:
                 self._pool.close()
 
     def _run(self, code: str, stdin: str) -> Mapping[str, Any]:
+        size = len(stdin.encode("utf-8", "surrogatepass"))
+        if size > self._limits.disk_mb << 19:  # beside the program's own files
+            raise RewardError(f"the input of a test has {size:,} bytes; a sandbox on this machine takes half of 64 MiB")
         sandbox = self._pool.take()
         try:
             return reply_of(sandbox.run_program(code, stdin=stdin))

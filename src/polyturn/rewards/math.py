@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from polyturn.core.errors import ConfigError, RewardError
+from polyturn.core.own_time import OwnTime
 from polyturn.core.readable import is_readable
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ class _Checkers:
         self._idle: list[_Checker] = []
 
     def ask(self, truth: str, answer: str) -> bool:
-        with self._free:
+        with OwnTime.asked(), self._free:
             checker = self._idle.pop() if self._idle else _Checker()
             verdict = checker.ask(truth, answer)
             if verdict is None:

@@ -4,7 +4,8 @@
                           └──▶ it waits: until the deadline, or the caller, cancels it; a short grace lets it clean up, and
                                code that still runs is left behind and counted
 
-Each call is a task of its own, begun at once. Plain functions run in daemon threads instead of on the event loop.
+Each call is a task of its own, begun at once. Plain functions run in daemon threads instead of on the event loop, and their
+deadline begins when they do.
 """
 
 from __future__ import annotations
@@ -101,12 +102,15 @@ class Bounded:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         caller = asyncio.current_task()
         name = None if caller is None else caller.get_name()  # the episode's, by which the watchdog names it
+        stretch = OwnTime() if clock is None else clock
+        if not inspect.iscoroutinefunction(work):
+            work = stretch.from_its_begin(work)
         with nullcontext() if clock is None else clock.running():
             task = begun(self._guarded(work, on_late=on_late, is_owed=is_owed), name=name)
         try:
             if not task.done():
                 await asyncio.wait({task}, timeout=limit_s)
-            while clock is not None and not task.done() and (rest_s := limit_s - clock.seconds) > 0:
+            while not task.done() and (rest_s := limit_s - stretch.seconds) > 0:
                 await asyncio.wait({task}, timeout=rest_s)
             if not task.done():
                 await self._stop(task)

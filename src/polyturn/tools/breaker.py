@@ -6,7 +6,8 @@
                                                              └── it fails: open again, for twice as long
 
 A failure is a time-out or a lost connection. A refusal, a crash or bad arguments say that the tool was reached, so they
-count as answers: a policy cannot open the breaker with what it writes. One episode alone cannot open it either.
+count as answers; and a call that was late while another one was answered was slow by itself, and counts for nothing. So a
+policy does not open the breaker for others with what it writes, and one episode alone cannot open it either.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Breaker:
         self._until = 0.0
         self._counted = -math.inf
         """When the latest failure was counted."""
+        self._answered = -math.inf
+        """When the tool last answered."""
         self._is_trying = False
 
     @property
@@ -89,23 +92,26 @@ class Breaker:
             logger.info("tool %r answers again", self._tool)
         self._failures, self._cooldown_s, self._is_trying = 0, 0.0, False
         self._episodes.clear()
+        self._answered = self._clock()
 
-    def failed(self, episode: str, *, began: float | None = None) -> None:
+    def failed(self, episode: str, *, began: float | None = None, is_late: bool = False) -> None:
         """Count a time-out or a lost connection.
 
         Args:
             episode: Whose call it was.
-            began: When the call began, where what it asked broke off: calls that were under way when it did so before are
-                one failure together.
+            began: When the call began. Calls that were under way when what they asked broke off are one failure together.
+            is_late: Whether it was a time-out, which is the call's own fault where the tool has answered since it began.
         """
         settings = self._settings
+        if is_late and began is not None and self._answered >= began:
+            return self.left()
         if self.is_open:
             if self._is_trying:
                 self._open(min(2 * self._cooldown_s, settings.max_cooldown_s))
             return  # it was under way when the breaker opened
         if len(self._episodes) < settings.min_episodes:
             self._episodes.add(episode)
-        if began is None or began >= self._counted:
+        if is_late or began is None or began >= self._counted:
             self._counted = self._clock()
             self._failures += 1
         if 0 < settings.failures <= self._failures and len(self._episodes) >= settings.min_episodes:

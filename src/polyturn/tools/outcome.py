@@ -114,7 +114,7 @@ def finite(value: Any, *, what: str) -> float:
     """
     try:
         number = float(value)
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, OverflowError) as problem:
         raise RewardError(f"the {what} reward is {value!r:.100}; return a number, or None for none") from problem
     if not math.isfinite(number):
         raise RewardError(f"the {what} reward is {number}; it must be finite")

@@ -48,15 +48,21 @@ class SandboxFusionTool(BaseTool):
         self.default_timeout: float = config.get("default_timeout", 30)
         self.default_language: str = config.get("default_language", "python")
         self.memory_limit_mb: int = config.get("memory_limit_mb", 1024)
+        self._max_concurrent = max_concurrent(config, num_workers=10, rate_limit=10)
         self._service = HttpService(
             url,
             timeout_s=2 * self.default_timeout + SLACK_S,
-            max_concurrent=max_concurrent(config, num_workers=10, rate_limit=10),
+            max_concurrent=self._max_concurrent,
             max_tries=config.get("max_retries", 3),
             retry_delay_s=config.get("retry_delay", 1.0),
             token=token_from(config, where="the tool that asks a sandbox"),
         )
         self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    @property
+    def max_concurrency(self) -> int:
+        """How many of its calls run at once; others wait for their turn, which is no part of their deadline."""
+        return self._max_concurrent
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the schema that is used where the file has none."""

@@ -5,9 +5,9 @@
     reply = await service.post({...})    Reply(status="ok", data={...}) or Reply(status="timeout", error="…")
     await service.close()                the last one closes the connections
 
-The deadline covers a whole call, retries and waiting included. The limit belongs to one tool in one process, and waiting for
-it blocks nothing, and an answer that is too large is not read. Connections live exactly as long as instances do, so an
-event loop that ends leaves none behind.
+The deadline covers a whole call with its retries, and not the wait for a turn. The limit belongs to one tool in one process,
+waiting for it blocks nothing, and an answer that is too large is not read. Connections live exactly as long as instances
+do, so an event loop that ends leaves none behind.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class HttpService:
             raise LifecycleError(f"{self.url}: posted to before `open` or after the last `close`")
         last = ServiceReply(status="timeout", error="it was never sent", num_tries=0)
         try:
-            async with asyncio.timeout(self.timeout_s), self._limit:
+            async with self._limit, asyncio.timeout(self.timeout_s):
                 for number in range(1, self._max_tries + 1):
                     last, is_final = await self._try(self._session, payload, number)
                     if is_final or number == self._max_tries:

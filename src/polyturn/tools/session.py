@@ -257,7 +257,7 @@ class ToolSession:
             result = await self._execute(tool, call, arguments, messages)
             is_lost = result.error is not None and ToolFailure(result.error).is_infrastructure
             if is_lost:
-                breaker.failed(self._episode_id, began=None if result.error == ToolFailure.TIMEOUT else began)
+                breaker.failed(self._episode_id, began=began, is_late=result.error == ToolFailure.TIMEOUT)
             else:
                 breaker.answered()
             is_told = True

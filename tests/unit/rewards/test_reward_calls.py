@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, ToolCall
 from polyturn.core.task import InteractionRef, Task, ToolKwargs
 from polyturn.core.trajectory import Segment, Span, SpanRef, SpanSource, Trajectory, Turn
+from polyturn.rewards import math
 from polyturn.rewards.calls import Batch, CallOptions, RateLimit
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import extra_info
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rewards.written import written
-from polyturn.tools.python_sandbox.isolation import Walls
+from polyturn.tools.python_sandbox.isolation import Walls, find_walls
 
 
 def turn(text: str = "x", **fields: Any) -> Turn:
@@ -289,3 +291,45 @@ async def test_the_penalty_is_there_whatever_the_weights_are() -> None:
 def test_a_penalty_that_cannot_work_is_refused(buffer: int) -> None:
     with pytest.raises(ConfigError, match=f"buffer is {buffer} and max_tokens is 100"):
         Overlong(max_tokens=100, buffer=buffer)
+
+
+PROGRAM = "```python\n{}\n```"
+
+
+@pytest.mark.skipif(find_walls()[0] is Walls.NONE, reason="code cannot be isolated here")
+async def test_endless_programs_are_worth_nothing_and_cost_the_right_one_beside_them_nothing() -> None:
+    tests = {"inputs": ["1"] * 4, "outputs": ["2"] * 4}
+    router = RewardRouter(sandbox=Sandbox(url=None, timeout_s=2.0), calls=CallOptions(timeout_s=3.0))
+    bodies = [*["while True: pass"] * 3, "print(int(input()) + 1)"]
+    made = [trajectory(turn(PROGRAM.format(b)), data_source="apps", ground_truth=tests) for b in bodies]
+    rewards = await asyncio.gather(*map(router.score, made))
+    assert [reward.total for reward in rewards] == [0.0, 0.0, 0.0, 1.0]
+
+
+async def test_hostile_answers_are_worth_nothing_and_cost_the_right_one_beside_them_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(math, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(math._checkers, "_free", threading.Semaphore(1))
+    router = RewardRouter(calls=CallOptions(timeout_s=4.0))
+    answers = [*(rf"9^{{9^{{9^{{9^{n}}}}}}} + {n}" for n in (5, 6, 7)), r"\frac{143}{286}"]
+    made = [trajectory(turn(rf"\boxed{{{a}}}"), data_source="HuggingFaceH4/MATH-500", ground_truth="0.5") for a in answers]
+    assert math.is_equal("0.25", r"\frac{50}{200}")  # a checker has started
+    rewards = await asyncio.gather(*map(router.score, made))
+    assert [reward.total for reward in rewards] == [0.0, 0.0, 0.0, 1.0]
+
+
+async def test_a_function_that_does_nothing_in_time_by_itself_fails_though_it_asked_the_library_before() -> None:
+    def slow(trajectory: Trajectory) -> float:
+        math.is_equal("0.125", r"\frac{25}{200}")
+        threading.Event().wait(30)
+        return 1.0
+
+    router = RewardRouter(function=slow, calls=CallOptions(timeout_s=0.2))
+    with pytest.raises(RewardError, match=r"longer than 0\.2 s"):
+        await router.score(trajectory(turn()))
+
+
+async def test_a_whole_number_without_end_is_no_reward() -> None:
+    with pytest.raises(RewardError, match="return a number"):
+        await RewardRouter(function=lambda trajectory: 10**400).score(trajectory(turn()))

@@ -144,15 +144,24 @@ def test_search_r1_compares_the_last_answer_with_the_right_ones(text: Any, truth
 
 
 class Sandbox(BaseHTTPRequestHandler):
-    """A service with the sandbox's protocol that runs Python itself; `broken` answers are left first."""
+    """A service with the sandbox's protocol that runs Python itself; `broken` answers are left first.
+
+    `is_down` leaves one that is broken for good; a program with the word in `refuses` is never answered.
+    """
 
     asked: list[dict[str, Any]]
     broken: list[tuple[int, dict[str, Any]]]
+    is_down: tuple[int, dict[str, Any]] | None = None
+    refuses: str | None = None
+    reply_of_refused: tuple[int, Any] = (500, {})
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(asked)
-        status, reply = self.broken.pop() if self.broken else (200, self.run(asked))
+        if self.refuses is not None and self.refuses in asked["code"]:
+            status, reply = self.reply_of_refused
+        else:
+            status, reply = self.is_down or (self.broken.pop() if self.broken else (200, self.run(asked)))
         body = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -185,6 +194,7 @@ def service() -> Iterator[tuple[str, type[Sandbox]]]:
 
 PLUS_ONE = "Here:\n```python\nprint(int(input()) + 1)\n```\nDone."
 IO_TESTS = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3"]}
+ONE_TEST = {"inputs": ["1"], "outputs": ["2"]}
 
 
 def test_a_program_must_print_what_each_test_expects(service: tuple[str, type[Sandbox]]) -> None:
@@ -216,11 +226,108 @@ def test_a_sandbox_is_asked_again_and_one_that_stays_broken_is_an_error_never_a_
 ) -> None:
     monkeypatch.setattr(code.time, "sleep", lambda seconds: None)
     sandbox = code.Sandbox(url=service[0])
-    service[1].broken += [(503, {}), (200, {"status": "SandboxError", "message": "full"})]
-    assert code.compute_score(PLUS_ONE, {"inputs": ["1"], "outputs": ["2"]}, sandbox=sandbox) == 1.0
-    service[1].broken += [(503, {})] * code.NUM_TRIES
-    with pytest.raises(RewardError, match=r"cannot be asked, after 4 tries: HTTPStatusError.*503"):
-        code.compute_score(PLUS_ONE, {"inputs": ["1"], "outputs": ["2"]}, sandbox=sandbox)
+    service[1].broken += [(500, {}), (200, {"status": "SandboxError", "message": "full"})]
+    assert code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox) == 1.0
+    service[1].broken += [(500, {})] * code.NUM_TRIES
+    assert code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox) == 1.0, "it works again as soon as it is looked at"
+    service[1].is_down = (500, {})
+    with pytest.raises(RewardError, match=r"cannot be asked, after 4 tries: HTTPStatusError.*500"):
+        code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox)
+
+
+def test_a_sandbox_that_has_too_much_to_do_is_waited_for(
+    service: tuple[str, type[Sandbox]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code.time, "sleep", lambda seconds: None)
+    sandbox = code.Sandbox(url=service[0])
+    service[1].broken += [(503, {}), (429, {})] * code.NUM_TRIES
+    assert code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox) == 1.0
+    monkeypatch.setattr(code, "QUEUE_S", 0.2)
+    service[1].is_down = (503, {})
+    with pytest.raises(RewardError, match=r"cannot be asked.*503"):
+        code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (500, {}),
+        (422, {"detail": "no"}),
+        (200, {"status": "SandboxError", "message": "not UTF-8"}),
+        (200, {"status": "Success", "run_result": ["x"]}),
+        (200, "x" * 2000),
+    ],
+)
+def test_a_program_that_breaks_a_sandbox_which_works_is_wrong_and_no_error(
+    answer: tuple[int, Any],
+    service: tuple[str, type[Sandbox]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(code.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("polyturn.core.answers.MAX_ANSWER_BYTES", 1000)
+    service[1].refuses, service[1].reply_of_refused = "hostile", answer
+    sandbox = code.Sandbox(url=service[0])
+    assert code.compute_score("```python\n# hostile\nprint(2)\n```", ONE_TEST, sandbox=sandbox) == 0.0
+    assert "a program is taken to have failed" in caplog.text
+    assert code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox) == 1.0
+
+
+HOSTILE_OUTPUTS = (
+    "[" * 100_000,
+    "[" * 990 + "]" * 990,
+    '{"a":' * 100_000,
+    "9" * 5_000,
+    "1e999",
+    "NaN",
+    "-Infinity",
+    "[0, " * 1_000_000,
+    "[" + "0," * 1_000_000 + "0]",
+    '"' + "\\ud800" * 10 + '"',
+    "\x00",
+    "",
+    "\x1b[2J",
+    "null",
+    '{"__class__": "int"}',
+)
+
+
+@pytest.mark.parametrize("expected", [3, "3", [3], "[3]", {"a": [1, 2]}, "text", None, 1.5, [[1] * 50] * 50])
+def test_whatever_a_function_is_said_to_return_is_compared_and_never_an_error(expected: Any) -> None:
+    for printed in HOSTILE_OUTPUTS:
+        wanted = code._as_value(expected)
+        assert code._returns(printed, wanted) is (printed == "null" and wanted is None), printed[:20]
+        assert code._returns(f"noise\n{json.dumps(wanted)}\n", wanted)
+
+
+@isolated
+def test_hostile_programs_are_wrong_and_never_an_error() -> None:
+    sandbox = code.Sandbox(url=None, memory_limit_mb=256, timeout_s=1.0)
+    tests = {"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}
+    bodies = (
+        "def f(x):\n    print('[' * 100_000)\n    import os\n    os._exit(0)",
+        "def f(x):\n    import os\n    os.write(1, b'[' * 100_000)\n    os._exit(0)",
+        "def f(x):\n    y = []\n    for _ in range(900): y = [y]\n    return y",
+        "def f(x):\n    import os\n    os.write(1, bytes(range(256)) * 99)\n    os._exit(0)",
+        "def f(x):\n    while True: pass",
+        "def f(x):\n    import os\n    os.kill(os.getppid(), 9)\n    os.kill(0, 9)",
+        "import json\njson.dumps = lambda x: '\\ud800'\ndef f(x): return 2",
+        "def f(x): return 2\nraise SystemExit(10 ** 30)",
+        "f = 2",
+        "x = '\x00'",
+        "y = '\ud800'",
+    )
+    for body in bodies:
+        assert code.compute_score(f"```python\n{body}\n```", tests, sandbox=sandbox) == 0.0, body
+    assert code.compute_score("```python\ndef f(x): return x + 1\n```", tests, sandbox=sandbox) == 1.0
+
+
+def test_a_test_that_its_owner_wrote_wrong_is_an_error_whatever_the_program_does() -> None:
+    deep = {"fn_name": "f", "inputs": ["1"], "outputs": ["[" * 100_000]}
+    with pytest.raises(DataError, match="the expected output"):
+        code.compute_score(PLUS_ONE, deep, sandbox=code.Sandbox(url="http://nowhere"))
+    with pytest.raises(DataError, match="is no tests"):
+        code.compute_score(PLUS_ONE, "[" * 100_000, sandbox=code.Sandbox(url="http://nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +380,7 @@ def test_a_sandbox_that_answers_without_end_is_an_error(
 ) -> None:
     monkeypatch.setattr(code.time, "sleep", lambda seconds: None)
     monkeypatch.setattr("polyturn.core.answers.MAX_ANSWER_BYTES", 1000)
-    service[1].broken += [(200, {"status": "Success", "message": "x" * 2000})] * code.NUM_TRIES
+    service[1].is_down = (200, {"status": "Success", "message": "x" * 2000})
     with pytest.raises(RewardError, match="the answer is larger than 1000 bytes"):
         code.compute_score(PLUS_ONE, {"inputs": ["1"], "outputs": ["2"]}, sandbox=code.Sandbox(url=service[0]))
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from polyturn.core.own_time import OwnTime
 from polyturn.tools.bounded import Bounded, DeadlineError
 from polyturn.tools.eager import begun
+from polyturn.tools.threads import DaemonThreads
 
 VAR: contextvars.ContextVar[str] = contextvars.ContextVar("VAR", default="unset")
 
@@ -382,3 +384,9 @@ def _cancels() -> int:
     task = asyncio.current_task()
     assert task is not None
     return task.cancelling()
+
+
+async def test_waiting_for_a_thread_is_no_part_of_a_plain_functions_time() -> None:
+    bounded = Bounded(name="few", timeout_s=3.0)
+    bounded._threads = DaemonThreads(name="few", max_threads=1)
+    assert await asyncio.gather(*(bounded.run(time.sleep, 1.0) for _ in range(4))) == [None] * 4

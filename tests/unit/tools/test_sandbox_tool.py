@@ -11,7 +11,10 @@ import pytest
 
 from polyturn.core.errors import ConfigError
 from polyturn.testing.services import serve
+from polyturn.tools.executor import ToolBox
+from polyturn.tools.python_sandbox import PythonSandbox
 from polyturn.tools.sandbox import SandboxFusionTool
+from polyturn.tools.service import HttpService
 
 
 async def run_python(asked: dict[str, Any], number: int) -> Any:
@@ -97,3 +100,22 @@ async def test_the_limit_can_be_switched_off() -> None:
 def test_the_url_is_needed() -> None:
     with pytest.raises(ConfigError, match="sandbox_fusion_url is not set"):
         SandboxFusionTool({})
+
+
+async def test_code_waits_for_its_turn_outside_of_its_deadline() -> None:
+    """Else endless programs of some episodes would be the time-outs of others, and open the tool's breaker."""
+
+    async def answer(asked: dict[str, Any], number: int) -> Any:
+        await asyncio.sleep(1.0)
+        return {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "1"}}
+
+    async with serve(answer) as served:
+        service = HttpService(served.url, timeout_s=3.0, max_concurrent=1)
+        service.open()
+        replies = await asyncio.gather(*(service.post({}) for _ in range(5)))
+        await service.close()
+        assert [reply.status for reply in replies] == ["ok"] * 5
+        tool = SandboxFusionTool({"sandbox_fusion_url": served.url, "num_workers": 3})
+        assert tool.max_concurrency == 3 and ToolBox([tool]).lanes.has_limit(tool.name)
+    local = PythonSandbox({"num_workers": 2, "warm": 0, "allow_unsafe": True})
+    assert local.max_concurrency == 2 and ToolBox([local]).lanes.has_limit(local.name)

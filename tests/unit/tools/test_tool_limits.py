@@ -128,6 +128,22 @@ def test_calls_that_break_off_together_are_one_failure():
     assert breaker.is_open
 
 
+def test_calls_that_are_late_while_another_is_answered_are_slow_by_themselves():
+    clock = Clock()
+    breaker = Breaker("tool", SETTINGS, clock=clock)
+    for round in range(4):
+        began, clock.now = clock.now, clock.now + 30.0
+        breaker.answered()  # somebody else's call, made and answered meanwhile
+        clock.now += 30.0
+        for episode in "abcdefgh":
+            assert breaker.admit() is None, round
+            breaker.failed(episode, began=began, is_late=True)
+    began, clock.now = clock.now + 1.0, clock.now + 61.0
+    for episode in "abc":
+        breaker.failed(episode, began=began, is_late=True)
+    assert breaker.is_open, "nobody was answered for a minute"
+
+
 def test_one_episode_alone_cannot_open_it():
     breaker = Breaker("tool", SETTINGS)
     for _ in range(20):

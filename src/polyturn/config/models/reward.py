@@ -87,4 +87,5 @@ class RewardConfig(Section):
     interaction: Literal["last", "sum", "max", "mean"] = "last"
     """How the scores of an interaction's turns become one, where the interaction is what scores a task."""
     timeout_s: float = Field(60.0, gt=0)
-    """Seconds of one call of a reward function; beyond, the trajectory fails."""
+    """Seconds of what a reward function does by itself; beyond, the trajectory fails. Programs in a sandbox and comparisons
+    of mathematics have limits of their own, and waiting for them does not count."""

@@ -60,8 +60,14 @@ class PythonSandbox(BaseTool):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"the Python sandbox's {name} is {value!r}; it is a whole number from {least} on")
         self._pool = WarmPool(partial(Interpreter, self.limits, walls=walls, python=python), size=warm)
+        self._num_workers = workers
         self._threads = DaemonThreads(name="sandbox", max_threads=workers)
         self._instance_dict: dict[str, _Session] = {}
+
+    @property
+    def max_concurrency(self) -> int:
+        """How many of its calls run at once; others wait for their turn, which is no part of their deadline."""
+        return self._num_workers
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the schema that is used where the file has none."""
