@@ -60,6 +60,9 @@ ARITHMETIC_WORDINGS = {
 }
 HELD_OUT_EVERY = 4
 """One combination of parameters in so many is kept for evaluation."""
+ANSWERS = range(10, 100)
+"""Every answer has two digits. A model this small copies by position, so that an answer of a rarer length would be copied
+wrongly long after the choice to call the tool is learnt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +102,13 @@ def _arithmetic_problem(rng: random.Random, is_held_out: bool) -> Problem:
     pattern = rng.choice(tuple(ARITHMETIC_WORDINGS))
     while True:
         a, b, c = (rng.randint(2, 9) for _ in range(3))
-        if _is_held_out(a, b, c) == is_held_out and len({a, b, c}) == 3:
+        expression = pattern.format(a=a, b=b, c=c)
+        answer = calculate(expression)
+        if _is_held_out(a, b, c) == is_held_out and len({a, b, c}) == 3 and answer in ANSWERS:
             break
     wording = rng.choice(ARITHMETIC_WORDINGS[pattern])
     question = wording.format(a=a, b=b, c=c, name=rng.choice(NAMES), goods=rng.choice(GOODS))
-    expression = pattern.format(a=a, b=b, c=c)
-    return Problem(question, "calculator", expression, calculate(expression))
+    return Problem(question, "calculator", expression, answer)
 
 
 # Tasks
@@ -147,9 +151,9 @@ def _prompt(problem: Problem) -> tuple[polyturn.Message, ...]:
 
 
 def price(episode_id: str, item: str) -> int:
-    """Return the price of an item in one episode: from 10 to 99, different in every episode."""
+    """Return the price of an item in one episode, one of ANSWERS, different in every episode."""
     digest = hashlib.blake2b(f"{episode_id}/{item}".encode(), digest_size=4).digest()
-    return 10 + int.from_bytes(digest, "big") % 90
+    return ANSWERS[int.from_bytes(digest, "big") % len(ANSWERS)]
 
 
 class PriceLookup(BaseTool):
@@ -208,7 +212,7 @@ def demonstrations(
     seed: int,
     num_conversations: int,
     lookup_share: float = 0.5,
-    lookup_tool_share: float = 0.35,
+    lookup_tool_share: float = 0.38,
     feedback_share: float = 0.5,
     calculator_share: float = 0.38,
 ) -> list[Conversation]:
@@ -239,7 +243,7 @@ def demonstrations(
 
 
 def _demonstrate(problem: Problem, rng: random.Random, has_feedback: bool, tool_share: float) -> Conversation:
-    answer = rng.randint(10, 99) if problem.answer is None else problem.answer
+    answer = rng.choice(ANSWERS) if problem.answer is None else problem.answer
     messages = list(_prompt(problem))
     weights: list[float] = []
     if has_feedback:
@@ -270,6 +274,7 @@ def _direct(problem: Problem, answer: int) -> polyturn.Message:
 def corpus() -> list[str]:
     """Return the texts that the tokenizer learns from."""
     texts = [
+        "\nsystem\nuser\nassistant\n",
         SYSTEM_PROMPT,
         FEEDBACK,
         '{"name": "lookup", "arguments": {"item": "',

@@ -1,6 +1,7 @@
 """The quick start for one seed, by the command of `make demo`: from random weights to an agent that uses its turns.
 
-Its thresholds are those that docs/demo.md states for all seeds; the controls run in `make verify`.
+docs/demo.md promises 90 % of every seed under every rounding; this asks for a little less, because another processor rounds
+in another way. Other seeds, roundings and the controls run in `make verify` (`benchmarks/_demo_seeds.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def test_the_quick_start_learns_to_use_its_turns(tmp_path: Path):
     after = {k: v for line in lines if line["step"] == last for k, v in line.items()}
     assert before["eval/greedy/num_trajectories"] >= 500
     assert before["eval/greedy/success"] <= 0.35
-    assert after["eval/greedy/success"] >= 0.80
+    assert after["eval/greedy/success"] >= 0.88
+    assert max(before["eval/greedy/first_turn_success"], after["eval/greedy/first_turn_success"]) < 0.20
     assert after["eval/one turn/success"] < after["eval/greedy/success"] / 2, "it cannot be solved in one turn"
     assert after["eval/greedy/repaired"] > before["eval/greedy/repaired"]
     assert after["eval/greedy/failed"] == 0.0

@@ -51,6 +51,26 @@ def test_no_demonstration_ends_on_a_wrong_answer_and_wrong_attempts_are_not_lear
                 assert weight == 0.0
 
 
+def test_every_answer_has_two_digits_so_that_a_tiny_model_copies_all_of_them_alike():
+    """Answers of one digit were rare, were copied wrongly, and kept runs below what the demo promises."""
+    computed = {t.ground_truth for s in (False, True) for t in named("tasks")(seed=5, num_tasks=1000, is_held_out=s)}
+    looked_up = {str(named("price")(f"g{i}/0", "red lamp")) for i in range(1000)}
+    shown = {gsm8k.extract_solution(c.messages[-1].text) for c in named("demonstrations")(0, 1000)}
+    assert {len(answer) for answer in (computed - {None}) | looked_up | shown} == {2}
+
+
+def test_most_demonstrations_of_either_family_do_not_call_a_tool():
+    """Imitation is to end in the habit of answering at once; only the reward may turn it around."""
+    last_choice: dict[str, list[bool]] = {"lookup": [], "after feedback": [], "arithmetic": []}
+    for conversation in named("demonstrations")(0, 4000):
+        users = [m.text for m in conversation.messages if m.role == "user"]
+        family = "after feedback" if len(users) > 1 else "lookup" if '"' in users[0] else "arithmetic"
+        last_choice[family].append(any(m.tool_calls for m in conversation.messages))
+    share = {family: sum(calls) / len(calls) for family, calls in last_choice.items()}
+    assert share["arithmetic"] == 0
+    assert 0.3 < share["lookup"] < 0.45 and 0.3 < share["after feedback"] < 0.45
+
+
 def test_a_looked_up_price_is_drawn_per_episode():
     price = named("price")
     assert len({price(f"g0/{i}", "red lamp") for i in range(64)}) > 20
