@@ -10,7 +10,7 @@
 #   make docs      the documentation as a site, in site/; a link that leads nowhere is an error
 #   make demo      train the quickstart from scratch
 #   make bench     every benchmark; results in benchmarks/results/DATE.json
-#   make verify    the slow tests, the demo for three seeds with its controls, then the benchmarks
+#   make verify    the slow tests, the demo for ten seeds with its controls (hours), then the benchmarks
 #   make clean     remove whatever can be made again, .venv included; runs/ stays
 
 PYTHON ?= python3

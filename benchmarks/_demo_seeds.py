@@ -1,8 +1,13 @@
-"""The quick start for three seeds, and two controls: further supervised training for the same time, shuffled rewards.
+"""The quick start for ten seeds under several roundings, and two controls: more supervised training, shuffled rewards.
 
-    python benchmarks/_demo_seeds.py --out runs/demo --seeds 0 1 2      prints one JSON line, stores the numbers in results/
+    python benchmarks/_demo_seeds.py --out runs/demo --docs docs/demo.md
 
-Minutes long, so it is not one of the benchmarks that `make bench` runs; `make verify` does.
+The same seed trains differently where floating-point sums are rounded differently: rounding decides now and then which token
+is sampled, and from there on the runs part. A recipe that works on one processor only was luck, so each seed runs as
+`make demo` runs it, on one thread, with ATen's kernels without vector instructions, and from weights changed by a millionth.
+
+Every run leaves a JSON file in OUT and is not repeated while that is there: a call goes on where another stopped, several
+may share OUT with different --seeds or --roundings, and all of OUT is reported. Hours long; `make verify` runs it.
 """
 
 from __future__ import annotations
@@ -10,25 +15,63 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
+import resource
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from run_all import cpu_model
+import torch
+from run_all import commit, cpu_model
 
 from polyturn.cli.train import ROWS
 
 CONFIG = "examples/quickstart/config.yaml"
+AS_SHIPPED = "two threads"
+"""The rounding of `make demo`; the controls and the sampled evaluations belong to it."""
+ROUNDINGS: dict[str, tuple[dict[str, str], list[str]]] = {
+    AS_SHIPPED: ({}, ["num_threads=2"]),
+    "one thread": ({}, ["num_threads=1"]),
+    "default ATen kernels": ({"ATEN_CPU_CAPABILITY": "default"}, ["num_threads=1"]),
+    "perturbed weights": ({}, ["num_threads=1", "model.init.initializer_range=0.045000045"]),
+}
+"""Name to environment and overrides; the last makes every initial weight larger by a millionth of itself."""
+if torch.backends.cpu.get_cpu_capability() == "AVX512":
+    ROUNDINGS["AVX2"] = ({"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}, ["num_threads=1"])
+MAX_BEFORE, MIN_AFTER, MAX_FIRST_TURN = 0.35, 0.90, 0.20
+"""What docs/demo.md promises of every run: greedy success before and after, and first-turn success."""
 
 
-def polyturn(*arguments: str) -> None:
-    """Run a command of the library, its output kept out of ours."""
+def polyturn(*arguments: str, environment: dict[str, str] | None = None) -> float:
+    """Run a command of the library, its output kept out of ours; return the CPU seconds that it took."""
     command = [sys.executable, "-c", "from polyturn.cli.main import main; main()", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    # Threads that wait without spinning compute the same, and leave the processor to others.
+    variables = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | (environment or {})
+    began = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=variables)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
+
+
+def slug(seed: int | str, name: str) -> str:
+    """Return the name of the files and folders of a seed's run."""
+    return f"seed-{seed}-{name.replace(' ', '-')}"
+
+
+def kept(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what an earlier call wrote to `path`, or measure and write it."""
+    if not path.is_file():
+        found = measure()
+        path.write_text(json.dumps(found, indent=2) + "\n")
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
 
 
 def reports(run: Path) -> dict[str, Any]:
@@ -44,95 +87,177 @@ def reports(run: Path) -> dict[str, Any]:
                     out["before"].setdefault(name, {})[metric] = value
                 if line["step"] == last:
                     out["after"].setdefault(name, {})[metric] = value
-    steps = [line for line in lines if "time/step_s" in line]
-    out["grpo_s"] = sum(line["time/step_s"] for line in steps)
-    out["other_share"] = sorted(line["time/other_share"] for line in steps)[len(steps) // 2]
+    out["grpo_s"] = sum(line["time/step_s"] for line in lines if "time/step_s" in line)
     return out
 
 
-def one_seed(out: Path, seed: int, *, with_controls: bool) -> dict[str, Any]:
-    """Train one seed, and its controls from the same warm start."""
-    common = [f"seed={seed}", f"warm_start.kwargs.seed={seed}", f"out={out}", "train.keep_checkpoints=1000"]
+def common(out: Path, seed: int, rounding: str) -> list[str]:
+    """Return the overrides that every run of a seed under a rounding has."""
+    return [f"seed={seed}", f"warm_start.kwargs.seed={seed}", f"out={out}", *ROUNDINGS[rounding][1]]
+
+
+def train(out: Path, seed: int, rounding: str) -> dict[str, Any]:
+    """Train one seed under one rounding."""
+    name = slug(seed, rounding)
+    more = [f"name={name}", "train.keep_checkpoints=1000"]
+    if rounding != AS_SHIPPED:
+        more += ["evaluation.sets={greedy: {sampling: {temperature: 0}}}", "evaluation.every=0"]
     began = time.monotonic()
-    polyturn("train", CONFIG, f"name=seed-{seed}", *common)
-    run = out / f"seed-{seed}"
-    found = {"seed": seed, "wall_s": time.monotonic() - began, **reports(run)}
-    if with_controls:
-        warm = run / "checkpoints" / "step-000000"
-        more = [f"warm_start.max_seconds={found['grpo_s']:.0f}", "warm_start.steps=100000", f"name=sft-{seed}"]
-        more += ["warm_start.optim.lr=1e-3", "warm_start.optim.schedule=constant"]
-        more += ["warm_start.kwargs.num_conversations=40000", f"warm_start.kwargs.seed={seed + 100}"]
-        polyturn("sft", CONFIG, "--checkpoint", str(warm), *common, *more)
-        polyturn("eval", CONFIG, "--checkpoint", str(out / f"sft-{seed}-sft" / "model"), *common, f"name=sft-{seed}")
-        found["more_sft"] = json.loads((out / f"sft-{seed}-eval" / "report.json").read_text())
-        model = [
-            f"model.path={warm.resolve() / 'model'}",
-            "model.init=null",
-            "model.train_tokenizer=null",
-            "warm_start.steps=0",
-        ]
-        shuffled = "algorithm.advantage=controls.py:shuffled_grpo"
-        polyturn("train", CONFIG, f"name=shuffled-{seed}", *common, *model, shuffled)
-        found["shuffled"] = reports(out / f"shuffled-{seed}")["after"]
-    return found
+    cpu_s = polyturn("train", CONFIG, *common(out, seed, rounding), *more, environment=ROUNDINGS[rounding][0])
+    wall_s = time.monotonic() - began
+    return {"seed": seed, "rounding": rounding, "run": name, "wall_s": wall_s, "cpu_s": cpu_s, **reports(out / name)}
+
+
+def more_supervised(out: Path, trained: dict[str, Any]) -> dict[str, Any]:
+    """Train further on fresh demonstrations, from the start of `trained` and for as long as its GRPO steps took."""
+    seed = trained["seed"]
+    start = out / trained["run"] / "checkpoints" / "step-000000"
+    options = [*common(out, seed, AS_SHIPPED), f"name=more-sft-{seed}"]
+    more = [f"warm_start.max_seconds={trained['grpo_s']:.0f}", "warm_start.steps=100000"]
+    more += ["warm_start.optim.lr=1e-3", "warm_start.optim.schedule=constant"]
+    more += ["warm_start.kwargs.num_conversations=40000", f"warm_start.kwargs.seed={seed + 100}"]
+    polyturn("sft", CONFIG, "--checkpoint", str(start), *options, *more)
+    polyturn("eval", CONFIG, "--checkpoint", str(out / f"more-sft-{seed}-sft" / "model"), *options)
+    return {"seed": seed, "after": json.loads((out / f"more-sft-{seed}-eval" / "report.json").read_text())}
+
+
+def shuffled_rewards(out: Path, trained: dict[str, Any]) -> dict[str, Any]:
+    """Train with the rewards of each group in a random order, from the start of `trained`."""
+    seed = trained["seed"]
+    start = out / trained["run"] / "checkpoints" / "step-000000" / "model"
+    model = [f"model.path={start.resolve()}", "model.init=null", "model.train_tokenizer=null", "warm_start.steps=0"]
+    shuffled = ["algorithm.advantage=controls.py:shuffled_grpo", f"name=shuffled-{seed}"]
+    polyturn("train", CONFIG, *common(out, seed, AS_SHIPPED), *model, *shuffled)
+    return {"seed": seed, "after": reports(out / f"shuffled-{seed}")["after"]}
+
+
+CONTROLS = {"more supervised training": more_supervised, "shuffled rewards": shuffled_rewards}
+
+
+def broken_promises(runs: Sequence[dict[str, Any]], controls: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return a sentence for every run that is not what docs/demo.md promises."""
+    broken = []
+    for r in runs:
+        before, after = r["before"]["greedy"], r["after"]["greedy"]
+        first = max(before["first_turn_success"], after["first_turn_success"])
+        if before["success"] > MAX_BEFORE or after["success"] < MIN_AFTER or first >= MAX_FIRST_TURN:
+            reached = f"{before['success']:.3f} -> {after['success']:.3f}, first turn {first:.3f}"
+            broken.append(f"seed {r['seed']}, {r['rounding']}: {reached}")
+    for name, found in controls.items():
+        for r in found:
+            success = r["after"]["greedy"]["success"]
+            if success > MAX_BEFORE:
+                broken.append(f"control {name}, seed {r['seed']}: {success:.3f}")
+    return broken
 
 
 BEGIN, END = "<!-- results: written by benchmarks/_demo_seeds.py -->", "<!-- end of results -->"
 
 
-def write_docs(path: Path, found: list[dict[str, Any]]) -> None:
+def write_docs(path: Path, runs: Sequence[dict[str, Any]], controls: dict[str, list[dict[str, Any]]]) -> None:
     """Write the tables of docs/demo.md from what was measured."""
-    lines = [f"Measured on {datetime.date.today().isoformat()}, two cores of {cpu_model()}.", ""]
-    for name in ("greedy", "temperature 1", "one turn"):
-        lines += [f"**{name}**, before → after", ""]
-        lines += ["| | " + " | ".join(f"seed {f['seed']}" for f in found) + " |", "|---|" + "---|" * len(found)]
+    by = {(r["rounding"], r["seed"]): r for r in runs}
+    seeds = sorted({r["seed"] for r in runs})
+    roundings = [name for name in ROUNDINGS if any(r["rounding"] == name for r in runs)]
+    capability = torch.backends.cpu.get_cpu_capability()
+    lines = [
+        f"Measured on {datetime.date.today().isoformat()} on {os.cpu_count()} cores of {cpu_model()} ({capability}), "
+        f"{len(runs)} runs." + ("" if capability == "AVX512" else " AVX512 was not measured: this processor lacks it."),
+        "",
+    ]
+    before = [r["before"]["greedy"]["success"] for r in runs]
+    after = [r["after"]["greedy"]["success"] for r in runs]
+    lines += [
+        f"Greedy success before training: {percent(min(before))} to {percent(max(before))}. "
+        f"After: mean {percent(statistics.mean(after))}, weakest run {percent(min(after))}:",
+        "",
+    ]
+    lines += ["| seed | " + " | ".join(roundings) + " |", "|---|" + "---|" * len(roundings)]
+    for seed in seeds:
+        cells = [percent(by[n, seed]["after"]["greedy"]["success"]) if (n, seed) in by else "-" for n in roundings]
+        lines.append(f"| {seed} | " + " | ".join(cells) + " |")
+    whole = [r for r in runs if r["rounding"] == AS_SHIPPED]
+    if whole:
+        sets = list(whole[0]["after"])
+        lines += [
+            "",
+            f"As `make demo` runs it, before → after (mean over {len(whole)} of the seeds):",
+            "",
+        ]
+        lines += ["| | " + " | ".join(sets) + " |", "|---|" + "---|" * len(sets)]
         for key, label in ROWS.items():
-            cells = [f"{cell(key, f['before'][name][key])} → {cell(key, f['after'][name][key])}" for f in found]
+            cells = [f"{mean(key, whole, 'before', name)} → {mean(key, whole, 'after', name)}" for name in sets]
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
-        lines.append("")
-    lines += ["**Success of the controls**, where the seed itself is above", ""]
-    lines += ["| | " + " | ".join(f"seed {f['seed']}" for f in found) + " |", "|---|" + "---|" * len(found)]
-    for key, label in (("more_sft", "more supervised training"), ("shuffled", "shuffled rewards")):
-        for name in ("greedy", "temperature 1"):
-            cells = [cell("success", f[key][name]["success"]) if key in f else "-" for f in found]
-            lines.append(f"| {label}, {name} | " + " | ".join(cells) + " |")
-    lines += ["", "**Time**", ""]
-    lines += ["| | " + " | ".join(f"seed {f['seed']}" for f in found) + " |", "|---|" + "---|" * len(found)]
-    lines.append("| the whole command | " + " | ".join(f"{f['wall_s']:.0f} s" for f in found) + " |")
-    lines.append("| of it the GRPO steps | " + " | ".join(f"{f['grpo_s']:.0f} s" for f in found) + " |")
-    share = " | ".join(f"{100 * f['other_share']:.1f} %" for f in found)
-    lines.append(f"| of a step outside generation, forward and backward (median) | {share} |")
+    if any(controls.values()):
+        of = sorted({r["seed"] for found in controls.values() for r in found})
+        lines += ["", "Greedy success of the controls, after:", ""]
+        lines += ["| | " + " | ".join(f"seed {seed}" for seed in of) + " |", "|---|" + "---|" * len(of)]
+        for name, found in controls.items():
+            success = {r["seed"]: r["after"]["greedy"]["success"] for r in found}
+            lines.append(f"| {name} | " + " | ".join(percent(success[s]) if s in success else "-" for s in of) + " |")
+    seconds = [r["cpu_s"] for r in runs]
+    lines += [
+        "",
+        f"One run took {min(seconds):.0f} to {max(seconds):.0f} seconds of CPU time, user and system together (median "
+        f"{statistics.median(seconds):.0f}).",
+        "Other work shared the machine and slowed it, so wall times say nothing; the CPU time is an upper estimate of the",
+        "minutes on one free core, and two take less.",
+    ]
     text = path.read_text()
     head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     path.write_text("\n".join([head, "", *lines, "", tail]))
 
 
-def cell(key: str, value: float | None) -> str:
-    """Return a number of the report for a table."""
-    if value is None or value != value:
+def percent(value: float) -> str:
+    """Return a share for a table."""
+    return f"{100 * value:.1f} %"
+
+
+def mean(key: str, runs: Sequence[dict[str, Any]], when: str, name: str) -> str:
+    """Return the mean of a metric over the runs that have it, for a table."""
+    values = [r[when][name][key] for r in runs if r[when][name][key] is not None]
+    if not values:
         return "-"
-    return f"{value:.2f}" if key == "mean_turns" else f"{100 * value:.1f} %"
+    return f"{statistics.mean(values):.2f}" if key == "mean_turns" else percent(statistics.mean(values))
 
 
 def main() -> None:
     """Run what the command line asks for."""
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path("runs/demo"))
-    options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options.add_argument("--no-controls", action="store_true")
-    options.add_argument("--docs", type=Path, help="rewrite the tables of this page")
+    options.add_argument("--seeds", type=int, nargs="*", default=list(range(10)))
+    options.add_argument("--roundings", nargs="+", choices=list(ROUNDINGS), default=list(ROUNDINGS))
+    options.add_argument("--controls", type=int, nargs="*", default=[0, 1, 2], help="seeds that have controls")
+    options.add_argument("--docs", type=Path, help="rewrite the tables of this page, and store the results")
     chosen = options.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    found = [one_seed(chosen.out, seed, with_controls=not chosen.no_controls) for seed in chosen.seeds]
-    results = Path(__file__).parent / "results" / f"{datetime.date.today().isoformat()}-demo.json"
-    results.parent.mkdir(exist_ok=True)
-    for path in (chosen.out / "summary.json", results):
-        path.write_text(json.dumps(found, indent=2) + "\n")
+    out: Path = chosen.out
+    out.mkdir(parents=True, exist_ok=True)
+
+    def run(seed: int, rounding: str) -> dict[str, Any]:
+        return kept(out / f"run-{slug(seed, rounding)}.json", lambda: train(out, seed, rounding))
+
+    for seed in chosen.seeds:
+        for rounding in chosen.roundings:
+            run(seed, rounding)
+    for seed in chosen.controls:
+        for name, control in CONTROLS.items():
+            trained = run(seed, AS_SHIPPED)
+            kept(out / f"control-{slug(seed, name)}.json", partial(control, out, trained))
+
+    runs = [json.loads(path.read_text()) for path in sorted(out.glob("run-*.json"))]
+    controls = {
+        n: [json.loads(path.read_text()) for path in sorted(out.glob(f"control-{slug('*', n)}.json"))] for n in CONTROLS
+    }
+    broken = broken_promises(runs, controls)
     if chosen.docs is not None:
-        write_docs(chosen.docs, found)
-    success = {f["seed"]: [f["before"]["greedy"]["success"], f["after"]["greedy"]["success"]] for f in found}
-    passed = all(before <= 0.35 and after >= 0.80 for before, after in success.values())
-    print(json.dumps({"benchmark": "demo_seeds", "greedy_success": success, "passed": passed}))
+        write_docs(chosen.docs, runs, controls)
+        date = datetime.date.today().isoformat()
+        machine = {"cpu": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability(), "commit": commit()}
+        stored = {"date": date, **machine, "runs": runs, "controls": controls, "broken_promises": broken}
+        (Path(__file__).parent / "results" / f"{date}-demo.json").write_text(json.dumps(stored, indent=2) + "\n")
+    weakest = min((r["after"]["greedy"]["success"] for r in runs), default=None)
+    line = {"benchmark": "demo_seeds", "runs": len(runs), "weakest": weakest, "passed": not broken, "broken": broken}
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":
