@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError
+from polyturn.core.tagged import between
 from polyturn.environments.base import Adapter, check_kwargs, known_id, require
 
 INSTALL = "'polyturn[environments]'"
@@ -45,7 +46,6 @@ PARTS: Mapping[str, Sequence[str]] = {
 }
 """Names of the parts of observations."""
 
-_TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 _ANSI = re.compile(r"\x1b\[[\d;]*m")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -211,14 +211,14 @@ def worded(value: Any, parts: Sequence[str] = ()) -> str:
 
 
 def _words(text: str) -> list[str]:
-    tagged = _TAGGED.findall(text)
+    tagged = between(text, "<action>", "</action>")
     return [w.lower() for w in _WORD.findall(tagged[-1] if tagged else text)]
 
 
 def _numbers(space: Any, text: str) -> Any:
     import numpy as np
 
-    tagged = _TAGGED.findall(text)
+    tagged = between(text, "<action>", "</action>")
     found = [float(n) for n in _NUMBER.findall(tagged[-1] if tagged else text)]
     size = int(np.prod(space.shape))
     if len(found) < size:

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from polyturn.compat.swift.registry import PluginDict
+from polyturn.core.tagged import between
 from polyturn.rewards import math as math_reward
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-_FORMAT = re.compile(r"\A<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])", re.DOTALL)
-_REACT = re.compile(r"\A<think>.*?</think>\s*Action:.*?Action Input:.*?\Z", re.DOTALL)
-_ACTION = re.compile(r"Action:\s*(.*?)\s*\n\s*Action Input:\s*(.*?)\s*(?=\nObservation:|\nThought:|\nAction:|\Z)", re.DOTALL)
+_TO_ANSWER = re.compile(r"</think>\s*<answer>")
+_TO_ACTION = re.compile(r"</think>\s*Action:")
+_NEXT = re.compile(r"\nObservation:|\nThought:|\nAction:")
 
 
 class ORM:
@@ -71,7 +71,7 @@ class Format(ORM):
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
         """Return 1.0 or 0.0."""
-        return [float(_FORMAT.match(said) is not None) for said in completions]
+        return [float(_is_thought_and(_TO_ANSWER, said, "</answer>") and said.endswith("</answer>")) for said in completions]
 
 
 class ReActFormat(ORM):
@@ -79,7 +79,7 @@ class ReActFormat(ORM):
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
         """Return 1.0 or 0.0."""
-        return [float(_REACT.match(said) is not None) for said in completions]
+        return [float(_is_thought_and(_TO_ACTION, said, "Action Input:")) for said in completions]
 
 
 class CosineReward(ORM):
@@ -188,7 +188,7 @@ def _option(args: Any, name: str, default: Any) -> Any:
 
 
 def _answer(text: str) -> str | None:
-    tagged = _TAGGED.findall(text)
+    tagged = between(text, "<answer>", "</answer>")
     if tagged:
         return math_reward.last_boxed(tagged[-1]) or tagged[-1].strip()
     if (boxed := math_reward.last_boxed(text)) is not None:
@@ -197,14 +197,48 @@ def _answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
+# Patterns with several parts of any length take minutes for a few hundred line breaks that a model wrote, so texts are taken
+# apart from left to right.
+
+
+def _is_thought_and(then: re.Pattern[str], text: str, last: str) -> bool:
+    """Return whether a text is `<think>…`, what `then` finds behind it, and `last` somewhere after that."""
+    found = then.search(text, len("<think>")) if text.startswith("<think>") else None
+    return found is not None and text.find(last, found.end()) >= 0
+
+
+def _last_action(text: str) -> tuple[str, str] | None:
+    """Return the name and the input of the last `Action: …` with a line `Action Input: …` below it."""
+    last, at = None, 0
+    while (start := text.find("Action:", at)) >= 0:
+        start += len("Action:")
+        mark = start
+        while (mark := text.find("Action Input:", mark)) >= 0:
+            end = mark
+            while end > start and text[end - 1].isspace():
+                end -= 1
+            if "\n" in text[end:mark]:
+                break
+            mark += len("Action Input:")
+        if mark < 0:
+            break
+        begin = mark + len("Action Input:")
+        while begin < len(text) and text[begin].isspace():
+            begin += 1
+        following = _NEXT.search(text, begin)
+        at = len(text) if following is None else following.start()
+        last = text[start:end].strip(), text[begin:at].rstrip()
+    return last
+
+
 def _same_action(said: str, gold: str) -> bool:
-    ours, wanted = _ACTION.findall(said), _ACTION.findall(gold)
-    if not ours or not wanted or ours[-1][0] != wanted[-1][0]:
+    ours, wanted = _last_action(said), _last_action(gold)
+    if ours is None or wanted is None or ours[0] != wanted[0]:
         return False
-    mine, right = ours[-1][1], wanted[-1][1]
+    mine, right = ours[1], wanted[1]
     try:
         return bool(json.loads(mine) == json.loads(right))
-    except ValueError:
+    except (ValueError, RecursionError):
         return mine.split() == right.split()
 
 

@@ -8,25 +8,23 @@ A judge may take its time: schedulers call it in a thread. It decides what is sa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, SchedulerError, UnknownNameError, did_you_mean
 from polyturn.core.registry import import_attr
+from polyturn.core.tagged import between
 from polyturn.core.task import Task
 from polyturn.rewards import exact_match, gsm8k, math
 
 Judge = Callable[[str, Any], float]
 """(what the model wrote, the task's ground truth) -> above 0 where it is right."""
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
 
 def judge_math(text: str, ground_truth: Any) -> float:
     r"""Return 1.0 where the last `<answer>…</answer>`, else the last `\boxed{…}`, equals the truth as mathematics."""
-    tagged = _TAGGED.findall(text)
+    tagged = between(text, "<answer>", "</answer>")
     return math.compute_score(rf"\boxed{{{tagged[-1].strip()}}}" if tagged else text, ground_truth)
 
 
@@ -37,7 +35,7 @@ def judge_gsm8k(text: str, ground_truth: Any) -> float:
 
 def judge_exact(text: str, ground_truth: Any) -> float:
     """Return 1.0 where the text, or its last `<answer>…</answer>`, is the truth."""
-    tagged = _TAGGED.findall(text)
+    tagged = between(text, "<answer>", "</answer>")
     return exact_match.compute_score(tagged[-1] if tagged else text, ground_truth)
 
 

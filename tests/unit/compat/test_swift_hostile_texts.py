@@ -1,0 +1,57 @@
+"""ms-swift's shipped rewards on what a policy may write: the scores of its patterns, in time linear in the text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyturn.compat.swift import orm
+from polyturn.rollout.schedulers.react import read_call
+
+FORMAT = re.compile(r"\A<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])", re.DOTALL)
+REACT = re.compile(r"\A<think>.*?</think>\s*Action:.*?Action Input:.*?\Z", re.DOTALL)
+ACTION = re.compile(r"Action:\s*(.*?)\s*\n\s*Action Input:\s*(.*?)\s*(?=\nObservation:|\nThought:|\nAction:|\Z)", re.DOTALL)
+PIECES = ["<think>", "</think>", "<answer>", "</answer>", "Action:", "Action Input:", "\n", " ", "x", "{}", "\nObservation:"]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
+
+
+@given(TEXTS)
+def test_forms_are_those_of_the_patterns(text: str) -> None:
+    assert orm.Format()([text]) == [float(FORMAT.match(text) is not None)]
+    assert orm.ReActFormat()([text]) == [float(REACT.match(text) is not None)]
+    found = ACTION.findall(text)
+    assert orm._last_action(text) == (found[-1] if found else None)
+
+
+HOSTILE = [
+    "Action:" + "\n" * 100_000,
+    "Action:" * 50_000,
+    "Action: a" + " Action Input:" * 50_000,
+    "Action: a\nAction Input: " + "[" * 100_000,
+    "Action: a\nAction Input: " + "9" * 100_000,
+    "<answer>" * 50_000,
+    "<think>" + "</think><answer>" * 50_000 + "</answer>x",
+    "<think>" + "</think>Action:" * 50_000,
+    "\ud800",
+    "",
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_hostile_texts_are_worth_nothing_and_hold_nothing_up(number: int) -> None:
+    """The patterns would take hours, and nothing else would run meanwhile."""
+    told: dict[str, Any] = {"solution": ['Action: a\nAction Input: {"b": 1}']}
+    for function in (orm.ReactORM(), orm.Format(), orm.ReActFormat(), orm.MathAccuracy()):
+        assert function([HOSTILE[number]], **told) == [0.0]
+
+
+@pytest.mark.parametrize("written", ["9" * 5_000, "[" * 100_000, '{"a":' * 100_000, "{", "NaN"])
+def test_an_input_that_is_no_json_is_a_call_all_the_same(written: str) -> None:
+    schemas = [{"function": {"name": "f", "parameters": {"properties": {"text": {"type": "string"}}}}}]
+    assert read_call("f", written, schemas=schemas, id="c").arguments == {"text": written}
+    two = [{"function": {"name": "f", "parameters": {"properties": {"a": {}, "b": {}}}}}]
+    assert read_call("f", written, schemas=two, id="c").error is not None
