@@ -34,6 +34,7 @@ MEANINGS: dict[str, str] = {
     "rollout/failed_snapshots": "Conversations that could not be kept for a resumed run, which would begin them again.",
     # reward
     "reward/mean": "Mean total reward of the scored trajectories.",
+    "reward/std": "Mean standard deviation (unbiased) of the total rewards of a group.",
     "reward/greedy": "Mean reward of the greedy rollouts that `remax` compares with.",
     "reward/judge_tokens": "Tokens that judges cost, as their endpoints count.",
     "reward/<component>": "Mean of one part of the reward, whatever its weight.",

@@ -29,6 +29,10 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
         version: The policy version that is trained now, for the staleness.
     """
     parts: list[Metrics] = []
+    for group in groups:
+        totals = [t.reward.total for t in group.trajectories if t.reward is not None]
+        if len(totals) > 1:
+            parts.append({"reward/std": Mean(float(np.std(totals, ddof=1)))})
     for trajectory in (t for g in groups for t in g.trajectories):
         calls = [r for turn in trajectory.turns for r in turn.tool_results]
         one: Metrics = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from polyturn.core.metrics import reduce
-from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
@@ -35,6 +37,21 @@ async def test_calls_are_counted_by_tool_and_those_of_no_tool_as_unknown() -> No
     }
     assert metrics["rollout/turns"] == 4
     assert metrics["rollout/tool_errors"] == 2 / 3
+
+
+async def test_the_spread_of_rewards_is_that_within_groups() -> None:
+    async def member(name: str, reward: float) -> Trajectory:
+        context = scripted_context(["a"], rewards={"*": lambda trajectory: reward})
+        return await run_episode(context, task(), id=name)
+
+    rewards = [[1.0, 1.0], [0.0, 1.0], [5.0]]
+    groups = [
+        TrajectoryGroup(
+            id=f"g{i}", task=task(), trajectories=tuple([await member(f"g{i}/{j}", r) for j, r in enumerate(of_group)])
+        )
+        for i, of_group in enumerate(rewards)
+    ]
+    assert reduce(rollout_metrics(groups, version=0))["reward/std"] == pytest.approx((0.0 + 0.5**0.5) / 2)
 
 
 class Restless(MultiTurnScheduler):
