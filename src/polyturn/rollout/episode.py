@@ -141,6 +141,11 @@ class Episode:
         return self._sampling
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts with which a turn ends."""
+        return self._stops
+
+    @property
     def context_ids(self) -> Ids:
         """[T] the ids that the model has been shown and has written so far, read-only."""
         return self._conversation.transcript.context

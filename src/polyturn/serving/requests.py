@@ -8,16 +8,32 @@ it are of what was registered, so that it cannot have anything imported.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from polyturn.core.errors import DataError, did_you_mean
-from polyturn.core.media import KINDS, show
+from polyturn.core.media import KINDS, kind_of, show, to_source
 from polyturn.core.task import Task
+from polyturn.data.media import COLUMNS
 from polyturn.data.rows import task_from_row
 
-REQUEST_KEYS = ("messages", "images", "audios", "videos", "tools", "objects", "chat_template_kwargs", "data_dict", "uuid")
+REQUEST_KEYS = (
+    "messages", "images", "audios", "videos", "tools", "objects", "chat_template_kwargs", "data_dict", "uuid", "add_eos"
+)  # fmt: skip
+_NOT_READ = {
+    "objects": "boxes and points are not read; write them into the messages",
+    "chat_template_kwargs": "the server's template has its own (model.template_kwargs)",
+    "add_eos": "nothing is scored here",
+}
+"""Keys of a request that ask for nothing where they are empty."""
+_BEGINNINGS = {
+    "image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*"),
+    "audio": (b"RIFF", b"ID3", b"\xff\xfb", b"\xff\xf3", b"OggS", b"fLaC"),
+    "video": (b"\0\0\0", b"RIFF", b"\x1aE\xdf\xa3", b"GIF8"),
+}
+"""What files of each kind begin with."""
 _ENVIRONMENTS = ("env", "env_config")
 """Columns that name an environment."""
 
@@ -40,7 +56,13 @@ def task_of(request: Any, *, id: str) -> Task:
         raise DataError(f"`messages` is a list of messages, not {messages!r:.100}")
     if not isinstance(columns, Mapping):
         raise DataError("data_dict exists but is not a dictionary")
-    media = {key: request[key] for key in ("images", "audios", "videos", "tools") if request.get(key)}
+    for key, why in _NOT_READ.items():
+        if request.get(key):
+            raise DataError(f"the request's {key} is {request[key]!r:.100}, and {why}")
+    media = {key: _marked(request[key], kind) for key, kind in COLUMNS.items() if request.get(key)}
+    if request.get("tools"):
+        media["tools"] = request["tools"]
+    messages = [_marked_parts(message) for message in messages]
     task = task_from_row({**columns, **media, "messages": messages}, index=0, split="serve", source="the request")
     for message in task.prompt:
         for medium in message.media:
@@ -54,6 +76,32 @@ def task_of(request: Any, *, id: str) -> Task:
         given = task.extra.get(key)
         _check_registered(key, given.get("name") if isinstance(given, Mapping) else given)
     return dataclasses.replace(task, id=id)
+
+
+def _marked(value: Any, kind: str) -> Any:
+    """Return media in which base64 without a head, as ms-swift's trainer sends it, is a data URI."""
+    if isinstance(value, list):
+        return [_marked(one, kind) for one in value]
+    if isinstance(value, str) and not value.startswith(("data:", "http:", "https:", "file:")):
+        try:
+            content = base64.b64decode(value, validate=True)
+        except ValueError:
+            return value
+        return to_source(kind, content) if content.startswith(_BEGINNINGS[kind]) else value
+    return value
+
+
+def _marked_parts(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {**part, kind: _marked(part[kind], kind)}
+        if isinstance(part, Mapping) and (kind := kind_of(part)) is not None and kind in part
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
 
 
 def _check_whole(kind: str, source: str) -> None:

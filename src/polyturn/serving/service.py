@@ -15,7 +15,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.context import RolloutContext, derive_seed
 from polyturn.rollout.lifespan import run_episode
 from polyturn.serving.requests import task_of
+
+if TYPE_CHECKING:
+    from polyturn.rollout.episode import Episode
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +75,10 @@ class RolloutService:
         Raises:
             ConfigError: `config` asks for what the engine cannot do.
         """
-        sampling, seed = self._sampling(config or {})
+        asked = self._asked(config or {})
         limits = [t for t in (timeout_s, self._deadline_s) if t is not None]
         deadline = min(limits) if limits else None
-        replies = [asyncio.create_task(self._reply(request, sampling, seed, deadline)) for request in requests]
+        replies = [asyncio.create_task(self._reply(request, asked, deadline)) for request in requests]
         try:
             return [output for reply in replies for output in await reply]
         finally:
@@ -116,28 +119,34 @@ class RolloutService:
         probs = [] if completion.logprobs is None else completion.logprobs.tolist()
         return {"version": completion.policy_versions[-1][1], "token_ids": completion.token_ids.tolist(), "logprobs": probs}
 
-    def _sampling(self, config: Mapping[str, Any]) -> tuple[SamplingParams, int]:
+    def _asked(self, config: Mapping[str, Any]) -> _Asked:
         known = {f.name: f.default for f in dataclasses.fields(RequestConfig)}
         for name, value in config.items():
             if name not in known:
                 raise ConfigError(f"request_config has no {name!r}.{did_you_mean(name, known)}")
             neutral = _NEUTRAL.get(name, (None, [], known[name]))
-            if name not in (*_APPLIED, *_MEANINGLESS) and value not in neutral:
+            if name not in (*_APPLIED, *_MEANINGLESS, "stop") and value not in neutral:
                 raise ConfigError(f"request_config.{name} is {value!r}, which this server cannot do; leave it out")
         values = {name: config[name] for name in _APPLIED if config.get(name) is not None}
         seed = values.pop("seed", None)
         if not isinstance(seed, int | None) or any(isinstance(v, bool | str | list | dict) for v in values.values()):
             raise ConfigError(f"request_config holds {dict(config)!r:.300}; {', '.join(_APPLIED)} are numbers")
-        return dataclasses.replace(self.context.sampling, **values), secrets.randbits(48) if seed is None else seed
+        stop = config.get("stop") or []
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+            raise ConfigError(f"request_config.stop is {stop!r:.100}; it is a list of texts that end a turn")
+        return _Asked(
+            sampling=dataclasses.replace(self.context.sampling, **values),
+            stops=tuple(stops),
+            seed=secrets.randbits(48) if seed is None else seed,
+        )
 
-    async def _reply(
-        self, request: Any, sampling: SamplingParams, seed: int, deadline_s: float | None
-    ) -> list[dict[str, Any]]:
+    async def _reply(self, request: Any, asked: _Asked, deadline_s: float | None) -> list[dict[str, Any]]:
         given = request.get("uuid") if isinstance(request, Mapping) else None
         name = str(given or f"chatcmpl-{uuid.uuid4().hex}")
         try:
             task = task_of(request, id=name)
-            running = asyncio.create_task(self._run(task, sampling, derive_seed(seed, task.id, 0)))
+            running = asyncio.create_task(self._run(task, asked))
         except (PolyturnError, TypeError) as problem:
             return [_failure(name, f"the request cannot be run: {one_line(problem)}")]
         self._live.add(running)
@@ -146,7 +155,7 @@ class RolloutService:
             if not done:
                 running.cancel()
                 return [_failure(name, f"the episode was not over after {deadline_s:g} seconds")]
-            return _outputs(running.result(), name)
+            return _outputs(running.result(), name, asked.stops)
         except asyncio.CancelledError:
             if self.is_stopping and running.cancelled():
                 return [_failure(name, "the server was stopped before the episode was over")]
@@ -158,21 +167,40 @@ class RolloutService:
             running.cancel()
             self._live.discard(running)
 
-    async def _run(self, task: Task, sampling: SamplingParams, seed: int) -> Trajectory:
+    async def _run(self, task: Task, asked: _Asked) -> Trajectory:
+        def begin(episode: Episode) -> None:
+            episode.sample_as(asked.sampling, stops=asked.stops)
+
         async with self._slots:
-            return await run_episode(self.context, task, id=f"{task.id}/{next(self._numbers)}", seed=seed, sampling=sampling)
+            name, seed = f"{task.id}/{next(self._numbers)}", derive_seed(asked.seed, task.id, 0)
+            return await run_episode(self.context, task, id=name, seed=seed, sampling=asked.sampling, on_start=begin)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """How a request wants its turns sampled."""
+
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    """Texts that end a turn; the reply's text has none of them, its ids do."""
+    seed: int
 
 
 def _unscored(trajectory: Trajectory) -> float:
     return 0.0
 
 
-def _outputs(trajectory: Trajectory, name: str) -> list[dict[str, Any]]:
+def _outputs(trajectory: Trajectory, name: str, stops: Sequence[str]) -> list[dict[str, Any]]:
     if not trajectory.turns:
         return [_failure(name, trajectory.error or f"the episode ended before its first turn: {trajectory.stop_reason}")]
     outputs = []
     for output in rollout_outputs(trajectory):
         output.response.id = name
+        message = output.response.choices[0].message
+        if ends := [at for stop in stops if isinstance(message.content, str) and (at := message.content.find(stop)) >= 0]:
+            message.content = str(message.content)[: min(ends)]
+            if output.messages:
+                output.messages[-1] = {**output.messages[-1], "content": message.content}
         value = output.model_dump(mode="json")
         value["stop_reason"] = None if trajectory.stop_reason is None else trajectory.stop_reason.value
         value["error"] = trajectory.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
@@ -23,6 +24,18 @@ def test_what_is_whole_is_taken():
     assert task.id == "a" and task.prompt[0].media[0].source == WHOLE
     task = task_of({"messages": SAID, "data_dict": zoom(WHOLE) | zoom({"bytes": "iVBO"})}, id="a")
     assert task.prompt[0].text == "What is this?"
+
+
+def test_an_image_in_bare_base64_is_whole():
+    bare = WHOLE.partition(",")[2]
+    parts = [{"type": "image", "image": bare}]
+    for request in ({"messages": SAID, "images": [bare]}, {"messages": [{"role": "user", "content": parts}]}):
+        assert task_of(request, id="a").prompt[0].media[0].source == WHOLE
+    gif = base64.b64encode(b"GIF89a....").decode()
+    assert task_of({"messages": SAID, "images": gif}, id="a").prompt[0].media[0].source.endswith(gif)
+    for place in ("abcd", "etc/passwd+x", base64.b64encode(b"no image").decode()):
+        with pytest.raises(DataError, match="opens no file"):
+            task_of({"messages": SAID, "images": [place]}, id="a")
 
 
 @pytest.mark.parametrize("place", ["/etc/passwd", "../x.png", "file:///etc/passwd", "http://169.254.169.254/", "C:\\x.png"])

@@ -151,6 +151,8 @@ class SwiftScheduler(MultiTurnScheduler):
 
     def _for(self, episode: Episode) -> tuple[RolloutScheduler, EpisodeEngine, RequestConfig]:
         sampling, limits = episode.sampling, episode.limits
+        stops = list(dict.fromkeys([*self._stop_words, *episode.stops]))
+        episode.sample_as(sampling, stops=stops)
         config = RequestConfig(
             max_tokens=limits.max_tokens_per_turn,
             temperature=sampling.temperature,
@@ -158,7 +160,7 @@ class SwiftScheduler(MultiTurnScheduler):
             top_p=sampling.top_p,
             logprobs=True,
             return_details=True,
-            stop=list(self._stop_words),
+            stop=stops,
         )
         engine = EpisodeEngine(episode, self, config=copy.copy(config), base=self._base)
         _ENGINE.set(engine)

@@ -300,7 +300,7 @@ class EpisodeEngine(SchedulerEngine):
     ) -> ChatCompletionResponse:
         text, is_stopped = turn.text, False
         if hits := [at for stop in config.stop or [] if (at := text.find(stop)) >= 0]:
-            # The engine knows no stop words: what it said behind one is dropped and counted.
+            # A reply's text ends before a stop word; the ids that spell it, and what stands behind, are dropped and counted.
             text, is_stopped = text[: min(hits)], True
             self._episode.go_on(keep=text)
             turn.observation, turn.is_continued = (), False

@@ -1,0 +1,61 @@
+"""What ms-swift's trainer posts to /infer/ is taken: its whole request_config, stop words, and every field of a request."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from polyturn.compat.swift.adapter import SwiftScheduler
+from polyturn.compat.swift.base import MultiTurnScheduler
+from polyturn.compat.swift.protocol import RequestConfig, RolloutInferRequest
+from polyturn.core.errors import ConfigError
+from polyturn.rollout.schedulers import SingleTurn
+from polyturn.serving import RolloutService
+from polyturn.testing.episodes import scripted_context
+
+REQUEST = RolloutInferRequest(messages=[{"role": "user", "content": "What is 2+2?"}], uuid="a")
+TRAINERS = RequestConfig(
+    n=1, return_details=True, logprobs=True, max_tokens=64, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0,
+    repetition_penalty=1.0, stop=["Observation:"],
+)  # fmt: skip
+"""What the trainer sends where `stop_words` is written."""
+SAID = "Action: add\nObservation: 7 surely"
+
+
+class Once(MultiTurnScheduler):
+    """Ends with the first turn."""
+
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("scheduler", [SingleTurn(), SwiftScheduler(Once)])
+async def test_a_stop_word_of_the_request_ends_the_reply(scheduler: Any) -> None:
+    service = RolloutService(scripted_context([SAID], scheduler=scheduler))
+    (stopped,) = await service.infer([asdict(REQUEST)], asdict(TRAINERS))
+    assert stopped["error"] is None
+    assert stopped["response"]["choices"][0]["message"]["content"] == "Action: add\n"
+    assert stopped["messages"][-1] == {"role": "assistant", "content": "Action: add\n"}
+    assert [len(ids) for ids in stopped["response_token_ids"]] == [len(m) for m in stopped["response_loss_mask"]]
+    service = RolloutService(scripted_context([SAID], scheduler=scheduler))
+    (whole,) = await service.infer([asdict(REQUEST)], {**asdict(TRAINERS), "stop": None})
+    assert whole["messages"][-1]["content"] == SAID
+    assert len(stopped["response_token_ids"][0]) < len(whole["response_token_ids"][0])
+
+
+@pytest.mark.parametrize("stop", [3, [1], [""], {"a": 1}])
+async def test_a_stop_that_is_no_list_of_texts_is_refused(stop: Any) -> None:
+    service = RolloutService(scripted_context([SAID]))
+    with pytest.raises(ConfigError, match=r"request_config\.stop is"):
+        await service.infer([asdict(REQUEST)], {"stop": stop})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("objects", {"bbox": [1]}), ("chat_template_kwargs", {"enable_thinking": False}), ("add_eos", True)]
+)
+async def test_a_field_that_is_not_read_is_refused_where_it_says_something(field: str, value: Any) -> None:
+    service = RolloutService(scripted_context([SAID]))
+    (reply,) = await service.infer([{**asdict(REQUEST), field: value}])
+    assert f"the request's {field} is" in reply["error"]
