@@ -101,6 +101,17 @@ def test_arguments_in_a_file_train_and_a_wrong_name_is_told_at_once(
     assert wrong.code == 2 and "orms: there is no 'acuracy'. Did you mean 'accuracy'" in wrong.err
     wrong = call_command(main, "train", "--swift", file, "multi_turn_scheduler=thinking_tip_scheduler")
     assert wrong.code == 2 and "Did you mean 'thinking_tips_scheduler'" in wrong.err
+    judge = tmp_path / "judged.py"
+    judge.write_text(
+        "import urllib.request\nfrom swift.rewards import ORM, orms\n"
+        "class Judged(ORM):\n    def __init__(self, args=None, **kwargs):\n"
+        "        urllib.request.urlopen('http://127.0.0.1:1/v1/models', timeout=5)\n"
+        "orms['judged'] = Judged\n"
+    )
+    wrong = call_command(main, "train", "--swift", file, "reward_funcs=[judged]", f"external_plugins=[{judge}]", "--dry-run")
+    assert wrong.code == 2 and "the reward function 'judged' cannot be made: URLError: " in wrong.err
+    wrong = call_command(main, "train", "--swift", file, "reward_funcs=[soft_overlong]", "--dry-run")
+    assert wrong.code == 2 and "soft_cache_length must be set when using soft overlong rewards" in wrong.err
     done = call_command(main, "train", "--swift", file)
     assert done.code == 0, done.err
     trajectories = trained(tmp_path / "runs" / "tips")

@@ -6,11 +6,11 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.run_loop import run_loop
 
 if TYPE_CHECKING:
@@ -194,5 +194,9 @@ def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOption
         logger.info("%s", notice)
     native = absolute(translation, folder=None)
     server = native.pop("serve", {})
+    known = [field.name for field in fields(ServeOptions)]
+    for name in server:
+        if name not in known:
+            raise ConfigError(f"unknown key 'polyturn.serve.{name}'.{did_you_mean(name, known)}")
     loaded = load_values(RunConfig, native, origin=translation.origin)
     return loaded, ServeOptions(**server)

@@ -5,6 +5,7 @@ Nothing heavy is imported before all arguments are known to be right, plug-ins i
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -65,7 +66,7 @@ def train(
         dry_run: Check everything, show it, and stop.
     """
     find_like("swift")
-    translation = to_native(tree)
+    translation = to_native(tree, num_processes=_num_processes())
     base = (folder or Path()).resolve()
     loaded = load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
     check_plugins(loaded.config, base=base)
@@ -93,6 +94,7 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
     from polyturn.compat.swift import loss_scale
     from polyturn.compat.swift.multi_turn import multi_turns
     from polyturn.compat.swift.orm import orms
+    from polyturn.compat.swift.reward_adapter import make
 
     assert loss_scale.loss_scale_map is not None
     load_plugins(config.plugins, base=base)
@@ -100,6 +102,8 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
     named: Mapping[str, Any] = {} if function is None or isinstance(function, str) else function.kwargs
     for name in named.get("names", ()):
         orms.find(name)
+    options = json.dumps(dict(named.get("options") or {}), sort_keys=True, default=str)
+    make(tuple(named.get("names", ())), options)  # one that cannot be made, or does not reach its judge, is told now
     scheduler = config.rollout.scheduler
     if scheduler is not None and ":" not in scheduler:
         from polyturn.rollout.schedulers import schedulers
@@ -114,6 +118,24 @@ def rollout(arguments: Sequence[str]) -> None:
 
     find_like("swift")
     swift_rollout(arguments)
+
+
+def _num_processes() -> int:
+    """Return how many processes ms-swift would start: its batch sizes are those of one.
+
+    Raises:
+        ConfigError: NPROC_PER_NODE is no number.
+    """
+    given = os.environ.get("NPROC_PER_NODE") or "1"
+    if not given.isdigit() or int(given) < 1:
+        raise ConfigError(f"NPROC_PER_NODE is {given!r}; it must be a number of processes")
+    if int(given) > 1:
+        logger.info(
+            "NPROC_PER_NODE is %s: a batch is counted as that of as many processes; polyturn.train.distributed.ranks says "
+            "how many train here",
+            given,
+        )
+    return int(given)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"rlhf": rlhf, "rollout": rollout}
@@ -135,15 +157,13 @@ def dispatch(arguments: Sequence[str]) -> None:
         ConfigError: it is not available here.
     """
     name = arguments[0] if arguments else ""
+    if name == "megatron":
+        raise ConfigError(
+            "`swift megatron` is not available yet: run the same arguments with `swift rlhf`, without Megatron's"
+        )
     if name not in COMMANDS:
         raise ConfigError(
             f"`swift {name}` is not available here.{did_you_mean(name, COMMANDS)} polyturn stands in for reinforcement "
             "learning over many turns alone"
-        )
-    if (processes := os.environ.get("NPROC_PER_NODE", "1")) not in ("", "1"):
-        logger.info(
-            "NPROC_PER_NODE is %s: batch sizes are counted for one process, and polyturn.train.distributed.ranks says how "
-            "many there are",
-            processes,
         )
     COMMANDS[name](arguments[1:])

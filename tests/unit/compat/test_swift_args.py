@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from polyturn.cli.serve import read_swift
 from polyturn.compat.swift.args.arguments import (
     parse,
     read,
@@ -197,6 +198,9 @@ def test_arguments_that_are_mapped(arguments: dict[str, Any], native: dict[str, 
         ({"adapters": ["a", "b"], "tuner_type": "lora"}, "one is trained"),
         ({"system": "nowhere.txt"}, "there is no such file"),
         ({"fp16": True}, "use bf16"),
+        ({"columns": {"question": "query"}}, "rename them there"),
+        ({"dataset": ["AI-MO/NuminaMath-TIR"]}, "hub datasets are not read yet"),
+        ({"soft_cache_length": None, "reward_funcs": ["soft_overlong"]}, "must be set when using soft overlong rewards"),
         ({"adapters": ["a"]}, "merge them into the model"),
         ({"quant_bits": 4}, "merge them into the model"),
         ({"reward_model": ["r"]}, "no reward model yet"),
@@ -288,13 +292,81 @@ def test_a_file_is_read_with_overrides_and_numbers_in_any_writing(tmp_path: Path
         to_native(parse([]))
 
 
-def test_a_scheduler_that_only_the_server_was_given_is_asked_for() -> None:
-    line = "--model m/x --vllm_mode server --reward_funcs accuracy --per_device_train_batch_size 8"
-    flags = line.split()
-    with pytest.raises(ConfigError, match=r"write here what `swift rollout` was given"):
-        to_native(parse(flags))
-    assert at(to_native(parse([*flags, "--multi_turn_scheduler", "mine"])).native, "rollout.scheduler") == "mine"
-    to_native(parse([*flags, "--multi_turn_scheduler", "null"]))
+def test_a_scheduler_that_only_the_server_was_given_is_asked_for_and_episodes_are_single_turns() -> None:
+    flags = ["--model", "m/x", "--vllm_mode", "server", "--reward_funcs", "accuracy", "--per_device_train_batch_size", "8"]
+    found = to_native(parse(flags))
+    assert at(found.native, "rollout.scheduler") == "single_turn"
+    assert any("every episode is a single turn; if `swift rollout` was given one" in line for line in found.notices())
+    given = to_native(parse([*flags, "--multi_turn_scheduler", "mine"]))
+    assert at(given.native, "rollout.scheduler") == "mine"
+    chosen = to_native(parse([*flags, "--multi_turn_scheduler", "null"]))
+    assert not any("single turn" in line for line in [*given.notices(), *chosen.notices()])
+
+
+RLHF = ["--model", "m/x", "--reward_funcs", "accuracy", "--per_device_train_batch_size", "8"]
+
+
+@pytest.mark.parametrize("prefix", [RLHF, ["--model", "m/x"]])
+def test_native_flags_are_applied_or_refused_with_the_nearest_name(prefix: list[str], tmp_path: Path) -> None:
+    translate_flags = (lambda flags: to_native(parse(flags))) if prefix is RLHF else rollout_to_native
+    found = translate_flags([*prefix, "--polyturn.engine.kind", "vllm", "--polyturn.engine.launch.replicas=2"])
+    assert found.native["engine"] == {"kind": "vllm", "launch": {"replicas": 2}}
+    wrong = translate_flags([*prefix, "--polyturn.engine.kin", "vllm"])
+    with pytest.raises(ConfigError, match=r"engine\.kin'.*Did you mean 'engine\.kind'"):
+        load_values(RunConfig, {k: v for k, v in wrong.native.items() if k != "serve"}, origin=wrong.origin)
+    nonsense = translate_flags([*prefix, "--polyturn.nonsense.key", "3"])
+    with pytest.raises(ConfigError, match="nonsense"):
+        load_values(RunConfig, nonsense.native, origin=nonsense.origin)
+    with pytest.raises(ConfigError, match=r"polyturn\.engine\.kind is set, and 'engine' above it is 3"):
+        translate_flags([*prefix, "--polyturn.engine", "3", "--polyturn.engine.kind", "vllm"])
+    (tmp_path / "a.yaml").write_text("model: m/x\npolyturn.engine.kind: vllm\npolyturn: {engine: {num_slots: 3}}\n")
+    assert read(tmp_path / "a.yaml").values["polyturn"] == {"engine": {"num_slots": 3, "kind": "vllm"}}
+
+
+@pytest.mark.parametrize("prefix", [RLHF, ["--model", "m/x"]])
+def test_every_unknown_flag_is_an_error(prefix: list[str]) -> None:
+    translate_flags = (lambda flags: to_native(parse(flags))) if prefix is RLHF else rollout_to_native
+    for flag in ("--nonsense", "--nonsense.key", "--engine.kind", "--polytorn.engine.kind", "--max_turn"):
+        with pytest.raises(ConfigError, match=f"unknown key '{flag[2:]}'"):
+            translate_flags([*prefix, flag, "3"])
+    assert at(translate_flags([*prefix, "--max-turns", "3", "--gym-env", "lake"]).native, "rollout.limits.max_turns") == 3
+
+
+def test_a_server_option_that_is_unknown_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'polyturn\.serve\.prt'.*'port'"):
+        read_swift(["--model", "m/x", "--polyturn.serve.prt", "3"])
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "groups", "minibatches"),
+    [
+        (8, "--per_device_train_batch_size 1", 1, 1),
+        (4, "--per_device_train_batch_size 8 --gradient_accumulation_steps 2", 8, 1),
+        (2, "--per_device_train_batch_size 4 --steps_per_generation 4", 4, 4),
+        (2, "--per_device_train_batch_size 4 --generation_batch_size 16", 2, 2),
+    ],
+)
+def test_a_batch_is_that_of_all_processes(processes: int, flags: str, groups: int, minibatches: int) -> None:
+    tree = parse(["--model", "m/x", "--reward_funcs", "accuracy", *flags.split()])
+    train = to_native(tree, num_processes=processes).native["train"]
+    assert (train["groups_per_step"], train["minibatches"]) == (groups, minibatches)
+
+
+def test_a_batch_that_no_number_of_processes_divides_says_how_it_is_counted() -> None:
+    tree = parse(["--model", "m/x", "--reward_funcs", "accuracy", "--per_device_train_batch_size", "1"])
+    with pytest.raises(ConfigError, match=r"a rollout has 3 completions .* x 3 processes"):
+        to_native(tree, num_processes=3)
+
+
+@pytest.mark.parametrize("prefix", [RLHF, ["--model", "m/x"]])
+def test_sizes_of_vllm_start_servers_where_vllm_is_the_engine(prefix: list[str]) -> None:
+    translate_flags = (lambda flags: to_native(parse(flags))) if prefix is RLHF else rollout_to_native
+    sizes = ["--vllm_data_parallel_size", "2", "--vllm_tensor_parallel_size", "4"]
+    found = translate_flags([*prefix, *sizes, "--polyturn.engine.kind", "vllm"])
+    assert found.native["engine"]["launch"] == {"replicas": 2, "args": ["--tensor-parallel-size", "4"]}
+    embedded = translate_flags([*prefix, *sizes])
+    assert "engine" not in embedded.native
+    assert any("vllm_data_parallel_size" in line and "one process" in line for line in embedded.notices())
 
 
 # swift rollout
@@ -333,8 +405,6 @@ def test_arguments_of_a_rollout_server_that_are_mapped(line: str, native: dict[s
     [
         ("--vllm_enable_lora true", "adapters are not served"),
         ("--vllm_pipeline_parallel_size 2", "no pipeline stages"),
-        ("--vllm_tensor_parallel_size 2", "run several servers"),
-        ("--vllm_data_parallel_size 2", "run several servers"),
         ("--vllm_reasoning_parser qwen3", "as they were written"),
         ("--ssl_keyfile k", "put a proxy with TLS before it"),
         (

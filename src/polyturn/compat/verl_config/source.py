@@ -7,6 +7,7 @@ Separate from the converters, which are one function a key: they see a configura
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,13 @@ class Source:
         """Return the value of a key; the default where there is none, or null."""
         value = self.found.get(key)
         return default if value is None else value
+
+    def polyturn(self, key: str) -> Any:
+        """Return a native key of the section `polyturn`; None where it is not set."""
+        at: Any = self.found.get("polyturn")
+        for part in key.split("."):
+            at = at.get(part) if isinstance(at, Mapping) else None
+        return at
 
     def number(self, key: str, default: float) -> Any:
         """Return a value that must be a number; something else is refused."""

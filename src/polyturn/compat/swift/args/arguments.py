@@ -78,6 +78,7 @@ def parse(arguments: Sequence[str]) -> Composed:
         if not head.startswith("--") or len(head) < 3:
             raise ConfigError(f"the argument {head!r} belongs to no flag; write --name value")
         name, equals, value = head[2:].partition("=")
+        name = name.replace("-", "_") if not name.startswith("polyturn") else name
         raw = [value] if equals else []
         while rest and not equals and not rest[0].startswith("--"):
             raw.append(rest.pop(0))
@@ -141,8 +142,22 @@ def read_value(text: str) -> Any:
 
 
 def over_defaults(values: Mapping[str, Any], origin: Mapping[str, str]) -> Composed:
-    """Return arguments with ms-swift's defaults below them."""
-    return Composed(values={**DEFAULTS, **values}, origin=dict(origin))
+    """Return arguments with ms-swift's defaults below them; native keys that are written with dots become a tree.
+
+    Raises:
+        ConfigError: a native key is a value and a section at once.
+    """
+    found = {**DEFAULTS, **{k: v for k, v in values.items() if not k.startswith("polyturn.")}}
+    for key in (k for k in values if k.startswith("polyturn.")):
+        *above, last = key.split(".")
+        at = found
+        for part in above:
+            at[part] = dict(at.get(part) or {}) if isinstance(at.get(part), Mapping | None) else at[part]
+            at = at[part]
+            if not isinstance(at, dict):
+                raise ConfigError(f"{key} is set, and {part!r} above it is {at!r:.80}; write a section there")
+        at[last] = values[key]
+    return Composed(values=found, origin=dict(origin))
 
 
 @functools.cache
@@ -157,26 +172,27 @@ def rollout_to_native(arguments: Sequence[str]) -> Translation:
     Raises:
         ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each.
     """
-    tree = parse(arguments)
-    given = {name: tree.values[name] for name in tree.origin}
+    is_file = len(arguments) == 1 and not arguments[0].startswith("-")
+    tree = read(Path(arguments[0])) if is_file else parse(arguments)
+    names = dict.fromkeys(name.partition(".")[0] if name.startswith("polyturn.") else name for name in tree.origin)
+    given = {name: tree.values[name] for name in names}
     if not given.get("model"):
         raise ConfigError("the argument model is missing; name a folder or hub id of a model")
     values = {"multi_turn_scheduler": None, "max_turns": None, **given}
     return translate(Composed(values=values, origin=tree.origin), keys=rollout_table(), converters=CONVERTERS)
 
 
-def to_native(tree: Composed) -> Translation:
+def to_native(tree: Composed, *, num_processes: int = 1) -> Translation:
     """Translate arguments.
+
+    Args:
+        tree: The arguments.
+        num_processes: How many processes ms-swift would start, each of which has a batch of its own.
 
     Raises:
         ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each.
     """
     if not tree.values.get("model"):
         raise ConfigError("the argument model is missing; name a folder or hub id of a model")
-    if tree.values.get("vllm_mode") == "server" and not tree.origin.keys() & {"multi_turn_scheduler", "gym_env"}:
-        raise ConfigError(
-            "vllm_mode is 'server' and multi_turn_scheduler is missing. The scheduler runs in this process and no server is "
-            "asked, so write here what `swift rollout` was given: multi_turn_scheduler, max_turns, external_plugins; or "
-            "multi_turn_scheduler=null for single turns"
-        )
-    return translate(tree, keys=table(), converters=CONVERTERS)
+    values = {**tree.values, **({} if num_processes == 1 else {"nproc_per_node": num_processes})}
+    return translate(Composed(values=values, origin=tree.origin), keys=table(), converters=CONVERTERS)

@@ -98,6 +98,9 @@ def rewards(s: Source) -> None:
             "reward_weights", f"there are {num} rewards ({', '.join([*names, *['gym'] * use_gym])}); give as many weights"
         )
         return
+    if "soft_overlong" in names and s.get("soft_cache_length") is None:
+        s.refuse("soft_cache_length", "The soft_cache_length must be set when using soft overlong rewards.")
+        return
     kwargs: dict[str, Any] = {"names": names, "use_gym_env": use_gym}
     if weights is not None:
         kwargs["weights"] = [float(w) for w in as_list(weights)]
@@ -113,6 +116,11 @@ def scheduler(s: Source) -> None:
         name = "gym_scheduler"
     stops = [str(w) for w in as_list(s.get("stop_words"))]
     if name is None:
+        if s.get("vllm_mode") == "server" and "multi_turn_scheduler" not in s.written:
+            s.notes["vllm_mode"] = (
+                "no server is asked, and no multi_turn_scheduler is written here, so every episode is a single turn; if "
+                "`swift rollout` was given one, write it here too, with max_turns and external_plugins"
+            )
         if stops:
             s.refuse("stop_words", "they need a multi_turn_scheduler; the model's own end of turn always stops it")
         s.put("rollout.scheduler", "single_turn", by="multi_turn_scheduler")
@@ -132,6 +140,23 @@ def async_engine(s: Source) -> None:
         s.refuse("vllm_use_async_engine", "please set vllm_use_async_engine to True with multi-turn scheduler.")
 
 
+def engine_size(s: Source) -> None:
+    """Set how many vLLM servers there are, and how many GPUs each has; the embedded engine is part of one process."""
+    tensor, data = int(s.number("vllm_tensor_parallel_size", 1)), int(s.number("vllm_data_parallel_size", 1))
+    if s.polyturn("engine.kind") != "vllm" or s.polyturn("engine.urls"):
+        for key, value in (("vllm_tensor_parallel_size", tensor), ("vllm_data_parallel_size", data)):
+            if value > 1:
+                s.notes[key] = (
+                    "the embedded engine is one process; polyturn.engine.kind=vllm starts as many servers as "
+                    "vllm_data_parallel_size says, with vllm_tensor_parallel_size GPUs each"
+                )
+        return
+    if data > 1:
+        s.put("engine.launch.replicas", data, by="vllm_data_parallel_size")
+    if tensor > 1:
+        s.put("engine.launch.args", ["--tensor-parallel-size", str(tensor)], by="vllm_tensor_parallel_size")
+
+
 def lengths(s: Source) -> None:
     """Set how long a turn, or all of them, may be."""
     length = int(s.number("max_completion_length", 512))
@@ -145,12 +170,13 @@ def batches(s: Source) -> None:
     group = int(s.number("num_generations", 8))
     device = int(s.number("per_device_train_batch_size", 1))
     accumulation = int(s.number("gradient_accumulation_steps", 1))
+    processes = int(s.number("nproc_per_node", 1))
     given, steps = s.get("generation_batch_size"), s.get("steps_per_generation")
     if given is not None and steps is not None:
         s.refuse("generation_batch_size", "steps_per_generation says the same; keep one of them")
         return
     steps = int(s.number("steps_per_generation", accumulation))
-    total = int(s.number("generation_batch_size", device * steps))
+    total = int(s.number("generation_batch_size", processes * device * steps))
     if group < 1:
         s.refuse("num_generations", f"it is {group}; a group has one completion at least")
         return
@@ -159,16 +185,17 @@ def batches(s: Source) -> None:
         s.refuse(
             "num_generations",
             f"a rollout has {total} completions (generation_batch_size, or per_device_train_batch_size x "
-            f"steps_per_generation, for one process), which must be a multiple of it; possible are {near}",
+            f"steps_per_generation x {processes} processes), which must be a multiple of it; possible are {near}",
         )
         return
     s.put("train.groups_per_step", total // group, by="generation_batch_size" if given else "per_device_train_batch_size")
-    updates = max(1, total // (device * accumulation))
-    if total % (device * accumulation):
+    update = processes * device * accumulation
+    updates = max(1, total // update)
+    if total % update:
         s.refuse(
             "gradient_accumulation_steps",
-            f"{total} completions cannot be cut into updates of {device * accumulation} "
-            "(per_device_train_batch_size x gradient_accumulation_steps)",
+            f"{total} completions cannot be cut into updates of {update} "
+            f"(per_device_train_batch_size x gradient_accumulation_steps x {processes} processes)",
         )
     s.put("train.minibatches", updates, by="gradient_accumulation_steps")
 
@@ -237,7 +264,7 @@ def _files(s: Source, key: str) -> tuple[list[str], int | None]:
                 s.refuse(key, f"{entry!r} takes a part of one file among several; cut the file itself")
             limit = int(number)
         if Path(path).suffix not in (".jsonl", ".parquet", ".ndjson", ".json") or path.count(":") > 0:
-            s.refuse(key, f"{entry!r} is no file of rows; write its rows to a .jsonl or .parquet file")
+            s.refuse(key, f"{entry!r} is no file of rows, and hub datasets are not read yet; write it to .jsonl or .parquet")
         elif Path(path).suffix == ".json":
             s.refuse(key, f"{entry!r} holds one JSON list; write a row to each line of a .jsonl file")
         files.append(path)
@@ -247,7 +274,7 @@ def _files(s: Source, key: str) -> tuple[list[str], int | None]:
 CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
-        model, plugins, async_engine, system, dataset, val_dataset, rewards, scheduler, lengths, batches, steps,
+        model, plugins, async_engine, engine_size, system, dataset, val_dataset, rewards, scheduler, lengths, batches, steps,
         every, folder, betas, clip, advantage, kl_in_reward, resample, loss_type, correction, lora, ref_model, teacher,
     )
 }  # fmt: skip
