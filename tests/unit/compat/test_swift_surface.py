@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,63 @@ def test_requests_and_outputs_check_what_they_check_there() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="response_token_ids"):
         RolloutOutput(response=response, response_token_ids=None)
+
+
+def test_a_request_can_be_printed_and_loses_its_reply() -> None:
+    from polyturn.compat.swift.protocol import InferRequest, RolloutInferRequest
+
+    said = [{"role": "user", "content": "x" * 1500}, {"role": "assistant", "content": "no"}]
+    request = RolloutInferRequest(
+        messages=said, images=["A" * 2000, "a.png"], data_dict={"text": "y" * 1200, "b": "z" * 1200}
+    )
+    shown = request.to_printable()
+    assert shown["images"] == [f"<<<base64:{'A' * 50}..>>>", "a.png"]
+    assert shown["messages"] == said and shown["data_dict"]["text"] == "y" * 1200
+    assert shown["data_dict"]["b"] == "z" * 999
+    assert InferRequest.remove_response(request.messages) == "no" and len(request.messages) == 1
+    assert InferRequest.remove_response(request.messages) is None
+
+
+async def test_the_engine_and_the_base_class_have_what_files_of_all_releases_use() -> None:
+    from polyturn.compat.swift.adapter import SwiftScheduler
+    from polyturn.compat.swift.base import MultiTurnScheduler
+
+    seen: dict[str, object] = {}
+
+    class Uses(MultiTurnScheduler):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Any:
+            engine = self.infer_engine
+            for name in ("tokenizer", "template.tokenizer", "default_template.tokenizer", "processor", "template.processor"):
+                at = engine
+                for part in name.split("."):
+                    at = getattr(at, part)
+                seen[name] = at
+            assert self.get_response_token_data(infer_request, response_choice)[0] == response_choice.token_ids
+            ids, mask, logprobs = self.prepare_response_continuation(response_choice)
+            assert len(ids) == len(mask) == len(logprobs)
+            self.set_assistant_message_token_ids(infer_request, ids)
+            snapshots = self.snapshot_and_materialize_assistant_messages(infer_request)
+            assert infer_request.messages[-1]["content"].startswith("a b")
+            self.restore_assistant_message_snapshots(snapshots)
+            assert infer_request.messages[-1]["content"] == ids
+            infer_request.messages.append({"role": "user", "content": "Again."})
+            assert not self.append_assistant_completion(type(infer_request)([{"role": "user", "content": "?"}]), "x")
+            return {"infer_request": infer_request}
+
+    context = scripted_context(["a b", "c"], scheduler=SwiftScheduler(Uses, max_turns=2), rewards={"*": lambda t: 1.0})
+    trajectory = await run_episode(context, task(), id="e")
+    assert trajectory.error is None and len(seen) == 5
+    assert set(map(id, seen.values())) == {id(context.codec.tokenizer)}
+    assert len(trajectory.segments) == 1, "ids in place of a reply's text are the reply"
+    assert [m.text for m in trajectory.messages][1:] == ["a b", "Again.", "c"]
+
+
+async def test_the_loss_scale_base_trains_everything() -> None:
+    trajectory = await run_episode(scripted_context(["so 4"]), task(), id="e")
+    (segment,) = trajectory.segments
+    for name in ("base", "base+ignore_empty_think", "last_round+base"):
+        scale = build_loss_scale(name, decode=tiny_codec().decode)
+        assert scale is not None and (scale.weights(trajectory, segment) == segment.loss_weights).all()
 
 
 def test_the_program_is_reached_as_a_module_and_refuses_what_is_not_here() -> None:
