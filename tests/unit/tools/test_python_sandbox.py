@@ -220,7 +220,7 @@ while not (os.path.exists("thread") and os.path.exists("daemon")): pass
 @isolated
 def test_a_sandbox_that_does_not_stand_still_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = start()
-    monkeypatch.setattr("polyturn.tools.python_sandbox.standstill.begin", lambda first: False)
+    monkeypatch.setattr("polyturn.tools.python_sandbox.interpreter.stand_still", lambda first: False)
     result = sandbox.run("print(1)")
     assert (result.status, result.stdout, result.is_alive, sandbox.is_alive) == ("ok", "1\n", False, False)
 

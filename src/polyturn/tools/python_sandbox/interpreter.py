@@ -29,11 +29,11 @@ from typing import Any
 
 from polyturn.core.errors import PolyturnError
 from polyturn.core.readable import is_readable
-from polyturn.tools.python_sandbox import standstill
 from polyturn.tools.python_sandbox.cgroup import ControlGroup, make_group
 from polyturn.tools.python_sandbox.isolation import ENVIRONMENT, Walls, bwrap
 from polyturn.tools.python_sandbox.limits import Limits, RunResult
 from polyturn.tools.python_sandbox.seccomp import filter_program
+from polyturn.tools.python_sandbox.standstill import go_on, stand_still
 
 START_S = 20.0
 """How long a sandbox may take to start on a busy machine."""
@@ -210,9 +210,9 @@ class Interpreter:
         with self._lock:
             if not self.is_alive:
                 return RunResult(status="killed", is_alive=False)
-            standstill.end(self._first_pid)
+            go_on(self._first_pid)
             result = self._converse(line, token=token, timeout_s=limit, grace_s=GRACE_S, fetch=request["fetch"])
-            if result.is_alive and not standstill.begin(self._first_pid):
+            if result.is_alive and not stand_still(self._first_pid):
                 result = dataclasses.replace(result, is_alive=False)
         if not result.is_alive:
             self.close()

@@ -24,7 +24,7 @@ _STILL = "TtZXx"
 """States of a process that does not run: stopped, traced, dead."""
 
 
-def begin(first: int) -> bool:
+def stand_still(first: int) -> bool:
     """Stop a process and all below it; False if they do not stand still in time."""
     until, pause_s, told = time.monotonic() + LIMIT_S, _PAUSE_S, set[int]()
     while True:
@@ -43,7 +43,7 @@ def begin(first: int) -> bool:
         pause_s = min(2 * pause_s, 0.02)
 
 
-def end(first: int) -> None:
+def go_on(first: int) -> None:
     """Let a process and all below it go on."""
     found = _below(first)
     for pid in found:
