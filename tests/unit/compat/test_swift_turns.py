@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import json
 from typing import Any
 
@@ -15,6 +16,8 @@ from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
 from polyturn.compat.swift.outputs import reward_rows, rollout_outputs
 from polyturn.compat.swift.protocol import RolloutOutput
+from polyturn.core.messages import Message
+from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context, task
@@ -23,9 +26,9 @@ REPLIES = ["a", "b a", "a a", "c b a", "a b"]
 """Each is equal to another one, ends with it, begins with it, or holds it."""
 
 
-async def play(scheduler: type[RolloutScheduler], says: list[str], **kwargs: Any) -> Trajectory:
+async def play(scheduler: type[RolloutScheduler], says: list[str], *, row: Task | None = None, **kwargs: Any) -> Trajectory:
     context = scripted_context(says, scheduler=SwiftScheduler(scheduler, max_turns=len(says), **kwargs))
-    trajectory = await run_episode(context, task(), id="g0/0")
+    trajectory = await run_episode(context, row or task(), id="g0/0")
     return trajectory
 
 
@@ -189,3 +192,33 @@ async def test_further_lists_and_masks_of_another_length_are_an_error(lists: Any
 
     trajectory = await play(Returns, ["abc"])
     assert trajectory.error is not None and says in trajectory.error
+
+
+async def test_an_output_without_messages_is_its_response_behind_the_prompt() -> None:
+    class Bare(RolloutScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
+            return RolloutOutput(response=await self.infer_engine.infer_async(infer_request, request_config))
+
+    trajectory = await play(Bare, ["abc"])
+    (row,) = reward_rows(trajectory)
+    assert [(m["role"], m["content"]) for m in row["messages"]] == [("user", "What is 2+2?"), ("assistant", "abc")]
+    assert all(set(weights) == {1.0} for _, weights in sampled(trajectory))
+
+
+async def test_an_example_in_the_prompt_is_no_turn() -> None:
+    """A discarded reply that an example of the row happens to spell stays discarded."""
+
+    class SecondTry(RolloutScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
+            prompt = list(infer_request.messages)
+            for _ in range(2):
+                one = type(infer_request)(messages=list(prompt))
+                response = await self.infer_engine.infer_async(one, request_config)
+            said = {"role": "assistant", "content": response.choices[0].message.content}
+            return RolloutOutput(response=response, messages=[*prompt, said])
+
+    examples = (Message(role="user", content="1+3?"), Message(role="assistant", content="4"))
+    row = task()
+    row = dataclasses.replace(row, prompt=(*examples, *row.prompt))
+    trajectory = await play(SecondTry, ["4", "5"], row=row)
+    assert [bool(sum(weights)) for _, weights in sampled(trajectory)] == [False, True]

@@ -135,7 +135,8 @@ class SwiftScheduler(MultiTurnScheduler):
             raise SchedulerError(
                 f"{type(scheduler).__name__} ended trajectory {episode.id!r} without one call of infer_engine.infer_async"
             )
-        claims.settle(episode, engine, outputs, is_own_loop=_runs_own_loop(scheduler))
+        prompt = to_request(episode.task, uuid=episode.id).messages
+        claims.settle(episode, engine, outputs, prompt=prompt, is_own_loop=_runs_own_loop(scheduler))
         return self._reason(engine)
 
     async def on_trajectory_end(self, episode: Episode) -> None:

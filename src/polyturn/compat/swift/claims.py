@@ -28,16 +28,34 @@ OUTPUTS = "_outputs"
 """Key in the info of the last turn of an output: a list of {"messages": …, "rollout_infos": …, "turns": [0, 1]}."""
 
 
-def settle(episode: Episode, engine: EpisodeEngine, outputs: Sequence[RolloutOutput], *, is_own_loop: bool) -> None:
-    """Let the outputs of a trajectory say what is trained, and record what reward functions read."""
+def settle(
+    episode: Episode,
+    engine: EpisodeEngine,
+    outputs: Sequence[RolloutOutput],
+    *,
+    prompt: Sequence[Mapping[str, Any]],
+    is_own_loop: bool,
+) -> None:
+    """Let the outputs of a trajectory say what is trained, and record what reward functions read.
+
+    Args:
+        episode: The episode.
+        engine: What the scheduler generated with.
+        outputs: What its `run` returned.
+        prompt: The row's messages; an output without messages is its response behind them.
+        is_own_loop: Whether the user wrote the loop, so that only its outputs say which turns count.
+    """
     if not outputs:
         return
     turns = _Turns(engine.asked)
     weights: dict[int, Floats] = {}
     silent: set[int] = set()
     for output in outputs:
+        if output.messages is None:
+            said = {"role": "assistant", "content": output.response.choices[0].message.content}
+            output.messages = [*_without_answer(prompt), said]
         last = turns.anchor(output)
-        spoken = turns.of_messages(output.messages or [], last, start=_num_prompt(episode, output.messages or []))
+        spoken = turns.of_messages(output.messages, last, start=_num_prompt(prompt, output.messages))
         held = _held(turns, output, spoken, last, episode.id) if is_own_loop else dict.fromkeys(range(len(turns.asked)))
         if not held:
             raise SchedulerError(
@@ -47,7 +65,7 @@ def settle(episode: Episode, engine: EpisodeEngine, outputs: Sequence[RolloutOut
         for i, mine in held.items():
             mine = np.ones(turns.asked[i].turn.num_tokens, np.float32) if mine is None else mine
             weights[i] = np.maximum(weights[i], mine) if i in weights else mine
-        silent |= {i for at, i in spoken if _is_silent((output.messages or [])[at])}
+        silent |= {i for at, i in spoken if _is_silent(output.messages[at])}
         _record(output, [turns.asked[i].turn for i in sorted(held)])
     for i, asked in enumerate(turns.asked):
         if i in silent or i not in weights:
@@ -172,21 +190,25 @@ def _held(
 
 
 def _record(output: RolloutOutput, turns: Sequence[Any]) -> None:
-    messages = [{k: str(v) if isinstance(v, str) else v for k, v in m.items()} for m in output.messages or []]
-    output.response.choices[0].messages = output.messages or []
+    messages = [{k: str(v) if isinstance(v, str) else v for k, v in m.items()} for m in output.messages or ()]
+    output.response.choices[0].messages = output.messages
     info = turns[-1].info
     info.update({k: v for k, v in output.rollout_infos.items() if k != "num_turns"})
     told = {"messages": messages, "rollout_infos": dict(output.rollout_infos), "turns": [t.index for t in turns]}
     info.setdefault(OUTPUTS, []).append(told)
 
 
-def _num_prompt(episode: Episode, messages: Sequence[Mapping[str, Any]]) -> int:
+def _num_prompt(prompt: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int:
     """Return how many messages stand there because they stand in the row, replies of examples among them."""
-    pairs = zip(messages, episode.task.prompt, strict=False)
-    return next(
-        (i for i, (m, own) in enumerate(pairs) if (m.get("role"), m.get("content")) != (own.role, own.content)),
-        min(len(messages), len(episode.task.prompt)),
-    )
+    pairs = zip(messages, prompt, strict=False)
+    alike = ((m.get("role"), m.get("content")) == (own.get("role"), own.get("content")) for m, own in pairs)
+    return next((i for i, is_alike in enumerate(alike) if not is_alike), min(len(messages), len(prompt)))
+
+
+def _without_answer(prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the row's messages without an answer that stands at their end."""
+    kept = prompt[:-1] if prompt and prompt[-1].get("role") == "assistant" else prompt
+    return [dict(m) for m in kept]
 
 
 def _is_silent(message: Mapping[str, Any]) -> bool:
