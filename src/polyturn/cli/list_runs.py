@@ -29,14 +29,14 @@ def run(folder: Path) -> None:
 
 
 def _row(path: Path) -> tuple[str, ...]:
-    written = max((p.stat().st_mtime for p in path.iterdir()), default=path.stat().st_mtime)
+    written = max((p.lstat().st_mtime for p in path.iterdir()), default=path.stat().st_mtime)
     when = datetime.datetime.fromtimestamp(written).strftime("%Y-%m-%d %H:%M")
     store = StoredRun(path)
     failed = sum(1 for e in store.table(["error"])["error"].to_pylist() if e is not None)
     try:
-        lines = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else []
+        lines = read_metrics(path / "metrics.jsonl")
     except PolyturnError:
-        return "?", "?", "?", str(len(store)), str(failed), f"{when} (metrics.jsonl is damaged)"
+        return "?", "?", "?", str(len(store)), str(failed), f"{when} (metrics.jsonl cannot be read)"
     step = max((line["step"] for line in lines), default=None)
     success = next(
         (v for line in reversed(lines) for k, v in line.items() if k.startswith("eval/") and k.endswith("/success")), None

@@ -9,6 +9,7 @@ from polyturn.cli.console import Output
 from polyturn.cli.listening import needing, show_page
 from polyturn.cli.serve import ServeOptions
 from polyturn.config.load import RESOLVED_HEAD
+from polyturn.core.contained import contained
 from polyturn.core.errors import DataError
 
 
@@ -58,7 +59,10 @@ def is_run(folder: Path) -> bool:
     if any((folder / name).exists() for name in ("metrics.jsonl", "trajectories")):
         return True
     try:
-        with (folder / "config.yaml").open(encoding="utf-8") as lines:
-            return lines.readline() == RESOLVED_HEAD
-    except (OSError, UnicodeDecodeError):
+        config = contained(folder, "config.yaml")
+        if config is None:
+            return False
+        with config.open("rb") as lines:
+            return lines.read(len(RESOLVED_HEAD.encode())) == RESOLVED_HEAD.encode()
+    except (OSError, DataError):
         return False

@@ -171,7 +171,7 @@ class ParquetStore:
 
 def list_parts(folder: Path) -> list[Path]:
     """Return the parts of a store in the order they were written."""
-    found = [p for p in folder.glob("part-*.parquet") if p.stem.removeprefix("part-").isdigit()]
+    found = [p for p in folder.glob("part-*.parquet") if p.stem.removeprefix("part-").isdecimal()]
     return sorted(found, key=part_number)
 
 

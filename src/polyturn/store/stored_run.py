@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from polyturn.core.contained import contained
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.store.bounded import BoundedFile
 from polyturn.store.from_rows import from_row
 from polyturn.store.parquet_store import FOLDER, list_parts
 from polyturn.store.schema import INDEX_COLUMNS, KEY, METADATA_KEY, SCHEMA, VERSION, StoredTrajectory, upgrade
+from polyturn.store.sql import run_query
 
 logger = logging.getLogger(__name__)
 
-_PART, _ROW = "__part", "__row"
+_PART, _ROW, _AT = "__part", "__row", "__at"
+MAX_LISTED = 5_000_000
+"""Rows of all parts together that are listed."""
 
 
 class StoredRun:
@@ -45,6 +50,7 @@ class StoredRun:
         """Part -> why it cannot be read."""
         self._parts: dict[str, pa.Table] = {}
         self._stamps: dict[str, tuple[int, int]] = {}
+        self._num_listed = 0
         self._table = self._joined()
         self.refresh()
 
@@ -61,6 +67,7 @@ class StoredRun:
             return False
         same = [name for name, stamp in stamps.items() if self._stamps.get(name) == stamp]
         kept = {name: self._parts[name] for name in same if name in self._parts}
+        self._num_listed = sum(table.num_rows for table in kept.values())
         for name in stamps:
             if name not in kept and (table := self._read_index(name)) is not None:
                 kept[name] = table
@@ -88,40 +95,32 @@ class StoredRun:
         except ModuleNotFoundError as problem:
             raise ConfigError("pandas is not installed; pip install pandas, or use table()") from problem
 
-    def filter(self, condition: str) -> StoredRun:
+    def filter(self, condition: str, *, stop: threading.Event | None = None) -> StoredRun:
         """Return the rows for which `condition`, an SQL condition over the columns of `table()`, holds.
 
+        Args:
+            condition: The condition.
+            stop: Ends it when it is set.
+
         Raises:
-            DataError: the condition is not valid; the message says where.
+            DataError: the condition is not valid, or takes too much time or memory; the message says what.
             ConfigError: DuckDB is not installed.
         """
-        found = self.sql(f"select {_PART}, {_ROW} from trajectories where ({condition})")
-        chosen = set(zip(found[_PART].to_pylist(), found[_ROW].to_pylist(), strict=True))
-        places = zip(self._table[_PART].to_pylist(), self._table[_ROW].to_pylist(), strict=True)
-        mask = pa.array([place in chosen for place in places], pa.bool_())
-        return self._narrowed(self._table.filter(mask))
+        numbered = self.table().append_column(_AT, pa.array(np.arange(len(self))))
+        found = run_query(numbered, f"select {_AT} from trajectories where ({condition})", stop=stop)
+        if found.column_names != [_AT] or not pa.types.is_integer(found[_AT].type):
+            raise DataError(f"{condition!r:.200} is no condition over the columns of a trajectory")
+        chosen = np.isin(np.arange(len(self)), found[_AT].drop_null().to_numpy())
+        return self._narrowed(self._table.filter(pa.array(chosen)))
 
-    def sql(self, query: str) -> pa.Table:
+    def sql(self, query: str, *, stop: threading.Event | None = None) -> pa.Table:
         """Return what an SQL query over the table `trajectories` (the columns of `table()`) gives.
 
         Raises:
-            DataError: the query is not valid.
+            DataError: the query is not valid, or takes too much time or memory.
             ConfigError: DuckDB is not installed.
         """
-        try:
-            import duckdb
-        except ModuleNotFoundError as problem:
-            raise ConfigError(
-                "conditions need DuckDB; pip install 'polyturn[view]', or filter table() yourself"
-            ) from problem
-        with duckdb.connect(config={"enable_external_access": "false"}) as connection:
-            connection.register("trajectories", self._table)
-            try:
-                return connection.sql(query).to_arrow_table()
-            except duckdb.Error as problem:
-                raise DataError(
-                    f"the condition or query is not valid: {one_line(problem)}. Columns: {', '.join(INDEX_COLUMNS)}"
-                ) from problem
+        return run_query(self.table(), query, stop=stop)
 
     def select(self, *, step: int | None = None, split: str | None = None, **equal: Any) -> StoredRun:
         """Return the rows whose columns have these values; None leaves a column open."""
@@ -209,9 +208,12 @@ class StoredRun:
 
     def _read_index(self, name: str) -> pa.Table | None:
         def read(path: Path) -> pa.Table:
-            file = pq.ParquetFile(path)
-            present = set(file.schema_arrow.names)
-            table = upgrade(file.read(columns=[c for c in INDEX_COLUMNS if c in present]))
+            file = BoundedFile(path)
+            if self._num_listed + file.num_rows > MAX_LISTED:
+                raise DataError(f"the parts before it have {self._num_listed} rows, and {MAX_LISTED} are listed at most")
+            present = set(file.schema.names)
+            table = upgrade(file.plain(file.read([c for c in INDEX_COLUMNS if c in present])))
+            self._num_listed += table.num_rows
             places = {_PART: pa.array([name] * table.num_rows, pa.string()), _ROW: pa.array(np.arange(table.num_rows))}
             for column, values in places.items():
                 table = table.append_column(column, values)
@@ -223,8 +225,8 @@ class StoredRun:
         """Return rows of one part, in this order; nothing where the part is damaged."""
 
         def read(path: Path) -> list[StoredTrajectory]:
-            file = pq.ParquetFile(path)
-            version = (file.schema_arrow.metadata or {}).get(METADATA_KEY.encode(), b"1").decode()
+            file = BoundedFile(path)
+            version = (file.schema.metadata or {}).get(METADATA_KEY.encode(), b"1").decode()
             if version == "1":
                 return _first_version(file, rows)
             if version > VERSION:
@@ -251,10 +253,11 @@ class StoredRun:
     def _try(self, name: str, read: Callable[[Path], Any]) -> Any:
         path = self.folder / FOLDER / name
         try:
-            return read(path)
+            place = contained(self.folder, f"{FOLDER}/{name}")
+            return None if place is None else read(place)  # None: joined with others since it was listed
         except FileNotFoundError:
-            return None  # joined with others since it was listed
-        except (pa.ArrowException, OSError, KeyError, ValueError, DataError) as problem:
+            return None
+        except _UNREADABLE as problem:
             if name not in self.problems:
                 logger.warning(
                     "%s is damaged and was skipped (%s); the other parts are not affected", path, one_line(problem)
@@ -263,6 +266,10 @@ class StoredRun:
             return None
 
 
+_UNREADABLE = (
+    pa.ArrowException, OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What a file raises that is no part of a run, or one that somebody wrote to break its reader."""
 _LISTED = pa.schema([*(SCHEMA.field(name) for name in INDEX_COLUMNS), (_PART, pa.string()), (_ROW, pa.int64())])
 
 
@@ -273,23 +280,29 @@ def open_store(run_folder: str | Path) -> StoredRun:
         DataError: the run recorded none.
     """
     run_folder = Path(run_folder)
+    if not run_folder.is_dir():
+        raise DataError(f"there is no folder {str(run_folder)!r}; name the folder of a run, for instance runs/NAME")
     if not (run_folder / FOLDER).is_dir():
-        inside = sorted(p.name for p in run_folder.iterdir()) if run_folder.is_dir() else "nothing, it does not exist"
-        raise DataError(f"{str(run_folder)!r} holds no recorded trajectories ({FOLDER}/); it holds {inside}")
+        inside = ", ".join(sorted(p.name for p in run_folder.iterdir()))
+        raise DataError(
+            f"{str(run_folder)!r} holds no recorded trajectories (there is no {FOLDER}/ in it); name the folder of a run. "
+            + (f"It holds {inside}" if inside else "It is empty")
+        )
     return StoredRun(run_folder)
 
 
 _ARRAY_COLUMNS = ("ids", "logprobs", "weights", "advantages", "policy_logprobs", "trained_weights")
 
 
-def _second_version(file: pq.ParquetFile, rows: Sequence[int]) -> list[StoredTrajectory]:
-    starts = np.cumsum([0, *(file.metadata.row_group(i).num_rows for i in range(file.num_row_groups))])
+def _second_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajectory]:
+    starts = np.cumsum([0, *file.rows_of_groups])
     found: dict[int, StoredTrajectory] = {}
-    for number in range(file.num_row_groups):
+    for number in range(len(file.rows_of_groups)):
         inside = [row for row in rows if starts[number] <= row < starts[number + 1]]
         if not inside:
             continue
-        table = file.read_row_group(number).take(pa.array([row - int(starts[number]) for row in inside]))
+        whole = file.read(SCHEMA.names, groups=[number])
+        table = file.plain(whole.take(pa.array([row - int(starts[number]) for row in inside])))
         arrays = {name: table[name].combine_chunks() for name in _ARRAY_COLUMNS}
         plain = table.drop_columns(list(_ARRAY_COLUMNS)).to_pylist()
         for place, (row, values) in enumerate(zip(inside, plain, strict=True)):
@@ -299,9 +312,9 @@ def _second_version(file: pq.ParquetFile, rows: Sequence[int]) -> list[StoredTra
     return [found[row] for row in rows]
 
 
-def _first_version(file: pq.ParquetFile, rows: Sequence[int]) -> list[StoredTrajectory]:
+def _first_version(file: BoundedFile, rows: Sequence[int]) -> list[StoredTrajectory]:
     """Read rows whose trajectory is one JSON text, as the first version of the store wrote them."""
-    table = file.read(columns=["payload", "group", "step", "split"]).take(pa.array(rows, pa.int64()))
+    table = file.plain(file.read(["payload", "group", "step", "split"]).take(pa.array(rows, pa.int64())))
     return [
         StoredTrajectory(
             trajectory=from_json(Trajectory, json.loads(row["payload"])),

@@ -47,7 +47,7 @@ def plot_learning_curve(metrics: Path, out: Path, *, title: str = "") -> Path:
         DataError: the metrics are missing, or hold no step.
     """
     figure_of, canvas = _matplotlib()
-    steps = read_metrics(metrics) if metrics.is_file() else []
+    steps = read_metrics(metrics)
     if not steps:
         raise DataError(f"there is no step in {metrics}; a learning curve needs a run that logged at least one")
     figure = figure_of(figsize=(11, 7), layout="constrained")
@@ -80,7 +80,7 @@ def plot_metrics(runs: Sequence[Path], metrics: Sequence[str], out: Path) -> Pat
     steps_of: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         path = run / "metrics.jsonl"
-        steps = read_metrics(path) if path.is_file() else []
+        steps = read_metrics(path)
         if not steps:
             raise DataError(f"there is no step in {path}; a curve needs a run that logged at least one")
         steps_of[str(run) if run.resolve().name in steps_of else run.resolve().name] = steps

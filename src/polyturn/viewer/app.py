@@ -10,19 +10,31 @@ What is asked for a page itself, its files and its rules are those of all pages 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import anyio
+import anyio.to_thread
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 
+from polyturn.core.errors import one_line
 from polyturn.serving.rules import ServerRules
-from polyturn.viewer.pages import page_app
+from polyturn.viewer.pages import JSONResponse, page_app
 from polyturn.viewer.run_view import RunView
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
 _PAGING = ("sort", "desc", "offset", "limit")
 MAX_LIMIT = 1000
+MAX_QUERIES = 2
+"""Conditions of SQL that are looked for at one moment; each may take a gigabyte."""
+WATCH_S = 0.2
+"""How often it is asked whether the client of a query is still there."""
 
 
 def create_app(runs: Sequence[RunView], *, rules: ServerRules | None = None) -> FastAPI:
@@ -40,6 +52,8 @@ def create_app(runs: Sequence[RunView], *, rules: ServerRules | None = None) -> 
         rules=rules or ServerRules(max_body_bytes=MAX_BODY_BYTES),
     )
 
+    queries = anyio.CapacityLimiter(MAX_QUERIES)
+
     def view(number: int) -> RunView:
         if not 0 <= number < len(runs):
             raise HTTPException(404, f"there is no run {number}; there are {len(runs)}")
@@ -47,7 +61,7 @@ def create_app(runs: Sequence[RunView], *, rules: ServerRules | None = None) -> 
 
     @app.get("/api/runs")
     def all_runs() -> list[dict[str, Any]]:
-        return [{"index": i, **run.summary()} for i, run in enumerate(runs)]
+        return [{"index": i, **_summary(run)} for i, run in enumerate(runs)]
 
     @app.get("/api/runs/{number}/metrics")
     def metrics(number: int, since: int = 0) -> dict[str, Any]:
@@ -58,16 +72,21 @@ def create_app(runs: Sequence[RunView], *, rules: ServerRules | None = None) -> 
         return PlainTextResponse(view(number).config())
 
     @app.get("/api/runs/{number}/trajectories")
-    def trajectories(number: int, request: Request) -> Response:
+    async def trajectories(number: int, request: Request) -> Response:
         given = dict(request.query_params)
-        found = view(number).page(
-            {k: v for k, v in given.items() if k not in _PAGING},
-            sort=given.get("sort", ""),
-            descending=given.get("desc") == "1",
-            offset=_whole(given, "offset", 0),
-            limit=min(_whole(given, "limit", 100), MAX_LIMIT),
-        )
-        return JSONResponse(found)
+        run, offset, limit = view(number), _whole(given, "offset", 0), min(_whole(given, "limit", 100), MAX_LIMIT)
+
+        def page(stop: threading.Event) -> dict[str, Any]:
+            return run.page(
+                {k: v for k, v in given.items() if k not in _PAGING},
+                sort=given.get("sort", ""),
+                descending=given.get("desc") == "1",
+                offset=offset,
+                limit=limit,
+                stop=stop,
+            )
+
+        return JSONResponse(await _while_waited_for(request, page, queries if given.get("where") else None))
 
     @app.get("/api/runs/{number}/groups")
     def groups(number: int, request: Request) -> Response:
@@ -85,6 +104,34 @@ def create_app(runs: Sequence[RunView], *, rules: ServerRules | None = None) -> 
         return JSONResponse(view(number).trajectory(id, step=step, split=split))
 
     return app
+
+
+def _summary(run: RunView) -> dict[str, Any]:
+    """Return what the list shows of a run; one that breaks its reader costs itself alone."""
+    try:
+        return run.summary()
+    except Exception as problem:
+        logger.exception("the run in %s cannot be shown", run.folder)
+        return run.unreadable(one_line(problem))
+
+
+async def _while_waited_for(
+    request: Request, work: Callable[[threading.Event], dict[str, Any]], limiter: anyio.CapacityLimiter | None
+) -> dict[str, Any]:
+    """Return what `work` gives in a thread; its event is set when the client has left."""
+    stop = threading.Event()
+
+    async def watch() -> None:
+        while not await request.is_disconnected():  # noqa: ASYNC110  the server has no event for it
+            await asyncio.sleep(WATCH_S)
+        stop.set()
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await anyio.to_thread.run_sync(work, stop, limiter=limiter)
+    finally:
+        stop.set()
+        watching.cancel()
 
 
 def _whole(given: dict[str, str], name: str, default: int) -> int:

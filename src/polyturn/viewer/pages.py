@@ -11,11 +11,14 @@ a name of its own, elsewhere whoever has the token, from the link that is printe
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import starlette.responses
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, Response
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -44,7 +47,7 @@ def page_app(title: str, *, page: str, files: Sequence[str], cookie: str, rules:
         cookie: Keeps the token, which may come as `?token=` once.
         rules: What is demanded of every request.
     """
-    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(default_response_class=JSONResponse, title=title, docs_url=None, redoc_url=None, openapi_url=None)
     guarded(app, dataclasses.replace(rules, for_browsers=True, cookie=cookie))
 
     app.add_middleware(_WithHeaders)
@@ -64,6 +67,14 @@ def page_app(title: str, *, page: str, files: Sequence[str], cookie: str, rules:
         return FileResponse(STATIC / name, media_type=_TYPES[Path(name).suffix])
 
     return app
+
+
+class JSONResponse(starlette.responses.JSONResponse):
+    """JSON in ASCII, which also carries the half of a pair that broken bytes of an environment are recorded as."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 class _WithHeaders:

@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import yaml
 
+from polyturn.core.contained import read_contained
 from polyturn.core.errors import DataError, one_line
 from polyturn.core.trajectory import SpanSource
+from polyturn.store.bounded import BoundedFile
 from polyturn.store.parquet_store import FOLDER, list_parts
 from polyturn.store.schema import StoredTrajectory
 from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.jsonl import read_metrics
+from polyturn.viewer.run_view import MAX_CONFIG_BYTES
 from polyturn.viewer.svg import curve
 from polyturn.viewer.telling import NUM_TELLING, Telling, telling
 from polyturn.viewer.tokens import TokenTexts, why
@@ -44,6 +47,9 @@ MAX_TOKENS = 3000
 """Tokens of one trajectory that are shown, from its beginning."""
 _STYLE = Path(__file__).parent / "static" / "report.css"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+
+MAX_ALIASES = 20
+"""References of a config to parts of itself; each may double what it says."""
 
 
 class _Run(NamedTuple):
@@ -74,14 +80,23 @@ def _open(folder: Path) -> _Run:
     if not folder.is_dir():
         raise DataError(f"there is no folder {str(folder)!r}; name a run's folder")
     problems: list[str] = []
-    metrics = folder / "metrics.jsonl"
-    steps = read_metrics(metrics) if metrics.is_file() else []
-    if not steps:
-        problems.append("it has no metrics")
+    steps: list[dict[str, Any]] = []
+    try:
+        steps = read_metrics(folder / "metrics.jsonl")
+        if not steps:
+            problems.append("it has no metrics")
+    except DataError as problem:
+        problems.append(str(problem))
     config: Any = {}
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as problem:
+        text = read_contained(folder, "config.yaml", max_bytes=MAX_CONFIG_BYTES)
+        if text is None:
+            problems.append("it has no config.yaml")
+        elif sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > MAX_ALIASES:
+            problems.append("its config refers to its own parts more often than any, and is not shown")
+        else:
+            config = yaml.safe_load(text)
+    except (DataError, ValueError, RecursionError, yaml.YAMLError) as problem:
         problems.append(f"its config cannot be read ({one_line(problem)})")
     store = StoredRun(folder)
     problems += [f"{name} is damaged and was left out ({reason})" for name, reason in store.problems.items()]
@@ -189,9 +204,10 @@ def _tool_errors(run: _Run) -> dict[str, str]:
         if part.name in run.store.problems:
             continue
         try:
-            column = pq.read_table(part, columns=["tool_results"])["tool_results"]
-        except (OSError, KeyError, ValueError):
-            continue  # an older version, or gone since it was listed
+            file = BoundedFile(part)
+            column = file.plain(file.read(["tool_results"]))["tool_results"]
+        except (OSError, KeyError, ValueError, pa.ArrowException):
+            continue  # an older version, gone since it was listed, or larger than any
         for result in (r for row in column.to_pylist() for r in row or ()):
             if result["error"] is not None:
                 kind = f"{result['name'] or '(no name)'}: {result['error']}"[:120]

@@ -7,6 +7,7 @@ metrics file whether there is more. What cannot be read is named in `problems`, 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from polyturn.core.contained import contained, read_contained
 from polyturn.core.errors import DataError, did_you_mean, one_line
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.parquet_store import FOLDER
 from polyturn.store.schema import INDEX_COLUMNS
 from polyturn.store.stored_run import StoredRun
+from polyturn.tracking.jsonl import MAX_BYTES, parse_line
 from polyturn.viewer.tokens import TokenTexts
-from polyturn.viewer.trajectory_page import json_number, plain, trajectory_page
+from polyturn.viewer.trajectory_page import plain, trajectory_page
 
+MAX_CONFIG_BYTES = 1 << 20
+"""Bytes of a run's configuration that are shown."""
 _NUMERIC = ("step", "reward", "num_turns", "num_tokens", "num_sampled_tokens", "num_tool_calls", "num_tool_errors")
 
 
@@ -38,6 +43,7 @@ class RunView:
         self._metrics: list[dict[str, Any]] = []
         self._read_to = 0
         self._bad_lines = 0
+        self._metrics_problem = ""
 
     def summary(self) -> dict[str, Any]:
         """Return what the list of runs shows."""
@@ -60,13 +66,19 @@ class RunView:
             "has_tokenizer": self._tokens().is_known,
         }
 
+    def unreadable(self, why: str) -> dict[str, Any]:
+        """Return what the list shows of the run when nothing of it can be read."""
+        nothing = {"num_trajectories": 0, "splits": [], "stop_reasons": [], "data_sources": [], "last_step": None}
+        known = {"name": self.name, "folder": str(self.folder), "num_metrics": 0, "has_tokenizer": False}
+        return {**known, **nothing, "problems": [f"the run cannot be read: {why}"]}
+
     def problems(self) -> list[str]:
         """Return a sentence for each thing of the run that cannot be read."""
         found = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
         if not (self.folder / FOLDER).is_dir():
             found.append(f"the run recorded no trajectories (there is no {FOLDER}/)")
-        if not (self.folder / "metrics.jsonl").is_file():
-            found.append("the run recorded no metrics (there is no metrics.jsonl)")
+        if self._metrics_problem:
+            found.append(self._metrics_problem)
         if self._bad_lines:
             found.append(f"{self._bad_lines} lines of metrics.jsonl are damaged and were skipped")
         return found
@@ -74,24 +86,33 @@ class RunView:
     def refresh(self) -> None:
         """Read what was written since the last time."""
         self._store.refresh()
-        path = self.folder / "metrics.jsonl"
-        if not path.is_file():
+        try:
+            self._refresh_metrics()
+        except (DataError, OSError) as problem:
+            self._metrics_problem = str(problem)
+
+    def _refresh_metrics(self) -> None:
+        path = contained(self.folder, "metrics.jsonl")
+        self._metrics_problem = ""
+        if path is None:
+            self._metrics_problem = "the run recorded no metrics (there is no metrics.jsonl)"
             return
-        if path.stat().st_size < self._read_to:  # a resumed run drops the steps that it takes again
+        size = path.stat().st_size
+        if size < self._read_to:  # a resumed run drops the steps that it takes again
             self._metrics, self._read_to, self._bad_lines = [], 0, 0
         with path.open("rb") as file:
             file.seek(self._read_to)
-            new = file.read()
+            new = file.read(max(0, MAX_BYTES - self._read_to))
+        if size > MAX_BYTES:
+            self._metrics_problem = f"metrics.jsonl has {size} bytes, and only the first {MAX_BYTES} are shown"
         whole = new[: new.rfind(b"\n") + 1]
         self._read_to += len(whole)
         for line in whole.splitlines():
-            try:
-                values = json.loads(line)
-            except ValueError:
+            values = parse_line(line)
+            if values is None:
                 self._bad_lines += 1
-                continue
-            if isinstance(values, dict):
-                self._metrics.append({k: json_number(v) for k, v in values.items()})
+            else:
+                self._metrics.append(values)
 
     def metrics(self, since: int = 0) -> dict[str, Any]:
         """Return the lines of metrics from number `since` on."""
@@ -99,12 +120,22 @@ class RunView:
         return {"lines": self._metrics[since:], "next": len(self._metrics), "alarms": self._alarms()}
 
     def config(self) -> str:
-        """Return the run's configuration as it was written; "" if it is not there."""
-        path = self.folder / "config.yaml"
-        return path.read_text(errors="replace") if path.is_file() else ""
+        """Return the run's configuration as it was written; "" if it is not there.
+
+        Raises:
+            DataError: it is no file of the run's folder, or larger than any.
+        """
+        return read_contained(self.folder, "config.yaml", max_bytes=MAX_CONFIG_BYTES) or ""
 
     def page(
-        self, wanted: Mapping[str, str], *, sort: str = "", descending: bool = False, offset: int = 0, limit: int = 100
+        self,
+        wanted: Mapping[str, str],
+        *,
+        sort: str = "",
+        descending: bool = False,
+        offset: int = 0,
+        limit: int = 100,
+        stop: threading.Event | None = None,
     ) -> dict[str, Any]:
         """Return one page of the table of trajectories.
 
@@ -116,12 +147,13 @@ class RunView:
             descending: Largest first.
             offset: The first row.
             limit: Rows at most.
+            stop: Ends the search for what `where` says when it is set.
 
         Raises:
             DataError: a filter or the condition cannot be understood.
         """
         self._store.refresh()
-        store = self._store if not wanted.get("where") else self._store.filter(wanted["where"])
+        store = self._store if not wanted.get("where") else self._store.filter(wanted["where"], stop=stop)
         table = store.table()
         mask = _mask(table, {k: v for k, v in wanted.items() if k != "where"})
         if mask is not None:
@@ -193,16 +225,27 @@ class RunView:
         return self._texts
 
     def _alarms(self) -> list[dict[str, Any]]:
-        path = self.folder / "alarms.jsonl"
-        if not path.is_file():
-            return []
-        found = []
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError as problem:
-                found.append({"step": None, "alarm": "damaged", "message": f"this line is damaged: {one_line(problem)}"})
-        return found
+        try:
+            text = read_contained(self.folder, "alarms.jsonl", max_bytes=MAX_BYTES)
+        except DataError as problem:
+            return [_damaged(str(problem))]
+        return [_alarm(line) for line in (text or "").splitlines()]
+
+
+def _alarm(line: str) -> dict[str, Any]:
+    """Return what a line of alarms.jsonl says: a step, a name and a sentence."""
+    try:
+        read = json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        return _damaged(f"this line is damaged: {one_line(problem)}")
+    if not isinstance(read, dict) or type(read.get("step")) not in (int, type(None)):
+        return _damaged("this line is damaged: it is no alarm of a step")
+    texts = {name: str(read.get(name, "")).encode(errors="replace").decode() for name in ("alarm", "message")}
+    return {"step": read.get("step"), **texts}
+
+
+def _damaged(message: str) -> dict[str, Any]:
+    return {"step": None, "alarm": "damaged", "message": message}
 
 
 def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:

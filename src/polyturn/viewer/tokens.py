@@ -11,13 +11,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from polyturn.core.errors import one_line
+from polyturn.core.contained import contained
+from polyturn.core.errors import DataError, one_line
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory
 from polyturn.store.schema import Trained
 
 logger = logging.getLogger(__name__)
+
+MAX_TOKENIZER_BYTES = 256 << 20
 
 DROPPED = {
     "failed": "the trajectory failed and is left out of the loss",
@@ -48,17 +52,26 @@ class TokenTexts:
 
     def __init__(self, folder: Path) -> None:
         """Look for the tokenizer of the run in `folder`; without one, tokens are shown as their ids."""
-        self._tokenizer = None
-        places = [folder / "tokenizer", *sorted(folder.glob("checkpoints/step-*/model"), reverse=True)]
-        file = next((p / "tokenizer.json" for p in places if (p / "tokenizer.json").is_file()), None)
-        if file is None:
-            return
+        self._tokenizer: Any = None
+        checkpoints = sorted(folder.glob("checkpoints/step-*/model"), reverse=True)
+        for name in ("tokenizer", *(str(place.relative_to(folder)) for place in checkpoints)):
+            try:
+                file = contained(folder, f"{name}/tokenizer.json")
+                if file is not None and file.is_file():
+                    self._tokenizer = self._read(file)
+                    return
+            except DataError as problem:
+                logger.warning("tokens are shown as ids: %s", problem)
+
+    def _read(self, file: Path) -> Any:
+        if file.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise DataError(f"{file} is larger than {MAX_TOKENIZER_BYTES} bytes, more than a tokenizer has")
         from tokenizers import Tokenizer
 
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
+            return Tokenizer.from_file(str(file))
         except Exception as problem:  # the library raises plain Exception for a damaged file
-            logger.warning("tokens are shown as ids: %s cannot be read (%s)", file, one_line(problem))
+            raise DataError(f"{file} cannot be read ({one_line(problem)})") from problem
 
     @property
     def is_known(self) -> bool:

@@ -1,0 +1,58 @@
+"""Files of a folder that others may have filled: read without being led out of it.
+
+    contained(run, "config.yaml")                      run/config.yaml; None where there is no such file
+    contained(run, "config.yaml")  -> /etc/passwd      DataError: a symbolic link leads out of the folder
+
+A run is copied, unpacked and sent around, and whoever looks at it shows its files to others: a symbolic link in it must not
+choose which files of this machine are shown. The folder itself may be reached through a link.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from polyturn.core.errors import DataError
+
+
+def contained(folder: Path, name: str) -> Path | None:
+    """Return the place of a file or folder inside `folder`, free of links; None where there is none.
+
+    Raises:
+        DataError: a symbolic link leads out of `folder`, or it is no plain file and no folder.
+    """
+    try:
+        base, place = folder.resolve(), (folder / name).resolve()
+    except (OSError, RuntimeError, ValueError) as problem:  # links that lead in a circle, a name that no file can have
+        raise DataError(f"{name} of {str(folder)!r} cannot be followed to a file: {problem}") from problem
+    if not place.is_relative_to(base):
+        raise DataError(
+            f"{name} of {str(folder)!r} is or lies behind a symbolic link that leads out of the folder, and such a link is "
+            "not followed; put the file itself there"
+        )
+    try:
+        if place.is_file() or place.is_dir():
+            return place
+        if place.exists():
+            raise DataError(f"{name} of {str(folder)!r} is neither a file nor a folder")
+    except PermissionError as problem:
+        raise DataError(f"{name} of {str(folder)!r} cannot be read: permission denied") from problem
+    return None
+
+
+def read_contained(folder: Path, name: str, *, max_bytes: int) -> str | None:
+    """Return the text of a file inside `folder`, broken bytes replaced; None where there is none.
+
+    Raises:
+        DataError: as `contained`, or the file is larger than `max_bytes` or cannot be read.
+    """
+    place = contained(folder, name)
+    if place is None:
+        return None
+    try:
+        with place.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as problem:
+        raise DataError(f"{name} of {str(folder)!r} cannot be read: {problem.strerror}") from problem
+    if len(data) > max_bytes:
+        raise DataError(f"{name} of {str(folder)!r} is larger than {max_bytes} bytes, more than such a file ever is")
+    return data.decode("utf-8", "replace")

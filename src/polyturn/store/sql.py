@@ -1,0 +1,87 @@
+"""SQL over the table of a run's trajectories, with bounds that hold: a process of its own for each query.
+
+    run_query(table, "select id from trajectories where reward < 1", stop=left)     an Arrow table
+
+A condition comes from whoever looks at a run. It may take `TIMEOUT_S` and `MAX_BYTES`, reads no file, and ends when nobody
+waits for its answer any more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pyarrow as pa
+
+from polyturn.core.errors import ConfigError, DataError
+
+TIMEOUT_S = 30.0
+MAX_BYTES = 1 << 30
+"""What a query may take beside the table."""
+_POLL_S = 0.1
+_WORKER = Path(__file__).with_name("sql_worker.py")
+
+
+def run_query(
+    table: pa.Table,
+    query: str,
+    *,
+    stop: threading.Event | None = None,
+    timeout_s: float = TIMEOUT_S,
+    max_bytes: int = MAX_BYTES,
+) -> pa.Table:
+    """Return what a query over the table `trajectories` gives.
+
+    Args:
+        table: Under that name.
+        query: SQL, DuckDB's.
+        stop: Set when nobody waits for the answer any more.
+        timeout_s: How long it may take.
+        max_bytes: Memory that it may take beside the table.
+
+    Raises:
+        DataError: it is not valid, took too long or too much, or was stopped.
+        ConfigError: DuckDB is not installed.
+    """
+    if importlib.util.find_spec("duckdb") is None:
+        raise ConfigError("conditions need DuckDB; pip install 'polyturn[view]', or filter table() yourself")
+    head = json.dumps({"query": query, "max_bytes": max_bytes}).encode() + b"\n"
+    given = io.BytesIO(head)
+    given.seek(0, os.SEEK_END)
+    with pa.ipc.new_stream(given, table.schema) as writer:
+        writer.write_table(table)
+    data: bytes | None = given.getvalue()
+    deadline = time.monotonic() + timeout_s
+    environment = {"PATH": os.environ.get("PATH", ""), "HOME": "/nonexistent", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-P", str(_WORKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as child:
+        try:
+            while True:
+                if stop is not None and stop.is_set():
+                    raise DataError("the query was stopped: nobody waits for its answer")
+                if time.monotonic() > deadline:
+                    raise DataError(f"the condition or query took longer than {timeout_s:g} s; ask for less")
+                try:
+                    out, errors = child.communicate(data, timeout=_POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    data = None  # it is remembered, and may be given once
+        finally:
+            child.kill()
+    if child.returncode:
+        said = errors.decode(errors="replace").strip().splitlines() or [f"its process ended with {child.returncode}"]
+        raise DataError(f"the condition or query is not valid: {said[-1]}. Columns: {', '.join(table.column_names)}")
+    with pa.ipc.open_stream(out) as stream:
+        return stream.read_all()

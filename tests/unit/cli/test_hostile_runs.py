@@ -1,0 +1,276 @@
+"""Runs that somebody made to break their reader, or to be shown what is not theirs: each costs itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fastapi.testclient import TestClient
+
+from polyturn.cli.main import main
+from polyturn.core.errors import DataError
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.serving.rules import ServerRules
+from polyturn.store import sql
+from polyturn.store.bounded import ALLOWANCE, MAX_ROWS
+from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.schema import NESTED, SCHEMA
+from polyturn.store.stored_run import StoredRun, open_store
+from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from polyturn.testing.runs import call_command
+from polyturn.viewer.app import create_app
+from polyturn.viewer.run_view import RunView
+
+SECRET = "what only the owner of this machine may read"
+
+
+def make_run(folder: Path) -> Path:
+    with ParquetStore(folder) as store:
+        spec = GroupSpec(id="g0", task=task("2+2?", id="t0", ground_truth="4"), size=2)
+        (group,) = asyncio.run(RolloutPool(scripted_context(["It is 5."])).run([spec]))
+        store.add(group, step=1, split="train")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+    (folder / "config.yaml").write_text("name: one\n")
+    tiny_codec().tokenizer.save_pretrained(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "runs" / "one")
+
+
+def client_of(*folders: Path) -> TestClient:
+    app = create_app([RunView(f) for f in folders], rules=ServerRules())
+    return TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+
+
+BAD_LINES = [
+    b'{"step": "two"}',
+    b'{"step": [1]}',
+    b'{"step": true}',
+    b'{"step": 1e400}',
+    b'{"step": ' + b"9" * 400 + b"}",
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b'{"step": 2, "a": {"b": NaN}}',
+    b'{"step": 2, "a": "text"}',
+    b'{"step": 2, "\\ud800": 1}',
+    b'{"step": 2, "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"step": 2, "a": ' + b"1" * 400 + b"}",
+    b"[]",
+    b"null",
+    b"\xff\xfe\x00",
+    b"\x00" * 1000,
+]
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_line_of_metrics_costs_itself_alone(run: Path, line: bytes, tmp_path: Path) -> None:
+    """Also in what lists, draws and reports runs."""
+    good = make_run(tmp_path / "runs" / "two")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n" + json.dumps({"step": 3, "reward/mean": 0.75}).encode() + b"\n")
+    client = client_of(run, good)
+    listed = client.get("/api/runs")
+    assert listed.status_code == 200
+    assert [one["last_step"] for one in listed.json()] == [3, 1]
+    assert any("1 lines of metrics.jsonl" in p for p in listed.json()[0]["problems"])
+    assert client.get("/api/runs/0/metrics").json()["next"] == 2
+    shown = call_command(main, "runs", run.parent)
+    assert shown.code == 0 and "0.750" in shown.out, shown.err
+    reported = call_command(main, "report", run, good, "-o", tmp_path / "report.html")
+    assert reported.code == 0, reported.err
+
+
+def test_a_run_whose_reader_breaks_costs_itself_alone(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    good = make_run(tmp_path / "two")
+    broken, whole = RunView(run), RunView(good)
+
+    def breaks(self: RunView) -> None:
+        if self is broken:
+            raise ZeroDivisionError("something that nobody thought of")
+
+    monkeypatch.setattr(RunView, "refresh", breaks)
+    client = TestClient(create_app([broken, whole], rules=ServerRules()), base_url="http://127.0.0.1")
+    first, second = client.get("/api/runs").json()
+    assert "nobody thought of" in first["problems"][0] and not second["problems"]
+    assert set(first) == set(second)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "alarms.jsonl", "tokenizer", "trajectories"])
+@pytest.mark.parametrize("kind", ["absolute", "relative", "circle", "pipe"])
+def test_a_link_out_of_the_run_is_never_followed(run: Path, tmp_path: Path, name: str, kind: str) -> None:
+    """A pipe is not waited for either."""
+    outside = tmp_path / "private"
+    make_run(outside)
+    for file in ("config.yaml", "metrics.jsonl", "alarms.jsonl"):
+        (outside / file).write_text(json.dumps({"step": 987654321, "alarm": "a", "message": SECRET}) + "\n")
+    place = run / name
+    if place.is_dir():
+        place.rename(run / "set-aside")
+    place.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to({"absolute": outside / name, "relative": Path("../../private") / name, "circle": place}[kind])
+    client = client_of(run)
+    answers = [client.get(f"/api/runs{path}") for path in ("", "/0/metrics", "/0/config", "/0/trajectories")]
+    assert [a.status_code for a in answers if a.status_code not in (200, 422)] == []
+    said = " ".join(a.text for a in answers)
+    assert SECRET not in said and "987654321" not in said
+    call_command(main, "runs", run.parent)
+    reported = call_command(main, "report", run, "-o", tmp_path / "report.html")
+    assert reported.code in (0, 2)
+    if reported.code == 0:
+        assert SECRET not in (tmp_path / "report.html").read_text()
+    if name == "trajectories" and kind in ("absolute", "relative"):
+        assert len(open_store(run)) == 0
+
+
+def test_a_link_to_the_folder_of_a_run_is_followed(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run)
+    (run / "curves").mkdir()
+    (run / "config.yaml").rename(run / "curves" / "config.yaml")
+    (run / "config.yaml").symlink_to("curves/config.yaml")  # inside
+    assert RunView(tmp_path / "link").config() == "name: one\n"
+
+
+def rows_that_repeat(**columns: pa.Array) -> pa.Table:
+    num = len(next(iter(columns.values())))
+    return pa.table({f.name: columns.get(f.name, pa.nulls(num, f.type)) for f in SCHEMA}, schema=SCHEMA)
+
+
+def many_rows() -> pa.Table:
+    num = MAX_ROWS + 1
+    return rows_that_repeat(step=pa.array(np.zeros(num, np.int64)))
+
+
+def long_texts() -> pa.Table:
+    num = 20_000
+    text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(num, np.int32)), ["x" * (1 << 20)])
+    return pa.table({"id": text, "group": text, "split": text, "step": pa.array(np.zeros(num, np.int64))})
+
+
+def one_row(**columns: pa.Array) -> pa.Table:
+    text = {name: pa.array(["a"]) for name in ("id", "group", "split")}
+    return rows_that_repeat(**text, step=pa.array([1], pa.int64()), **columns)
+
+
+def many_ids() -> pa.Table:
+    num = ALLOWANCE // 4 + (32 << 20)
+    return one_row(ids=pa.ListArray.from_arrays([0, num], pa.array(np.zeros(num, np.int32))))
+
+
+def long_messages() -> pa.Table:
+    num = 100_000
+    text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(num, np.int32)), ["x" * (1 << 20)])
+    fields = {
+        n: text if n == "text" else pa.nulls(num, k if not pa.types.is_string(k) else pa.string())
+        for n, k in NESTED["messages"].items()
+    }
+    messages = pa.ListArray.from_arrays([0, num], pa.StructArray.from_arrays(list(fields.values()), names=list(fields)))
+    plain = one_row()
+    return plain.set_column(plain.schema.get_field_index("messages"), "messages", messages)
+
+
+@pytest.mark.parametrize("bomb", [many_rows, long_texts, many_ids, long_messages])
+def test_a_small_part_that_would_take_much_memory_is_skipped_and_named(run: Path, bomb: Callable[[], pa.Table]) -> None:
+    table = bomb().replace_schema_metadata(SCHEMA.metadata)
+    part = run / "trajectories" / "part-00007.parquet"
+    pq.write_table(table, part, compression="zstd")
+    assert part.stat().st_size < 2 << 20
+    store = StoredRun(run)
+    if bomb in (many_rows, long_texts):
+        assert len(store) == 2
+    else:
+        with pytest.raises(DataError, match="bytes of memory"):
+            store.record("a")
+    assert "part-00007.parquet" in store.problems
+    assert store.trajectory("g0/0").id == "g0/0"
+
+
+def test_a_part_with_a_name_of_odd_digits_is_no_part(run: Path) -> None:
+    (run / "trajectories" / "part-²³.parquet").write_bytes(b"")
+    assert len(StoredRun(run)) == 2
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "length(repeat('x', 2000000000)) > 1",
+        "(select count(*) from range(1000000) a, range(1000000) b) > 1",
+        "list_reduce(range(300000000), (x, y) -> x + y) > 1",
+    ],
+)
+def test_a_condition_ends_at_its_bounds(run: Path, condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also inside one call of a function, which DuckDB itself does not interrupt."""
+    monkeypatch.setattr(sql.run_query, "__kwdefaults__", {"stop": None, "timeout_s": 5.0, "max_bytes": 256 << 20})
+    with pytest.raises(DataError, match=r"took longer than|MiB of memory|process ended"):
+        StoredRun(run).filter(condition)
+
+
+def test_a_condition_reads_no_file_and_changes_no_setting(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "private.csv").write_text(f"a\n{SECRET}\n")
+    for condition in (
+        f"(select count(*) from read_csv('{tmp_path}/private.csv')) > 0",
+        f"(select count(*) from '{tmp_path}/private.csv') > 0",
+        "getenv('HOME') is not null",
+    ):
+        with pytest.raises(DataError) as refused:
+            StoredRun(run).filter(condition)
+        assert SECRET not in str(refused.value)
+    with pytest.raises(DataError):
+        StoredRun(run).filter("true); set memory_limit='100GB'; select (1=1")
+    assert len(StoredRun(run).filter("reward is null or id like 'g0/%'")) == 2
+
+
+def test_a_condition_ends_when_nobody_waits_for_it(run: Path) -> None:
+    stop = threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    with pytest.raises(DataError, match="nobody waits"):
+        StoredRun(run).filter("(select count(*) from range(1000000) a, range(1000000) b) > 1", stop=stop)
+
+
+def test_the_viewer_stops_the_condition_of_a_client_that_left(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def page(self: RunView, wanted: object, *, stop: threading.Event, **given: object) -> dict[str, object]:
+        began.set()
+        assert stop.wait(120)
+        ended.set()
+        raise DataError("stopped")
+
+    monkeypatch.setattr(RunView, "page", page)
+    app = create_app([RunView(run)], rules=ServerRules())
+
+    async def ask() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/api/runs/0/trajectories", "raw_path": b"", "query_string": b"",
+                 "headers": [(b"host", b"127.0.0.1")], "client": ("127.0.0.1", 1), "scheme": "http",
+                 "server": ("127.0.0.1", 80), "http_version": "1.1", "root_path": ""}  # fmt: skip
+        asked = False
+
+        async def receive() -> dict[str, object]:
+            nonlocal asked
+            if not asked:
+                asked = True
+                return {"type": "http.request", "body": b"", "more_body": False}
+            if not began.is_set():
+                await asyncio.sleep(3600)
+            return {"type": "http.disconnect"}
+
+        async def send(message: object) -> None:
+            pass
+
+        await app(scope, receive, send)
+
+    asyncio.run(ask())
+    assert ended.is_set()
