@@ -11,6 +11,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from polyturn.core.hiding import scrubbed
+
 
 class PolyturnError(Exception):
     """Root of every error the library raises on purpose."""
@@ -134,6 +136,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as one short line: its type, then its message without line breaks."""
-    text = " ".join(str(error).split())
+    """Return an exception as one short line: its type, then its message without line breaks and without secrets."""
+    text = " ".join(scrubbed(str(error)).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -15,6 +15,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from polyturn.core.errors import ToolConnectionError, ToolError, ToolTimeoutError, one_line
+from polyturn.core.hiding import scrubbed
 from polyturn.tools.bounded import DeadlineError
 
 
@@ -78,4 +79,4 @@ def reason_of(problem: Exception, *, tool: str) -> str:
     """Return what the model is told about what a call raised."""
     if isinstance(problem, DeadlineError):
         return f"{tool!r} did not answer: {problem}"
-    return str(problem) if isinstance(problem, ToolError | TooLargeError) else one_line(problem)
+    return scrubbed(str(problem)) if isinstance(problem, ToolError | TooLargeError) else one_line(problem)
