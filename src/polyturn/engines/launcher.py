@@ -149,7 +149,7 @@ class Server:
                         f"ready; its last lines:\n{self.tail()}"
                     )
                 with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
-                    async with session.get(self.url + self.spec.health) as reply:
+                    async with session.get(self.url + self.spec.health, allow_redirects=False) as reply:
                         if reply.status == 200:
                             return
                 await asyncio.sleep(0.2)

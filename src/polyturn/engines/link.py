@@ -91,7 +91,10 @@ class Link:
         import orjson
 
         headers = {"content-type": "application/json"}
-        async with self._connect().request(method, self.url + path, data=data, headers=headers, timeout=timeout) as reply:
+        request = self._connect().request(
+            method, self.url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
+        )
+        async with request as reply:
             content = await reply.read()
             if reply.status == 200:
                 return orjson.loads(content) if content and "json" in reply.content_type else None

@@ -231,7 +231,7 @@ class OpenEnvSession:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=options.timeout_s))
         try:
             async with asyncio.timeout(options.timeout_s):
-                async with self._http.get(f"{slot.url}/schema") as reply:
+                async with self._http.get(f"{slot.url}/schema", allow_redirects=False) as reply:
                     schema = await reply.json() if reply.status == 200 else {}
                 self._socket = await self._http.ws_connect(f"{slot.url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:

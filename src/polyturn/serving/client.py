@@ -160,7 +160,7 @@ class RolloutClient:
                 timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
                 async with (
                     aiohttp.ClientSession(headers=bearer(self._token), timeout=timeout) as session,
-                    session.request(method, url + path, **body) as reply,
+                    session.request(method, url + path, allow_redirects=False, **body) as reply,
                 ):
                     if reply.status != 200:
                         said = hide(await reply.text(), self._token)[:500]

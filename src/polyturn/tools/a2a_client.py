@@ -89,7 +89,7 @@ class A2AAgent:
         """
 
         async def fetch() -> Any:
-            async with asyncio.timeout(timeout_s), _http_client(self._headers) as http:
+            async with asyncio.timeout(timeout_s), _http_client(self.url, self._headers) as http:
                 return await self._card(http)
 
         try:
@@ -173,7 +173,7 @@ class A2AAgent:
     async def _make(self) -> Any:
         from a2a.client import ClientConfig, ClientFactory
 
-        http = _http_client(self._headers)
+        http = _http_client(self.url, self._headers)
         try:
             try:
                 async with asyncio.timeout(CARD_S):  # whoever waits for it may be gone before; the next one asks again
@@ -286,16 +286,31 @@ def _parse_error() -> type[Exception]:
     return Error
 
 
-def _http_client(headers: Mapping[str, str]) -> Any:
+def _http_client(url: str, headers: Mapping[str, str]) -> Any:
+    """Return a client that sends `headers` to the origin of `url` only; an agent's card may name any other address."""
     import httpx
 
-    return http_client(
+    async def add(request: Any) -> None:
+        if _origin(str(request.url)) == _origin(url):
+            request.headers.update(headers)
+
+    client = http_client(
         httpx,
-        headers,
+        {},
         max_connections=MAX_CONNECTIONS,
         max_bytes=lambda response: MAX_ANSWER_BYTES,
         too_large=httpx.ReadError,
     )
+    client.event_hooks = {**client.event_hooks, "request": [add]}
+    return client
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    """Return scheme, host and port; the names of this machine are one host."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").rstrip(".")
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return parts.scheme, "localhost" if host in ("127.0.0.1", "::1", "0.0.0.0") else host, port
 
 
 def _has_failed(task: asyncio.Task[Any]) -> bool:

@@ -145,8 +145,11 @@ class HttpService:
     async def _try(self, session: aiohttp.ClientSession, payload: dict[str, Any], number: int) -> tuple[ServiceReply, bool]:
         """Post once; return the reply, and whether it is final."""
         try:
-            async with session.post(self.url, json=payload) as response:
+            async with session.post(self.url, json=payload, allow_redirects=False) as response:
                 status = response.status
+                if 300 <= status < 400:  # to where it leads, nobody asked us to send anything, nor to quote it
+                    error = f"HTTP {status}: it redirects, which is not followed; give the address that it leads to"
+                    return ServiceReply(status="refused", error=error, num_tries=number), True
                 body = await whole(response.content.iter_any())
         except LargeAnswerError as problem:
             return ServiceReply(status="bad_reply", error=f"HTTP {status}: {problem}", num_tries=number), True

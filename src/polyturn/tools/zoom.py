@@ -182,8 +182,10 @@ async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with (
                 aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session,
-                session.get(source) as reply,
+                session.get(source, allow_redirects=False) as reply,
             ):
+                if reply.status >= 300:
+                    raise DataError(f"the image {source!r:.100} redirects, which is not followed; give where it leads to")
                 data = await whole(reply.content.iter_any())
         elif isinstance(source, str | Path):
             data = await threads.run(Path(str(source).removeprefix("file://")).read_bytes)
