@@ -12,8 +12,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_REWARD = 1e15
+"""The largest size of a reward or a score: squares of such, summed over a batch, are still finite in float32."""
 AGENTS = "agents"
 """Under this key of what a reward function returned is the score of each agent, by the agent's name."""
+
+
+def as_score(value: Any) -> float | None:
+    """Return a reward or a score as a float; None for what is none: no number, not finite, or larger than `MAX_REWARD`."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) <= MAX_REWARD else None  # NaN compares as false
+
+
+def shown(value: Any, max_chars: int = 100) -> str:
+    """Return what a plug-in or a judge gave in place of a score, for a sentence about it."""
+    try:
+        return f"{value!r:.{max_chars}}"
+    except (ValueError, RecursionError):  # more digits than are written out, or nested too deep
+        return f"a {type(value).__name__} that cannot be written out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import secrets
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.core.nesting import is_deep
+from polyturn.core.reward import as_score
 from polyturn.tools.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -198,9 +198,4 @@ def _answer_in(path: Path) -> Answer | None:
 
 
 def _is_finite(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
+    return isinstance(value, int | float) and not isinstance(value, bool) and as_score(value) is not None

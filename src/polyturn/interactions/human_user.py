@@ -21,6 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, InteractionError
+from polyturn.core.reward import as_score
 from polyturn.engines.chat_voice import check_positive, refuse_unknown, without_thoughts
 from polyturn.interactions.base import SceneInteraction
 from polyturn.interactions.desk import Answer, Desk
@@ -70,7 +71,7 @@ class HumanUser(SceneInteraction):
         if not isinstance(self._on_deadline, str) or not self._on_deadline.strip():
             raise ConfigError(f"{who}: on_deadline is {self._on_deadline!r}; give end, fail, or a text to say")
         self._score = config.get("score", 0.0)
-        if isinstance(self._score, bool) or not isinstance(self._score, int | float) or not math.isfinite(self._score):
+        if isinstance(self._score, bool) or not isinstance(self._score, int | float) or as_score(self._score) is None:
             raise ConfigError(f"{who}: score is {self._score!r}; give the number that a turn without a score has")
         self._shows_thoughts = bool(config.get("show_thoughts", False))
         self._desk = Desk((base or Path()) / str(config["desk"])) if at == "desk" else None

@@ -12,7 +12,6 @@ that is said from then on.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
+from polyturn.core.reward import as_score
 from polyturn.engines.chat_voice import refuse_unknown
 from polyturn.interactions.base import SceneInteraction
 from polyturn.interactions.roles import UserTurns, text_of
@@ -192,6 +192,6 @@ def _read_turn(turn: Any, *, where: str) -> Recorded:
 def _score(value: Any, *, where: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or as_score(value) is None:
         raise DataError(f"{where}: the score is {value!r}; give a finite number, or null for none")
     return float(value)

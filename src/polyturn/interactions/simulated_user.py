@@ -23,6 +23,7 @@ from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
 from polyturn.core.registry import import_attr
+from polyturn.core.reward import as_score
 from polyturn.core.seeds import derive_seed
 from polyturn.engines.chat_voice import (
     ChatVoice,
@@ -282,7 +283,7 @@ def _user_settings(config: Mapping[str, Any], *, who: str) -> UserSettings:
             raise ConfigError(f"{who}: {name} is {given[name]!r}; give a text")
     for name in ("done_score", "other_score"):
         score = given.get(name)
-        if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)):
+        if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or as_score(score) is None):
             raise ConfigError(f"{who}: {name} is {score!r:.100}; give a number, or null for no score")
     if not isinstance(given.get("seed", 0), int):
         raise ConfigError(f"{who}: seed is {given['seed']!r:.100}; give a whole number")

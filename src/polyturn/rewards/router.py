@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNameError, did_you_mean
-from polyturn.core.reward import AGENTS, Reward
+from polyturn.core.reward import AGENTS, MAX_REWARD, Reward, as_score, shown
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.engines.other_policy import Policies
@@ -200,8 +200,11 @@ class RewardRouter:
         if self._overlong is not None:
             components["overlong"] = self._overlong.score(trajectory)
             total += components["overlong"]
-        if not math.isfinite(total):
-            raise RewardError(f"trajectory {trajectory.id!r}: the reward is {total}, from the components {components}")
+        if as_score(total) is None:
+            raise RewardError(
+                f"trajectory {trajectory.id!r}: the reward is {total}, from the components {components}; it must be finite "
+                f"and at most {MAX_REWARD:g}"
+            )
         if AGENTS in info:
             info = {**info, AGENTS: _of_agents(info[AGENTS], total - self.weights.get("outcome", 0.0) * value, self.weights)}
             components |= {f"agent/{agent}": score for agent, score in info[AGENTS].items()}
@@ -247,8 +250,13 @@ class RewardRouter:
 
 def _of_agents(scores: Any, shared: float, weights: Mapping[str, float]) -> dict[str, float]:
     """Return what each agent earned in all: its own score for the outcome, and what the trajectory earned beside that."""
-    if not isinstance(scores, Mapping) or not all(isinstance(s, int | float) and math.isfinite(s) for s in scores.values()):
-        raise RewardError(f"a reward function returned the agents {scores!r:.200}; give a finite number by name of agent")
+    if not isinstance(scores, Mapping) or not all(
+        isinstance(s, int | float) and as_score(s) is not None for s in scores.values()
+    ):
+        raise RewardError(
+            f"a reward function returned the agents {shown(scores)}; give a finite number of at most {MAX_REWARD:g} by name "
+            "of agent"
+        )
     return {str(agent): shared + weights.get("outcome", 0.0) * score for agent, score in scores.items()}
 
 

@@ -13,7 +13,6 @@ limit of its own, (observation, reward, terminated, truncated, info), and a game
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from polyturn.core.errors import SchedulerError
 from polyturn.core.messages import Message
 from polyturn.core.registry import Registry
+from polyturn.core.reward import MAX_REWARD, as_score, shown
 
 
 @runtime_checkable
@@ -125,12 +125,12 @@ def _of_seats(given: Seated, *, name: str) -> EnvStep:
 
 
 def _reward(value: Any, *, name: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, str) or not math.isfinite(number):
-        raise SchedulerError(f"the environment {name!r}: step gave the reward {value!r:.100}; it must be a finite number")
+    number = as_score(value)
+    if isinstance(value, str) or number is None:
+        raise SchedulerError(
+            f"the environment {name!r}: step gave the reward {shown(value)}; it must be a finite number of at most "
+            f"{MAX_REWARD:g}"
+        )
     return number
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from polyturn.core.errors import DataError, InteractionError, LifecycleError, RolloutError, one_line
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Interaction
+from polyturn.core.reward import MAX_REWARD, as_score, shown
 from polyturn.core.snapshots import Seam
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.forms import in_usual_form
@@ -244,12 +244,10 @@ class Partner:
             raise InteractionError(f"interaction {self.name!r}: {method.__name__} {why}") from problem
 
     def _number(self, what: str, value: Any) -> float:
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as problem:
+        number = as_score(value)
+        if number is None:
             raise InteractionError(
-                f"interaction {self.name!r}: {what} gave the score {value!r:.100}; it must be a number or None"
-            ) from problem
-        if not math.isfinite(number):
-            raise InteractionError(f"interaction {self.name!r}: {what} gave the score {number}; it must be finite")
+                f"interaction {self.name!r}: {what} gave the score {shown(value)}; it must be a finite number of at most "
+                f"{MAX_REWARD:g}, or None"
+            )
         return number

@@ -20,6 +20,7 @@ import numpy as np
 from polyturn.core.errors import SchedulerError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
+from polyturn.core.reward import MAX_REWARD, as_score, shown
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Segment, Trajectory
 from polyturn.rollout.clock import EpisodeClock
@@ -64,9 +65,10 @@ class EpisodeRecord:
         """
         for turn in self.turns:
             for name, score in turn.scores.items():
-                if not isinstance(score, bool | int | float | np.number) or not np.isfinite(score):
+                if not isinstance(score, bool | int | float | np.number) or as_score(score) is None:
                     raise SchedulerError(
-                        f"turn {turn.index} has the score {name}={score!r:.100}; it must be a finite number"
+                        f"turn {turn.index} has the score {name}={shown(score)}; it must be a finite number of "
+                        f"at most {MAX_REWARD:g}"
                     )
                 turn.scores[name] = float(score)
 

@@ -8,11 +8,11 @@ Separate because functions and classes, old and new, all return through here.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from polyturn.core.errors import RewardError
+from polyturn.core.reward import MAX_REWARD, as_score, shown
 from polyturn.tools.failures import TooLargeError
 from polyturn.tools.schema import ToolResponse
 
@@ -110,12 +110,11 @@ def finite(value: Any, *, what: str) -> float:
     """Return a reward as a float.
 
     Raises:
-        RewardError: it is not a finite number.
+        RewardError: it is not a finite number, or larger than any reward.
     """
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as problem:
-        raise RewardError(f"the {what} reward is {value!r:.100}; return a number, or None for none") from problem
-    if not math.isfinite(number):
-        raise RewardError(f"the {what} reward is {number}; it must be finite")
+    number = as_score(value)
+    if number is None:
+        raise RewardError(
+            f"the {what} reward is {shown(value)}; return a finite number of at most {MAX_REWARD:g}, or None for none"
+        )
     return number

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from polyturn.core.errors import PolyturnError, one_line
+from polyturn.core.reward import MAX_REWARD, as_score
 from polyturn.serving.openai.ask import Refused
 from polyturn.serving.rules import given_tokens
 from polyturn.serving.wire import dumps
@@ -74,13 +74,12 @@ def read_reward(given: Any) -> tuple[float, dict[str, Any]]:
     """
     values = dict(given) if isinstance(given, Mapping) else {"reward": given}
     score = values.pop("reward", values.pop("score", None))
-    try:
-        number = float(score) if isinstance(score, bool | int | float) else math.nan
-    except OverflowError:  # a whole number of hundreds of digits
-        number = math.nan
-    if not math.isfinite(number):
+    number = as_score(score) if isinstance(score, bool | int | float) else None
+    if number is None:
         raise Refused(
-            f"the reward is {given!r:.100}; give a finite number, or an object with one as `reward`", param="reward"
+            f"the reward is {given!r:.100}; give a finite number of at most {MAX_REWARD:g}, or an object with "
+            "one as `reward`",
+            param="reward",
         )
     return number, values
 

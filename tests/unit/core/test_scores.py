@@ -1,0 +1,63 @@
+"""What counts as a reward: a finite number that a loss can hold."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.core.errors import RewardError
+from polyturn.core.reward import MAX_REWARD, as_score
+from polyturn.rewards.judge import read_verdict
+from polyturn.tools.outcome import finite
+
+NO_SCORES: list[Any] = [
+    1e308,
+    -1e308,
+    1e16,
+    math.inf,
+    -math.inf,
+    math.nan,
+    10**400,
+    10**5000,
+    "x",
+    None,
+    [],
+    np.float32("inf"),
+]
+
+
+@pytest.mark.parametrize("value", NO_SCORES, ids=[type(v).__name__ + str(i) for i, v in enumerate(NO_SCORES)])
+def test_what_no_loss_can_hold_is_no_reward(value: Any) -> None:
+    assert as_score(value) is None
+    with pytest.raises(RewardError, match="finite number of at most"):
+        finite(value, what="outcome")
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 0.5, np.float32(2.0), MAX_REWARD, -MAX_REWARD])
+def test_a_number_is_a_reward(value: Any) -> None:
+    assert as_score(value) == float(value)
+    assert np.isfinite(np.square(np.float32(value)) * 1e6)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "", "x", "null", "[]", "true", '"0.5"', "NaN", "Infinity", "1e400", "9" * 400, "9" * 5000, "-1", "[" * 100_000,
+        '{"score":' * 50_000, "{}", '{"score": null}', '{"score": [1]}', '{"score": true}', '{"score": {"score": 1}}',
+        '{"score": 1e308}', '{"score": ' + "9" * 400 + "}", "\ud800", "```json\n[[\n```", '{"score": 2}',
+    ],
+    ids=range(24),
+)  # fmt: skip
+def test_a_judge_that_answers_anything_is_a_sentence(answer: str) -> None:
+    with pytest.raises(ValueError, match=r"^(is|has)") as said:
+        read_verdict(answer, low=0.0, high=1.0)
+    assert len(str(said.value)) < 400
+
+
+def test_a_reason_of_another_kind_is_kept_as_text() -> None:
+    assert read_verdict('{"score": 1, "reason": {"a": [1]}}', low=0.0, high=1.0) == (1.0, "{'a': [1]}")
+    score, reason = read_verdict('{"score": 1, "reason": ' + "[" * 900 + "]" * 900 + "}", low=0.0, high=1.0)
+    assert score == 1.0 and isinstance(reason, str)
