@@ -324,7 +324,7 @@ def load_codec(
         except OSError as problem:
             raise ConfigError(f"the chat template {chat_template!r} cannot be read ({one_line(problem)})") from problem
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as problem:
         raise ConfigError(_no_tokenizer(path, problem)) from problem
     return Codec(tokenizer, chat_template=chat_template, template_kwargs=template_kwargs)

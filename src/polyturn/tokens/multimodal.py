@@ -370,7 +370,7 @@ def load_processor(path: str, *, revision: str | None = None) -> Any:
     from transformers import AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(path, revision=revision)  # type: ignore[no-untyped-call]
+        return AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except ImportError as problem:
         raise ConfigError(
             f"the processor at {path!r} needs a library that is not installed ({one_line(problem)[:300]}); install it "

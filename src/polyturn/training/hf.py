@@ -61,7 +61,7 @@ def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = to
         built = AutoConfig.for_model(model_type, **fields)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: PreTrainedModel = _auto_class(built).from_config(built, dtype=dtype)
+            model: PreTrainedModel = _auto_class(built).from_config(built, dtype=dtype, trust_remote_code=False)
     except (ValueError, TypeError, RuntimeError, StrictDataclassError) as problem:
         raise ConfigError(f"no {model_type!r} model can be built from {fields}: {one_line(problem)}") from problem
     return model
@@ -79,9 +79,9 @@ def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revisi
         ConfigError: there is none, or it cannot be loaded.
     """
     try:
-        config = AutoConfig.from_pretrained(str(source), revision=revision or "main")
+        config = AutoConfig.from_pretrained(str(source), revision=revision or "main", trust_remote_code=False)
         model: PreTrainedModel = _auto_class(config).from_pretrained(
-            str(source), config=config, dtype=dtype, revision=revision or "main"
+            str(source), config=config, dtype=dtype, revision=revision or "main", trust_remote_code=False
         )
     except (OSError, ValueError) as problem:
         where = "the folder exists" if Path(source).is_dir() else "there is no such folder"
