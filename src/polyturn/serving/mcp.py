@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -20,11 +23,15 @@ from mcp import MCPError
 from mcp.server import Server
 from mcp.server.context import ServerRequestContext
 from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS, MODERN_PROTOCOL_VERSIONS
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
+from polyturn.serving.rules import client_of
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.mcp_content import blocks_of
 from polyturn.tools.schema import OpenAIFunctionToolSchema
@@ -33,6 +40,7 @@ from polyturn.tools.session import ToolSession
 logger = logging.getLogger(__name__)
 
 _KEY = "polyturn"
+_SESSION = "mcp-session-id"
 
 
 class ToolServer:
@@ -66,12 +74,14 @@ class ToolServer:
         """
         from mcp.server.transport_security import TransportSecuritySettings
 
-        return self.server.streamable_http_app(
+        app = self.server.streamable_http_app(
             session_idle_timeout=idle_s,
             max_sessions=max_sessions,
             max_request_body_size=max_body_bytes,
             transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
         )
+        app.add_middleware(_Shares, idle_s=idle_s, max_of_one=max(1, max_sessions // 2))
+        return app
 
     async def _list_tools(
         self, context: ServerRequestContext[Any], params: types.PaginatedRequestParams | None
@@ -107,6 +117,58 @@ class ToolServer:
             await session.close()
         finally:
             self.num_live -= 1
+
+
+class _Shares:
+    """Lets no client hold more than its share of the sessions, so that others find one free."""
+
+    def __init__(self, app: ASGIApp, *, idle_s: float, max_of_one: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app = app
+        self._idle_s = idle_s
+        self._max_of_one = max_of_one
+        self._clock = clock
+        self._held: dict[str, tuple[str, float]] = {}
+        """Session -> who began it, and when it was last asked something."""
+        self._beginning: Counter[str] = Counter()
+        """Client -> its sessions whose first answer is on its way."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        session, client = Headers(scope=scope).get(_SESSION), client_of((scope.get("client") or ("", 0))[0])
+        if session is not None or scope["method"] != "POST":
+            if session in self._held:
+                self._held[session] = (self._held[session][0], self._clock())
+            await self._app(scope, receive, self._ending(session, send) if scope["method"] == "DELETE" else send)
+            return
+        now = self._clock()
+        self._held = {name: held for name, held in self._held.items() if now - held[1] <= self._idle_s}
+        if sum(who == client for who, _ in self._held.values()) + self._beginning[client] >= self._max_of_one:
+            said = f"one client has {self._max_of_one} sessions at most, and all of yours are open; end one first"
+            await PlainTextResponse(said, 429, {"Retry-After": "5"})(scope, receive, send)
+            return
+
+        async def begun(message: Message) -> None:
+            if message["type"] == "http.response.start" and (name := Headers(raw=message["headers"]).get(_SESSION)):
+                self._held[name] = (client, self._clock())
+            await send(message)
+
+        self._beginning[client] += 1
+        try:
+            await self._app(scope, receive, begun)
+        finally:
+            self._beginning[client] -= 1
+            if not self._beginning[client]:
+                del self._beginning[client]
+
+    def _ending(self, session: str | None, send: Send) -> Send:
+        async def ended(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] < 300 and session is not None:
+                self._held.pop(session, None)
+            await send(message)
+
+        return ended
 
 
 async def _demand_session(ctx: Any, call_next: Any) -> Any:

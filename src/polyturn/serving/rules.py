@@ -151,7 +151,7 @@ class Gate:
         rate = self.rules.rate
         if rate is None:
             return 0.0
-        client, now = _client(client), self._clock()
+        client, now = client_of(client), self._clock()
         held, since = self._buckets.pop(client, (rate.burst, now))
         held = min(rate.burst, held + (now - since) * rate.per_s)
         is_free = held >= 1.0
@@ -214,6 +214,8 @@ class Gate:
     def _body(self, path: str, headers: Mapping[str, str]) -> Refusal | None:
         if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
             return Refusal(415, "bodies are not compressed here; leave Content-Encoding out")
+        if "transfer-encoding" in headers and "content-length" in headers:
+            return Refusal(400, "the request has Content-Length and Transfer-Encoding; a body has one length, so send one")
         length = headers.get("content-length", "0").strip()
         if not (length.isascii() and length.isdigit()) or len(length) > 18:
             return Refusal(400, f"Content-Length is {length!r:.40}; it is a whole number")
@@ -274,7 +276,7 @@ def _host_of(authority: str) -> str:
     return authority.partition(":")[0].rstrip(".")
 
 
-def _client(name: str) -> str:
+def client_of(name: str) -> str:
     """Return who a rate belongs to; of an IPv6 address its first half, which one customer has."""
     head, _, address = name.rpartition(" ")
     try:
