@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
+from polyturn.cli.main import main
 from polyturn.config.models import DataConfig, RolloutConfig
 from polyturn.core.messages import Message
 from polyturn.core.registry import import_attr
@@ -15,6 +17,7 @@ from polyturn.data.dataset import TaskDataset
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context
+from polyturn.testing.runs import call_command, write_tiny_run
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -29,7 +32,7 @@ async def test_the_example_of_ones_own_tool_and_interaction_runs(tmp_path: Path)
     code, config = block("python", beginning="# shop.py"), block("yaml", beginning="# config.yaml")
     assert len(code.splitlines()) <= 32
     (tmp_path / "shop.py").write_text(code)
-    (tmp_path / "tasks.jsonl").write_text(config.partition("tasks.jsonl: ")[2])
+    (tmp_path / "tasks.jsonl").write_text(block("json", beginning='{"prompt"'))
     read = yaml.safe_load(config)
     data, rollout = DataConfig(**read["data"]), RolloutConfig(**read["rollout"])
     assert data.train is not None and data.train.files is not None
@@ -48,6 +51,33 @@ async def test_the_example_of_ones_own_tool_and_interaction_runs(tmp_path: Path)
     assert observed[2].text == "40"
     assert t.turns[0].info == {"said": "It costs 41."}
     assert t.reward is not None and t.reward.total == 1.0
+
+
+SHORT = ["rollout.limits.max_tokens_per_turn=8", "num_threads=1"]
+
+
+@pytest.mark.parametrize("more", [["--dry-run"], []], ids=["dry run", "training"])
+def test_the_example_is_complete_when_it_is_pasted_into_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+):
+    """With a tiny model in place of the one that would be fetched, and two steps."""
+    (tmp_path / "tiny").mkdir()
+    tiny = write_tiny_run(tmp_path / "tiny")
+    made = call_command(main, "train", tiny, "train.steps=1", "model.init.max_position_embeddings=4096")
+    assert made.code == 0, made.err
+    model = next((tmp_path / "tiny").rglob("step-*/model"))
+    folder = tmp_path / "pasted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name, language, beginning in (
+        ("shop.py", "python", "# shop.py"),
+        ("config.yaml", "yaml", "# config.yaml"),
+        ("tasks.jsonl", "json", '{"prompt"'),
+    ):
+        Path(name).write_text(block(language, beginning=beginning))
+    done = call_command(main, "train", "config.yaml", f"model.path={model}", "train.steps=2", *SHORT, *more)
+    assert done.code == 0, done.err
+    assert ("What does the lamp cost?" in done.out) == bool(more)
 
 
 def test_every_command_of_the_table_exists():
