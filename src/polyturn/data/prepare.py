@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
+from polyturn.tokens.hub import unreachable
 
 GSM8K = "openai/gsm8k"
 """The data source of the rows, and the dataset's name on the hub."""
@@ -104,7 +105,9 @@ def _row(problem: dict[str, Any], *, index: int, split: str, variant: str) -> di
 
 def _from_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
-        inside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else "nothing, it does not exist"
+        if not path.parent.is_dir():
+            raise DataError(f"there is no folder {str(path.parent)!r}; name the one with train.jsonl and test.jsonl")
+        inside = ", ".join(sorted(p.name for p in path.parent.iterdir())) or "nothing"
         raise DataError(f"there is no {path}; the folder must hold train.jsonl and test.jsonl, and it holds {inside}")
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -121,12 +124,13 @@ def _from_hub(split: str) -> Iterable[dict[str, Any]]:
     from huggingface_hub import hf_hub_download  # only this path needs it, and it is slow to import
 
     name = f"main/{split}-00000-of-00001.parquet"
+    why = unreachable()  # one attempt; the library itself would try for a minute
     try:
-        path = hf_hub_download(GSM8K, name, repo_type="dataset")
+        path = hf_hub_download(GSM8K, name, repo_type="dataset", local_files_only=why is not None)
     except Exception as error:
         raise DataError(
-            f"{GSM8K} cannot be fetched from the Hugging Face hub ({one_line(error)[:200]}); download train.jsonl and "
-            "test.jsonl from OpenAI's grade-school-math repository and name their folder with --from"
+            f"{GSM8K} cannot be fetched from the Hugging Face hub ({why or one_line(error)[:200]}); download train.jsonl "
+            "and test.jsonl from OpenAI's grade-school-math repository and name their folder with --from"
         ) from error
     return [_checked(row, f"{GSM8K} {name}") for row in pq.read_table(path).to_pylist()]
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polyturn.core.errors import DataError, one_line
+from polyturn.tokens.hub import unreachable
 
 GEO3K = "hiyouga/geometry3k"
 """The data source of the rows, and the dataset's name on the hub."""
@@ -139,12 +140,13 @@ def _rows(files: list[Path]) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 def _from_hub(name: str) -> list[Path]:
     from huggingface_hub import snapshot_download  # only this path needs it, and it is slow to import
 
+    why = unreachable()  # one attempt; the library itself would try for a minute
     try:
-        folder = snapshot_download(name, repo_type="dataset", allow_patterns=["*.parquet"])
+        folder = snapshot_download(name, repo_type="dataset", allow_patterns=["*.parquet"], local_files_only=why is not None)
     except Exception as error:
         raise DataError(
-            f"{name} cannot be fetched from the Hugging Face hub ({one_line(error)[:200]}); download its parquet files and "
-            "name their folder with --from"
+            f"{name} cannot be fetched from the Hugging Face hub ({why or one_line(error)[:200]}); download its parquet "
+            "files and name their folder with --from"
         ) from error
     return sorted(Path(folder).glob("**/*.parquet"))
 

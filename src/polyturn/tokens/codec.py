@@ -26,6 +26,7 @@ from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.messages import Message
 from polyturn.tokens.delimiters import find_delimiters
+from polyturn.tokens.hub import only_cached
 from polyturn.tokens.template import ChatTemplate
 from polyturn.tokens.turn_ends import Span, TurnEnds, common_length, find_turn_ends
 
@@ -323,8 +324,9 @@ def load_codec(
             chat_template = Path(chat_template).read_text(encoding="utf-8")
         except OSError as problem:
             raise ConfigError(f"the chat template {chat_template!r} cannot be read ({one_line(problem)})") from problem
+    cached = only_cached(path, revision=revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, local_files_only=cached, trust_remote_code=False)
     except (OSError, ValueError) as problem:
         raise ConfigError(_no_tokenizer(path, problem)) from problem
     return Codec(tokenizer, chat_template=chat_template, template_kwargs=template_kwargs)
@@ -339,11 +341,6 @@ def _no_tokenizer(path: str, problem: Exception) -> str:
             return f"the folder {path!r} holds no tokenizer (tokenizer.json); name the folder of a model or a tokenizer"
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
         return f"there is no folder {path!r}; name the folder of a model or a tokenizer, or one on the hub as owner/name"
-    elif "connect" in str(problem):
-        return (
-            f"{path!r} is no folder here, and the Hugging Face hub cannot be reached; name a folder, or set "
-            "HF_HUB_OFFLINE=1 where the cache holds it"
-        )
     return f"there is no usable tokenizer at {path!r} ({one_line(problem)}); give a folder with one or a hub name"
 
 

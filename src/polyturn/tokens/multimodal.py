@@ -30,6 +30,7 @@ from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, DataError, TemplateError, one_line
 from polyturn.core.media import KINDS, Media, a_kind, read_source, show
 from polyturn.core.messages import Message
+from polyturn.tokens.hub import only_cached
 
 if TYPE_CHECKING:
     from polyturn.tokens.codec import Codec
@@ -369,8 +370,9 @@ def load_processor(path: str, *, revision: str | None = None) -> Any:
     """
     from transformers import AutoProcessor
 
+    cached = only_cached(path, revision=revision)
     try:
-        return AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        return AutoProcessor.from_pretrained(path, revision=revision, local_files_only=cached, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except ImportError as problem:
         raise ConfigError(
             f"the processor at {path!r} needs a library that is not installed ({one_line(problem)[:300]}); install it "

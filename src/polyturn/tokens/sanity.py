@@ -53,6 +53,11 @@ class Difference:
     """The full render's text there."""
 
     def __str__(self) -> str:
+        if self.held == self.full:
+            return (
+                f"{self.kind} at token {self.index}: the text {self.held!r} is the same, in other tokens: the model sampled "
+                "it in pieces that the tokenizer would not choose"
+            )
         return f"{self.kind} at token {self.index}: held {self.held!r}, the template writes {self.full!r}"
 
 

@@ -35,6 +35,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as _SEEING
 
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean, one_line
+from polyturn.tokens.hub import only_cached
 from polyturn.training import lora
 
 
@@ -78,10 +79,11 @@ def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revisi
     Raises:
         ConfigError: there is none, or it cannot be loaded.
     """
+    of = {"revision": revision or "main", "local_files_only": only_cached(str(source), revision=revision)}
     try:
-        config = AutoConfig.from_pretrained(str(source), revision=revision or "main", trust_remote_code=False)
+        config = AutoConfig.from_pretrained(str(source), trust_remote_code=False, **of)
         model: PreTrainedModel = _auto_class(config).from_pretrained(
-            str(source), config=config, dtype=dtype, revision=revision or "main", trust_remote_code=False
+            str(source), config=config, dtype=dtype, trust_remote_code=False, **of
         )
     except (OSError, ValueError) as problem:
         where = "the folder exists" if Path(source).is_dir() else "there is no such folder"

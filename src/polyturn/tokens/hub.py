@@ -1,0 +1,74 @@
+"""Names on the Hugging Face hub: whether one can be had is known after one attempt, before a library tries for a minute.
+
+only_cached("Qwen/Qwen3-0.6B")    False: the hub answers    True: it does not, and the cache holds the model
+                                  ConfigError: it can be had from nowhere, in one sentence
+"""
+
+from __future__ import annotations
+
+import logging
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from polyturn.core.errors import ConfigError, one_line
+
+logger = logging.getLogger(__name__)
+
+ATTEMPT_S = 10.0
+"""How long the hub may take to answer the one attempt."""
+_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "preprocessor_config.json", "processor_config.json")
+
+
+def only_cached(name: str, *, revision: str | None = None) -> bool:
+    """Return whether a model's or a tokenizer's files come from the cache alone; False for a folder.
+
+    A name that can only be a path is left to whoever opens it.
+
+    Raises:
+        ConfigError: the hub is not asked or does not answer, and the cache does not hold the name.
+    """
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return False
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(name, file, revision=revision) for file in _FILES]
+    except HFValidationError as problem:
+        raise ConfigError(
+            f"{name!r} is no folder here, and no name on the hub either; give a folder, or owner/name"
+        ) from problem
+    is_cached = any(isinstance(path, str) for path in found)
+    if constants.HF_HUB_OFFLINE:
+        if is_cached:
+            return True
+        raise ConfigError(
+            f"{name!r} is no folder here, the hub is not asked because HF_HUB_OFFLINE is set, and its cache does not hold "
+            "it; unset HF_HUB_OFFLINE to download it once, or name a folder"
+        )
+    why = unreachable()
+    if why is None:
+        return False
+    if is_cached:
+        logger.warning("the Hugging Face hub cannot be reached (%s); %r is taken from its cache", why, name)
+        return True
+    raise ConfigError(
+        f"{name!r} is no folder here, and the Hugging Face hub cannot be reached ({why}), nor does its cache hold it; name "
+        "the folder of a model, or try again where the hub can be reached"
+    )
+
+
+def unreachable() -> str | None:
+    """Return why the hub does not answer, after one attempt; None if it does, whatever it says."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=ATTEMPT_S):
+            return None
+    except urllib.error.HTTPError:
+        return None
+    except (OSError, ValueError) as problem:
+        return one_line(problem)
