@@ -55,8 +55,17 @@ def check_credit(parts: Parts) -> None:
     Raises:
         ConfigError: the first problem found.
     """
-    place = parts.place
-    require_scores(parts, build_estimator(place))
+    require_scores(parts, build_estimator(parts.place))
+    check_algorithm(parts.place)
+
+
+def check_algorithm(place: Place) -> None:
+    """Refuse an estimator, a loss or a penalty that cannot be had by what the configuration alone says.
+
+    Raises:
+        ConfigError: the first problem found.
+    """
+    build_estimator(place)
     build_policy_loss(place)
     build_kl(place)
     build_correction(place)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyturn.build.engine import build_engine
 from polyturn.build.environments import build_env_scheduler, build_env_tools
@@ -86,13 +86,20 @@ class Parts:
         return self.engine.busy_s + self.policies.busy_s
 
 
-def build_parts(place: Place, *, checkpoint: Path | None = None, engine: Any = None) -> Parts:
+def build_parts(
+    place: Place,
+    *,
+    checkpoint: Path | None = None,
+    engine: Any = None,
+    check: Callable[[Plugins, ToolBox], None] | None = None,
+) -> Parts:
     """Make the model, the engine and the rollout context.
 
     Args:
         place: The configuration.
         checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
         engine: What completions come from; None makes the engine that is configured.
+        check: Is shown the plug-ins before any weights are loaded, where no further policy of the run has to be made first.
 
     Raises:
         ConfigError, TemplateError: something in the configuration cannot work.
@@ -106,16 +113,19 @@ def build_parts(place: Place, *, checkpoint: Path | None = None, engine: Any = N
     torch.manual_seed(config.seed)
     codec = build_codec(place, checkpoint=checkpoint)
     tokenizer = codec.tokenizer
+    tools = build_tools(place, codec=codec)
+    template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)
+    template.require()
+    plugins = None if config.policies else _plugins(place, NO_POLICIES)  # a policy may be a copy of the model
+    if plugins is not None and check is not None:
+        check(plugins, tools)
     model = build_model(place, tokenizer, checkpoint=checkpoint)
     if torch.cuda.is_available():
         model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
     max_context = _max_context(config.rollout.limits, model)
-    tools = build_tools(place, codec=codec)
-    template = certify(codec, tools=tuple(tools.schemas.values()), num_random=_NUM_TRIALS)
-    template.require()
     media = build_media(place, codec, model)
     policies = build_policies(place, model=model, codec=codec)
-    scheduler = build_scheduler(place, policies)
+    plugins = plugins or _plugins(place, policies)
     engine = engine or build_engine(
         place, model, tokenizer=tokenizer, media=media, max_context=max_context, checkpoint=checkpoint
     )
@@ -133,9 +143,9 @@ def build_parts(place: Place, *, checkpoint: Path | None = None, engine: Any = N
         ),
         tools=tools,
         also=tuple(one.engine for one in policies.by_name.values()),
-        interactions=build_interactions(place, policies),
-        rewarder=build_rewarder(place, policies, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward),
-        scheduler=scheduler,
+        interactions=plugins.interactions,
+        rewarder=plugins.rewarder,
+        scheduler=plugins.scheduler,
         limits=_limits(config.rollout.limits, max_context),
         sampling=sampling_params(config.rollout.sampling, config.rollout.limits),
         interaction_timeout_s=config.rollout.interaction_timeout_s,
@@ -158,6 +168,20 @@ def build_parts(place: Place, *, checkpoint: Path | None = None, engine: Any = N
         max_context=max_context,
         policies=policies,
     )
+
+
+class Plugins(NamedTuple):
+    """What users write, made before any weights are loaded, so that a mistake in it costs no load."""
+
+    scheduler: MultiTurnScheduler
+    interactions: Mapping[str, Any]
+    rewarder: RewardRouter
+
+
+def _plugins(place: Place, policies: FurtherPolicies) -> Plugins:
+    scheduler = build_scheduler(place, policies)
+    rewarder = build_rewarder(place, policies, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward)
+    return Plugins(scheduler=scheduler, interactions=build_interactions(place, policies), rewarder=rewarder)
 
 
 def build_tools(place: Place, *, codec: Codec) -> ToolBox:

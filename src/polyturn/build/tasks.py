@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyturn.batching.loss_scale import build_loss_scale
-from polyturn.build.credit import check_credit
+from polyturn.build.credit import check_algorithm, check_credit
 from polyturn.build.environments import build_env_tasks, env_configs, rows_for_env
-from polyturn.build.parts import Parts, sampling_params
+from polyturn.build.parts import Parts, Plugins, sampling_params
 from polyturn.build.place import Place
 from polyturn.config.models import (
     TaskSourceConfig,
@@ -31,6 +31,7 @@ from polyturn.data.sequences import Subset, WithSystem
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.interactions.scene import check_row, check_setup
 from polyturn.rollout.context import RolloutContext
+from polyturn.tools.executor import ToolBox
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FIRST_TASKS = 256
+"""So many tasks are checked before any weights are loaded; all of them are, before a step is taken."""
 MEASURED_MEDIA_TASKS = 64
 """Of tasks that show media, so many are encoded before a run; the others are checked for files and kinds, which is quick."""
 
@@ -90,6 +93,33 @@ def build_train_tasks(place: Place) -> Sequence[Task]:
     if names:
         return rows_for_env(place, build_tasks(source, base=place.base, split="train"), key="data.train")
     return build_tasks(source, base=place.base, split="train")
+
+
+def check_before_weights(place: Place, tasks: RunTasks, plugins: Plugins, tools: ToolBox) -> None:
+    """Refuse what can be refused before any weights are loaded: names that lead nowhere, and rows that nothing scores.
+
+    Raises:
+        ConfigError, DataError: the first problem found.
+    """
+    build_trackers(place)
+    check_algorithm(place)
+    check_warm_start(place)
+
+    def check(task: Task) -> None:
+        plugins.rewarder.check([task], tools=tools.tools)
+        plugins.scheduler.check_task(task)
+        check_row(plugins.interactions, task)
+
+    sources = {"data.train": tasks.train, **({"evaluation.data": tasks.eval_sets[0].tasks} if tasks.eval_sets else {})}
+    for name, source in sources.items():
+        check_tasks(
+            Subset(source, range(min(len(source), FIRST_TASKS))),
+            tools=tools.tools,
+            interactions=plugins.interactions,
+            name=name,
+            require_interaction_name=place.config.compat.require_interaction_name,
+            also=check,
+        )
 
 
 def check_training(parts: Parts, tasks: RunTasks) -> None:
