@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import yaml
 
 from polyturn import build
@@ -36,8 +38,10 @@ async def shown_first(context: RolloutContext, task: Task) -> Task:
         await episode.call(scheduler, scheduler.on_trajectory_end, episode)
 
 
-def show(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any], out: Output) -> None:
-    """Print what the config changes, the first task as the engine will see it, and estimates of memory and cost."""
+def show(
+    parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any], out: Output, *, with_ids: bool = False
+) -> None:
+    """Print what the config changes, the first task as the engine will see it, and estimates of memory and time."""
     task = tasks.train[0]
     if parts.place.config.env is not None:
         task = run_loop(shown_first(parts.context, task))
@@ -48,7 +52,8 @@ def show(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any],
     out.text(yaml.safe_dump(masked(changed(resolved, defaults)), sort_keys=False, allow_unicode=True))
     out.text(f"first task     {task.id}: {len(ids)} prompt tokens")
     out.text(parts.context.codec.decode(ids))
-    out.text(" ".join(map(str, ids.tolist())), style="dim")
+    if with_ids:
+        out.text(" ".join(map(str, ids.tolist())), style="dim")
     out.text(f"\ntemplate       {parts.template.strategy}: {parts.template.reason}")
     sets = ", ".join(f"{s.name} ({len(s.tasks)} tasks)" for s in tasks.eval_sets) or "none"
     for name, one in parts.place.config.policies.items():
@@ -89,24 +94,92 @@ def written(section: Any) -> Any:
 
 
 def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
-    """Return upper estimates of what a run needs, in words. Lengths are the limits, so real runs need less."""
+    """Return upper estimates of what each rank and a step need, in words. Lengths are the limits, so real runs need less.
+
+    Memory counts what a rank holds at one moment: parameters, gradients and AdamW's two moments (float32), each divided by
+    the ranks; a copy of the parameters for the reference; activations of one micro-batch; and the engine's KV cache. The
+    time of a step is measured: a forward and a backward pass over some tokens of this model on this machine, times the
+    tokens of a step, of which generation reads each once more.
+    """
     config = parts.place.config
     parameters = hf.count_parameters(parts.model)
+    trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
     size = 4 if config.model.dtype == "float32" else 2
+    ranks = max(1, config.train.distributed.ranks)
     turns = config.rollout.limits.max_turns or 8
     per_turn = config.rollout.limits.max_tokens_per_turn or 512
     longest = min(parts.max_context, num_prompt_tokens + turns * per_turn)
     episodes = config.train.groups_per_step * config.train.group_size
-    copies = 4 + (config.algorithm.kl_coef > 0)  # weights, gradients, two AdamW moments, a reference
-    flops = 6 * parameters * longest * episodes
-    return {
-        "parameters": f"{parameters / 1e6:.2f} M",
-        "weights, gradients, optimizer": f"{parameters * size * copies / 2**20:.0f} MiB",
-        "KV cache": f"{_kv_bytes(parts) / 2**20:.0f} MiB for {config.engine.num_slots} slots of {parts.max_context} tokens",
-        "episodes": f"{episodes} a step, {episodes * config.train.steps} in all",
-        "tokens a step, at most": f"{longest * episodes}",
-        "training cost a step, at most": f"{flops / 1e12:.2f} TFLOP",
+    tokens = min(longest * episodes, max(longest, config.train.max_tokens_per_batch))
+    has_reference = config.algorithm.kl_coef > 0 or config.algorithm.kl_in_reward.coef > 0
+    held = {
+        "parameters": parameters * size // ranks,
+        "gradients": trained * size // ranks,
+        "moments of AdamW": 2 * trained * 4 // ranks,
+        "reference": parameters * size // ranks if has_reference else 0,
+        f"activations of a micro-batch of {tokens} tokens": _activation_bytes(parts, tokens, size),
+        "KV cache of the engine": 0 if config.engine.kind in SERVED else _kv_bytes(parts),
     }
+    out = {"parameters": f"{parameters / 1e6:.2f} M, {trained / 1e6:.2f} M of them trained"}
+    out |= {f"each rank: {name}": _mib(num) for name, num in held.items() if num}
+    out["each rank: in all, at most"] = f"{_mib(sum(held.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
+    out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in all"
+    out["tokens a step, at most"] = f"{longest * episodes}"
+    probe = _probe(parts.model)
+    seconds = longest * episodes / ranks * (probe.forward_s + probe.backward_s + probe.forward_s) / probe.tokens
+    out["time of a step, at most"] = (
+        f"about {seconds:.1f} s of computation (measured here on {probe.tokens} tokens: forward {probe.forward_s:.3f} s, "
+        f"backward {probe.backward_s:.3f} s; tools, users and waiting are not in it)"
+    )
+    return out
+
+
+SERVED = ("vllm", "sglang")
+"""Engines whose cache is in servers, which fill the memory that they are given."""
+
+
+class Probe(NamedTuple):
+    """How long one pass over a few tokens took."""
+
+    tokens: int
+    forward_s: float
+    backward_s: float
+
+
+def _probe(model: torch.nn.Module, *, num_tokens: int = 64) -> Probe:
+    """Measure a forward and a backward pass; the second of two, because the first one also warms up."""
+    ids = torch.zeros((1, num_tokens), dtype=torch.long, device=next(model.parameters()).device)
+    found = Probe(num_tokens, 0.0, 0.0)
+    for _ in range(2):
+        began = time.perf_counter()
+        total = model(input_ids=ids).logits.float().mean()
+        _wait(total)
+        middle = time.perf_counter()
+        total.backward()
+        _wait(total)
+        found = Probe(num_tokens, middle - began, time.perf_counter() - middle)
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+def _wait(total: torch.Tensor) -> None:
+    """Wait until the device has done what it was asked."""
+    total.detach().item()
+    if total.device.type == "cuda":
+        torch.cuda.synchronize(total.device)
+
+
+def _activation_bytes(parts: build.Parts, tokens: int, size: int) -> int:
+    """Return what a backward pass keeps: 34 numbers of the hidden width for each token and layer (Korthikanti et al. 2022,
+    Reducing Activation Recomputation in Large Transformer Models, eq. 1, without the scores of attention, which are not kept
+    whole), halved because theirs count bytes of 16-bit numbers; only each layer's input where layers are computed again."""
+    config = parts.model.config.get_text_config()
+    kept = 1 if parts.place.config.model.gradient_checkpointing else 17
+    return int(tokens * config.hidden_size * config.num_hidden_layers * kept * size)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _kv_bytes(parts: build.Parts) -> int:

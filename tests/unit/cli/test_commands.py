@@ -126,9 +126,14 @@ def test_dry_run_shows_the_first_task_with_its_tokens_and_the_cost_and_writes_no
         "parameters",
         "KV cache",
         "episodes",
-        "TFLOP",
+        "each rank: gradients",
+        "each rank: moments of AdamW",
+        "each rank: activations",
+        "time of a step, at most",
     ):
         assert words in called.out
+    assert not re.search(r"(\d+ ){20}", called.out), "ids are shown when they are asked for"
+    assert re.search(r"(\d+ ){20}", call("train", config, "--dry-run", "--ids").out)
     assert "clip_low" not in called.out and "null" not in called.out, "a default is no news"
     assert "6 to train on; evaluation sets: greedy (2 tasks)" in called.out
     assert not (tmp_path / "runs").exists() and is_quiet(called)
