@@ -14,7 +14,10 @@ Overrides = Annotated[
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, for instance runs/quickstart.")]
 HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")]
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="The next free one is taken if it is in use.")]
+PortOption = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="The port, and no other; without it, the first free one from the usual one on."),
+]
 PageTokenFile = Annotated[Path | None, typer.Option(help="File with the token; else one is made where it is needed.")]
 RateLimitOption = Annotated[
     str | None, typer.Option(help="How often one client may ask: 20/s, 600/min, 600/min:50 (with bursts of 50).")

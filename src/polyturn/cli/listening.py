@@ -51,10 +51,9 @@ def listen(app: Any, options: ServeOptions, rules: ServerRules, *, what: str, pa
     """
     import uvicorn
 
-    from polyturn.serving.address import bind
     from polyturn.serving.guard import http_config
 
-    bound = bind(options.host, options.port)
+    bound = options.bind()
     host, port = bound.getsockname()[:2]
     logger.info("%s on http://%s:%d%s%s", what, host, port, path, more)
     config = http_config(app, rules, lifespan="on", timeout_graceful_shutdown=int(options.grace_s))
@@ -75,7 +74,7 @@ def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, labe
     """
     import uvicorn
 
-    from polyturn.serving.address import bind, is_loopback
+    from polyturn.serving.address import is_loopback
     from polyturn.serving.guard import http_config
 
     token = None if options.token_file is None else read_token(options.token_file)
@@ -89,7 +88,7 @@ def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, labe
         max_body_bytes=max_body_bytes,
     )
     app = make(rules)
-    bound = bind(options.host, options.port)
+    bound = options.bind()
     name, port = bound.getsockname()[:2]
     link = f"http://{f'[{name}]' if ':' in name else name}:{port}/" + (f"?token={token}" if token else "")
     Output().fact(label, link)

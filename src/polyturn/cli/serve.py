@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,7 +29,9 @@ class ServeOptions:
     """What concerns the server and not the episodes."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int | None = None
+    """The port that was asked for, and no other; None takes the first free one from `first_port` on."""
+    first_port: int = 8000
     token: str | None = None
     """The token itself; else it is in `token_file`."""
     token_file: Path | None = None
@@ -39,6 +42,16 @@ class ServeOptions:
     """How often one client may ask, as `RateLimit.parse` reads it; None is as often as it likes."""
     allowed_hosts: tuple[str, ...] = ()
     """Further names under which the server is reached."""
+
+    def bind(self) -> socket.socket:
+        """Return a socket that listens.
+
+        Raises:
+            ConfigError: the address is not one of this machine's, or the port is in use.
+        """
+        from polyturn.serving.address import bind
+
+        return bind(self.host, self.first_port if self.port is None else self.port, is_only=self.port is not None)
 
     def find_token(self) -> str | None:
         """Return the token, if there is one."""
@@ -105,7 +118,6 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions) ->
 
 def _serve(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> None:
     try:
-        from polyturn.serving.address import bind
         from polyturn.serving.server import serve
     except ModuleNotFoundError as missing:
         raise ConfigError(
@@ -132,7 +144,7 @@ def _serve(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> N
             enable_multi_turn=loaded.config.rollout.scheduler is not None,
             use_gym_env=loaded.config.rollout.scheduler in ("gym", "gym_scheduler"),
         )
-        await serve(service, app, bound=bind(options.host, options.port), rules=rules, grace_s=options.grace_s)
+        await serve(service, app, bound=options.bind(), rules=rules, grace_s=options.grace_s)
 
     run_loop(serve_parts())
 

@@ -37,7 +37,6 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
     from polyturn.cli.console import quiet_transformers
     from polyturn.config.load import load_config
     from polyturn.config.models import RunConfig
-    from polyturn.serving.address import bind
     from polyturn.serving.openai.endpoint import MAX_REQUESTS, EndpointOptions
     from polyturn.serving.openai.service import OpenAIService
 
@@ -67,7 +66,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, until.set)
         try:
-            await service.serve(bind(options.host, options.port), until, grace_s=options.grace_s)
+            await service.serve(options.bind(), until, grace_s=options.grace_s)
         finally:
             await parts.context.close()
 

@@ -45,13 +45,13 @@ def check_exposure(host: str, token: str | None) -> None:
         )
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the port, or to the next free one.
+def bind(host: str, port: int, *, is_only: bool = False) -> socket.socket:
+    """Return a socket that is bound to the port, or to the next free one unless the port is the only one that will do.
 
     Raises:
         ConfigError: the host is not an address of this machine, or no port is free.
     """
-    last = port if port == 0 else min(port + _NUM_PORTS, 65535)
+    last = port if port == 0 or is_only else min(port + _NUM_PORTS, 65535)
     for candidate in range(port, last + 1):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         bound = socket.socket(family)
@@ -62,7 +62,8 @@ def bind(host: str, port: int) -> socket.socket:
         except OSError as problem:
             bound.close()
             if candidate == last or not isinstance(problem, OSError) or problem.errno not in (98, 48):
-                raise ConfigError(f"cannot listen on {host}:{candidate}: {problem.strerror}") from problem
+                hint = "; end what listens there, or give another --port (0 takes any)" if problem.errno in (98, 48) else ""
+                raise ConfigError(f"cannot listen on {host}:{candidate}: {problem.strerror}{hint}") from problem
             continue
         if candidate != port and port != 0:
             logger.warning("port %d is in use; listening on %d instead", port, candidate)

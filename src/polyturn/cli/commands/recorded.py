@@ -69,7 +69,7 @@ def rescore(
 def view(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or a folder that holds runs.")],
     host: HostOption = "127.0.0.1",
-    port: PortOption = 7860,
+    port: PortOption = None,
     token_file: PageTokenFile = None,
     rate_limit: RateLimitOption = None,
     allow_host: AllowHosts = None,
@@ -79,7 +79,12 @@ def view(
     from polyturn.cli.serve import ServeOptions
 
     options = ServeOptions(
-        host=host, port=port, token_file=token_file, rate_limit=rate_limit, allowed_hosts=tuple(allow_host or ())
+        host=host,
+        port=port,
+        first_port=7860,
+        token_file=token_file,
+        rate_limit=rate_limit,
+        allowed_hosts=tuple(allow_host or ()),
     )
     command.run(runs, options)
 

@@ -34,7 +34,7 @@ def serve(
     plugins: Annotated[list[str] | None, typer.Option(help="Python file that registers plug-ins; may be repeated.")] = None,
     engine: Annotated[str | None, typer.Option(help="embedded, vllm or sglang.")] = None,
     host: HostOption = "127.0.0.1",
-    port: PortOption = 8000,
+    port: PortOption = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the token; else POLYTURN_TOKEN is read.")] = None,
     openai: Annotated[
         bool,
@@ -127,7 +127,7 @@ def answer(
     desk: Annotated[Path, typer.Argument(help="The folder that `desk` of a human user names.")],
     terminal: Annotated[bool, typer.Option("--terminal", help="Answer here instead of on a page.")] = False,
     host: HostOption = "127.0.0.1",
-    port: PortOption = 7870,
+    port: PortOption = None,
     token_file: PageTokenFile = None,
     rate_limit: RateLimitOption = None,
     allow_host: AllowHosts = None,
@@ -140,6 +140,11 @@ def answer(
         command.run_terminal(desk)
         return
     options = ServeOptions(
-        host=host, port=port, token_file=token_file, rate_limit=rate_limit, allowed_hosts=tuple(allow_host or ())
+        host=host,
+        port=port,
+        first_port=7870,
+        token_file=token_file,
+        rate_limit=rate_limit,
+        allowed_hosts=tuple(allow_host or ()),
     )
     command.run(desk, options)
