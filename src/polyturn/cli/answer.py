@@ -22,7 +22,8 @@ def open_desk(folder: Path) -> Desk:
     """
     if not (folder / "waiting").is_dir():
         raise DataError(
-            f"{str(folder)!r} is no desk; name the folder that `desk` of the interaction names, once the run has started"
+            f"no conversation waits for a person in {str(folder)!r}: it has no folder waiting/. Give the folder that the "
+            "interaction's key `desk` names, once the run has started"
         )
     return Desk(folder)
 
@@ -32,7 +33,7 @@ def run(folder: Path, options: ServeOptions) -> None:
 
     Raises:
         ConfigError: what the page needs is not installed, or the address cannot be used.
-        DataError: the folder is no desk.
+        DataError: no conversation waits in the folder.
     """
     with needing("view", what="the page"):
         from polyturn.viewer.desk_app import MAX_BODY_BYTES, create_desk_app
@@ -44,7 +45,7 @@ def run_terminal(folder: Path, *, terminal: Terminal | None = None, num: int | N
     """Answer one conversation after another here, until interrupted, the input ends, or `num` are answered.
 
     Raises:
-        DataError: the folder is no desk.
+        DataError: no conversation waits in the folder.
     """
     desk, terminal = open_desk(folder), terminal or Terminal(sys.stdin, sys.stdout)
     while num is None or num > 0:

@@ -42,6 +42,7 @@ def run(model: str, *, template: Path | None, as_json: bool = False) -> bool:
         as_json: Print one JSON object instead of the table.
     """
     began = time.monotonic()
+    model = _tokenizer_of(model)
     quiet_transformers()
     name = model if template is None else str(template)
     try:
@@ -57,6 +58,25 @@ def run(model: str, *, template: Path | None, as_json: bool = False) -> bool:
     else:
         _print(report, name, added, seconds)
     return True
+
+
+def _tokenizer_of(model: str) -> str:
+    """Return the folder of the tokenizer that lies in a run's folder or in a checkpoint; else what was given.
+
+    Raises:
+        ConfigError: it is a file, or the folder of a run that kept no tokenizer.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_file():
+        raise ConfigError(f"{model!r} is a file; name the folder of a model, a tokenizer or a run, or a model on the hub")
+    if not folder.is_dir() or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return model
+    for place in (folder / "tokenizer", folder / "model"):
+        if place.is_dir():
+            return str(place)
+    if (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir():
+        raise ConfigError(f"the run in {model!r} has no tokenizer/ to check; name the folder of its model")
+    return model
 
 
 def _refuse(name: str, error: str, *, as_json: bool) -> bool:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -55,6 +58,22 @@ def quiet_transformers() -> None:
     transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").handlers.clear()  # its lines reach the console as everybody's do, once
     enable_progress_bars()
+
+
+def program() -> list[str]:
+    """Return the words that start this program again: `polyturn` where the shell finds this one, else its path."""
+    own = Path(sys.executable).with_name("polyturn")
+    found = shutil.which("polyturn")
+    if not own.is_file():
+        return ["polyturn"] if found is not None else [sys.executable, "-m", "polyturn"]
+    if found is not None and Path(found).resolve() == own.resolve():
+        return ["polyturn"]
+    return [str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)]
+
+
+def command(*words: object) -> str:
+    """Return a command of this program as it can be pasted into a shell: command("show", "my run", "g0/0")."""
+    return shlex.join([*program(), *map(str, words)])
 
 
 class Output:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from polyturn import build
-from polyturn.cli.console import Output, stderr_console
+from polyturn.cli.console import Output, command, stderr_console
 from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
@@ -138,7 +138,7 @@ def _show(found: Mapping[str, Found], folder: Path, *, as_json: bool) -> None:
     for name, one in found.items():
         out.table(statistics_table(name, one.statistics))
     out.fact("report", folder / "report.json")
-    out.fact("look at them", f"polyturn show {folder}")
+    out.fact("look at them", command("show", folder))
 
 
 def _cell(number: float, name: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from polyturn.cli.console import Output
+from polyturn.cli.console import Output, command
 from polyturn.cli.view import find_runs
 from polyturn.core.errors import PolyturnError
 from polyturn.store.stored_run import StoredRun
@@ -25,7 +25,7 @@ def run(folder: Path) -> None:
         table.add_row(path.name, *_row(path))
     out = Output()
     out.table(table)
-    out.text(f"look at them: polyturn view {folder}")
+    out.text(f"look at them: {command('view', folder)}")
 
 
 def _row(path: Path) -> tuple[str, ...]:

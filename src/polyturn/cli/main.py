@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
 
+from polyturn import __version__
 from polyturn.cli.commands import around, config, data, learning, recorded, serving
 from polyturn.cli.end_process import end_process
 from polyturn.core.errors import PolyturnError
@@ -46,6 +48,21 @@ app.command()(around.check)
 app.command()(around.doctor)
 app.command()(around.export)
 app.command("run-as", context_settings={"ignore_unknown_options": True})(around.run_as)
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"polyturn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Multi-turn reinforcement learning for language-model agents."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

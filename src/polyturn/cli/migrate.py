@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from polyturn.cli.console import Output
+from polyturn.cli.console import Output, command
 from polyturn.compat.verl_config.compose import compose_file
 from polyturn.compat.verl_config.document import fate_table
 from polyturn.compat.verl_config.paths import relative_to
@@ -43,7 +43,7 @@ def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
     console.table(table)
     console.fact("config", target)
     console.fact("every key", notes)
-    console.fact("train it", f"polyturn train {target}")
+    console.fact("train it", command("train", target))
 
 
 def _without_defaults(values: dict[str, Any], defaults: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyturn import build
-from polyturn.cli.console import Output, stderr_console
+from polyturn.cli.console import Output, command, stderr_console
 from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
 from polyturn.cli.show import trajectory_table
 from polyturn.config.load import write_resolved
@@ -60,4 +60,4 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None, num_ta
         groups = run_loop(run_all(observer))
     out = Output()
     out.table(trajectory_table([t for g in groups for t in g.trajectories]))
-    out.fact("look at one", f"polyturn show {folder} g0/0")
+    out.fact("look at one", command("show", folder, groups[0].trajectories[0].id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,22 @@ def new_run_folder(wanted: Path) -> Path:
             "written, or another name=NAME"
         ) from problem
     return folder
+
+
+def check_writable(wanted: Path) -> None:
+    """Refuse a run's folder that could not be made, without making it.
+
+    Raises:
+        ConfigError: the first folder above it that exists cannot be written, or is no folder.
+    """
+    above = next(folder for folder in (wanted.absolute(), *wanted.absolute().parents) if folder.exists())
+    if not above.is_dir() and above != wanted.absolute():
+        why = f"{str(above)!r} is a file"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        why = f"{str(above)!r} cannot be written by this user"
+    else:
+        return
+    raise ConfigError(f"the run's folder {str(wanted)!r} cannot be made: {why}; set out=FOLDER to one that can be written")
 
 
 def keep_tokenizer(parts: Parts, folder: Path) -> None:

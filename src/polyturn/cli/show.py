@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from polyturn.cli.console import Output
+from polyturn.cli.console import Output, command
 from polyturn.core.errors import DataError, did_you_mean
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
@@ -155,7 +155,9 @@ def _one(out: Output, stored: StoredRun, folder: Path, trajectory: str, *, split
     out.text(f"task {_clean(_task(record.trajectory.task))}", style="dim")
     show_one(out.console, record.trajectory)
     if record.split.startswith("train"):
-        out.text(f"{_learnt(record)}; token by token: polyturn show {folder} {_clean(trajectory)} --tokens", style="dim")
+        out.text(
+            f"{_learnt(record)}; token by token: {_clean(command('show', folder, trajectory, '--tokens'))}", style="dim"
+        )
 
 
 def _task(task: Task) -> str:
@@ -188,7 +190,7 @@ def _list(out: Output, folder: Path, rows: Sequence[dict[str, object]], *, limit
     for row in rows[-limit:]:
         table.add_row(*(Text(_cell(row[name])) for name in columns))
     out.table(table)
-    out.text(f"{len(rows)} trajectories; one of them: polyturn show {folder} {_clean(str(rows[-1]['id']))}")
+    out.text(f"{len(rows)} trajectories; one of them: {_clean(command('show', folder, rows[-1]['id']))}")
     ends = Counter(str(row["stop_reason"]) for row in rows)
     facts = [f"{number} {_clean(reason)}" for reason, number in ends.most_common()]
     for name, column, condition in BAD:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyturn.cli.console import program
 from polyturn.cli.run_as import find_like
 from polyturn.compat.swift.args.arguments import parse, read, to_native
 from polyturn.compat.verl_config.compose import Composed
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
     """Train the run that a YAML file of arguments describes."""
-    command = ["polyturn", "train", "--swift", str(path), *overrides]
+    command = [*program(), "train", "--swift", str(path), *overrides]
 
     def again(name: str) -> list[str]:
         return [*command, *([] if name == "" else [f"polyturn.name={name}"]), "--resume"]
@@ -41,7 +42,7 @@ def rlhf(arguments: Sequence[str]) -> None:
     rest = [a for a in arguments if a not in own]
 
     def again(name: str) -> list[str]:
-        return ["polyturn", "run-as", "swift", "--", "swift", "rlhf", *rest, "--resume"]
+        return [*program(), "run-as", "swift", "--", "swift", "rlhf", *rest, "--resume"]
 
     is_file = len(rest) == 1 and not rest[0].startswith("-")
     tree = read(Path(rest[0])) if is_file else parse(rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -23,8 +24,8 @@ from rich.table import Table
 
 from polyturn import build
 from polyturn.cli import ranks
-from polyturn.cli.console import Output, stderr_console
-from polyturn.cli.runs import keep_tokenizer, new_run_folder, open_place
+from polyturn.cli.console import Output, command, program, stderr_console
+from polyturn.cli.runs import check_writable, keep_tokenizer, new_run_folder, open_place
 from polyturn.cli.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import CheckpointError, EngineLostError, PolyturnError, RankLostError
@@ -51,15 +52,15 @@ ROWS = {
 }
 
 
-def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
+def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool, with_ids: bool = False) -> None:
     """Train the run that `path` describes."""
     place, resolved = open_place(path, overrides)
 
     def again(name: str) -> list[str]:
         renamed = [] if name == place.config.name else [f"name={name}"]
-        return ["polyturn", "train", str(path), *overrides, *renamed, "--resume"]
+        return [*program(), "train", str(path), *overrides, *renamed, "--resume"]
 
-    train(place, resolved, again=again, resume=resume, dry_run=dry_run)
+    train(place, resolved, again=again, resume=resume, dry_run=dry_run, with_ids=with_ids)
 
 
 def train(
@@ -69,6 +70,7 @@ def train(
     again: Callable[[str], Sequence[str]],
     resume: bool | Literal["auto"],
     dry_run: bool,
+    with_ids: bool = False,
 ) -> None:
     """Train a run.
 
@@ -78,6 +80,7 @@ def train(
         again: Returns the command that goes on with the run of a name.
         resume: Whether it goes on from the latest checkpoint of its folder; "auto" where there is one.
         dry_run: Check everything, show it, and stop.
+        with_ids: Of a dry run: also show the ids of the first prompt's tokens.
     """
     config = place.config
     this = ranks.this_rank() or ranks.Place(0, 1, 0)
@@ -93,7 +96,7 @@ def train(
     attempt = _Attempt(place=place, resume=resume)
     for left in range(config.cluster.restarts if is_on_cluster else 0, -1, -1):
         try:
-            _train(attempt, resolved, this, again=again, dry_run=dry_run)
+            _train(attempt, resolved, this, again=again, dry_run=dry_run, with_ids=with_ids)
         except (RankLostError, EngineLostError) as problem:
             if not left:
                 raise
@@ -123,6 +126,7 @@ def _train(
     *,
     again: Callable[[str], Sequence[str]],
     dry_run: bool,
+    with_ids: bool = False,
 ) -> None:
     began = time.monotonic()
     out = Output()
@@ -137,15 +141,20 @@ def _train(
             f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without --resume, or name another "
             "run with name=…"
         )
+    check_writable(folder)
     tasks = build.build_run_tasks(place)
     is_on_cluster = config.cluster.address is not None and not dry_run
-    parts, tasks = build.settle(build.cluster_parts(place) if is_on_cluster else build.build_parts(place), tasks)
+    if is_on_cluster:
+        parts = build.cluster_parts(place)
+    else:
+        parts = build.build_parts(place, check=functools.partial(build.check_before_weights, place, tasks))
+    parts, tasks = build.settle(parts, tasks)
     place, config = parts.place, parts.place.config
     build.check_training(parts, tasks)
     if dry_run:
         from polyturn.cli.dry_run import show
 
-        show(parts, tasks, resolved, out)
+        show(parts, tasks, resolved, out, with_ids=with_ids)
         return
     if this.size > 1:
         parts = build.lead(parts, num_ranks=this.size, local_rank=this.local)
@@ -188,15 +197,18 @@ def _train(
     except PolyturnError as problem:
         curve = f"none: {problem}"
     wall, trained = time.monotonic() - began, warm.train_s + trainer.policy.train_seconds
-    other = 1 - (parts.busy_s + trained) / wall
-    out.fact("steps", f"{state.step} in {wall:.0f} s")
-    out.fact("time", f"generation {parts.busy_s:.0f} s, training {trained:.0f} s, the rest {100 * other:.0f} %")
+    rest = max(0.0, wall - parts.busy_s - trained)
+    out.fact("steps", state.step)
+    out.fact(
+        "time", f"{wall:.0f} s: {parts.busy_s:.0f} s generating, {trained:.0f} s training, {rest:.0f} s everything else"
+    )
     out.fact("curve", curve)
     out.fact("checkpoint", trainer.checkpoints.latest())
     if state.best > 0 and (best := trainer.checkpoints.best()) not in (None, trainer.checkpoints.latest()):
         out.fact("best", f"{best} (success {state.best:.3f})")
     out.fact("trajectories", folder / "trajectories")
-    out.fact("look at them", f"polyturn show {folder}, or in the browser: polyturn view {folder}")
+    out.fact("look at them", command("show", folder))
+    out.fact("in the browser", command("view", folder))
 
 
 def tell_changes(path: Path, resolved: Mapping[str, Any]) -> None:

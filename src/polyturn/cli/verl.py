@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from polyturn.cli.console import program
 from polyturn.cli.run_as import find_like
 from polyturn.compat.verl_config.compose import Composed, compose_file, compose_name
 from polyturn.compat.verl_config.paths import absolute
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
     """Train the run that a config in verl's keys describes."""
-    command = ["polyturn", "train", "--verl", str(path), *overrides]
+    command = [*program(), "train", "--verl", str(path), *overrides]
     train(compose_file(path, overrides), folder=path.parent, command=command, resume=resume, dry_run=dry_run)
 
 
@@ -31,7 +32,7 @@ def run_main_ppo(arguments: Sequence[str]) -> None:
     """Do what `python -m verl.trainer.main_ppo` is asked to do by its command line."""
     folder, name, overrides = parse_arguments(arguments)
     tree = compose_name(name, folder=folder, overrides=overrides)
-    command = ["polyturn", "run-as", "verl", "--", "python", "-m", "verl.trainer.main_ppo", *arguments]
+    command = [*program(), "run-as", "verl", "--", "python", "-m", "verl.trainer.main_ppo", *arguments]
     train(tree, folder=folder, command=command, resume=False, dry_run=False)
 
 

@@ -44,7 +44,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
         inside = _runs_in(folder) or (_runs_in(folder / "runs") if (folder / "runs").is_dir() else [])
         if not inside:
             raise DataError(
-                f"{str(folder)!r} is no run and holds none; a run has metrics.jsonl, trajectories/ or config.yaml"
+                f"there is no run in {str(folder)!r}: a run's folder has metrics.jsonl, trajectories/ or a config.yaml that "
+                "polyturn wrote"
             )
         runs += inside
     return list(dict.fromkeys(runs))

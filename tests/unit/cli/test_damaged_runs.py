@@ -121,7 +121,7 @@ def test_an_empty_folder_and_none_are_said(tmp_path: Path):
         for command in ("runs", "view"):
             called = call(command, folder)
             assert called.code == 2 and str(folder) in called.err
-    with pytest.raises(DataError, match="is no run and holds none"):
+    with pytest.raises(DataError, match="there is no run in"):
         find_runs([tmp_path / "empty"])
 
 

@@ -72,13 +72,13 @@ def test_runs_are_listed_with_where_they_are(run_folder: Path, capsys: pytest.Ca
     list_runs.run(run_folder.parent)
     shown = capsys.readouterr().out
     assert "one" in shown and "0.250" in shown and "0.500" in shown and "empty" not in shown
-    with pytest.raises(DataError, match="is no run and holds none"):
+    with pytest.raises(DataError, match="there is no run in"):
         list_runs.run(run_folder.parent / "empty")
 
 
 def test_the_folder_of_a_project_is_no_run_and_its_runs_are_found(tmp_path: Path):
     config = write_tiny_run(tmp_path)
-    with pytest.raises(DataError, match="is no run and holds none"):
+    with pytest.raises(DataError, match="there is no run in"):
         find_runs([tmp_path])
     folder = new_run_folder(tmp_path / "runs" / "tiny")
     write_resolved(load_config(RunConfig, config).resolved, folder / "config.yaml")

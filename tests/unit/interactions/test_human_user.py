@@ -261,5 +261,5 @@ def test_settings_are_checked(config: dict[str, Any], said: str) -> None:
 def test_a_process_without_a_terminal_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="this process has none; run it in one, or use a desk"):
         HumanUser({"name": "human"}).check_setup()
-    with pytest.raises(DataError, match="is no desk; name the folder"):
+    with pytest.raises(DataError, match="no conversation waits for a person in"):
         open_desk(Path("/nowhere"))

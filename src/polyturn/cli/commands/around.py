@@ -44,7 +44,9 @@ def simulate(
 
 
 def check(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model or tokenizer.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|RUN", help="Folder or hub id of a model or tokenizer, or the folder of a run.")
+    ],
     template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the chat template.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:

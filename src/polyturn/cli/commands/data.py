@@ -7,6 +7,8 @@ Each writes files and prints where they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +18,26 @@ from polyturn.cli.arguments import EmbedModelOption, EmbedOption
 from polyturn.core.errors import ConfigError
 
 data_app = typer.Typer(help="Prepare datasets.", no_args_is_help=True)
+
+
+@contextmanager
+def _all_or_nothing(out: Path) -> Iterator[None]:
+    """Remove what a command that fails has made: files in `out` that were not there, and folders that it made for them."""
+    before = set(out.rglob("*")) if out.is_dir() else set()
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        made = sorted(set(out.rglob("*")) - before if out.is_dir() else (), reverse=True)  # what is inside comes first
+        for path in [*made, *missing]:
+            with suppress(OSError):  # a folder that something else was put into stays
+                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        raise
+
+
+def _print(paths: Iterable[Path]) -> None:
+    for path in paths:
+        print(path)
 
 
 @data_app.command()
@@ -34,8 +56,9 @@ def gsm8k(
     from polyturn.data.prepare import prepare_gsm8k
 
     quiet_transformers()
-    for path in prepare_gsm8k(source, variant=variant, out=out):
-        print(path)
+    with _all_or_nothing(out):
+        written = prepare_gsm8k(source, variant=variant, out=out)
+    _print(written)
 
 
 @data_app.command()
@@ -49,8 +72,9 @@ def geo3k(
     """Write Geometry3K as tasks with figures, into which the model may zoom."""
     from polyturn.data.problem_sets import prepare_geo3k
 
-    for path in prepare_geo3k(source, out=out):
-        print(path)
+    with _all_or_nothing(out):
+        written = prepare_geo3k(source, out=out)
+    _print(written)
 
 
 @data_app.command()
@@ -83,11 +107,12 @@ def search(
             raise ConfigError("--from names questions that exist already; leave it out to make questions over texts")
         held = [passage for path in texts or [] for passage in read_passages(path)]
         held += python_documentation() if python_docs else []
-        written = prepare_cloze(held, out=out, max_questions=questions)
+        with _all_or_nothing(out):
+            written = prepare_cloze(held, out=out, max_questions=questions)
     else:
-        written = prepare_search(source, out=out)
-    for path in written:
-        print(path)
+        with _all_or_nothing(out):
+            written = prepare_search(source, out=out)
+    _print(written)
 
 
 @data_app.command()
@@ -106,5 +131,6 @@ def index(
     """Index passages for the search tool and `polyturn serve --search`."""
     from polyturn.cli import index as command
 
-    count = command.run(passages, out=out, vectors=vectors, embed=embed, model=embed_model)
+    with _all_or_nothing(out):
+        count = command.run(passages, out=out, vectors=vectors, embed=embed, model=embed_model)
     print(f"{out}: {count} passages")

@@ -25,6 +25,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the first task and estimates; stop.")
     ] = False,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="With --dry-run: show the ids of the first prompt's tokens too.")
+    ] = False,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Train on this many processes of this machine (train.distributed.ranks).")
     ] = None,
@@ -37,6 +40,8 @@ def train(
     ] = False,
 ) -> None:
     """Train: warm start if configured, evaluate, reinforce, evaluate again."""
+    if ids and (verl or swift or not dry_run):
+        raise ConfigError("--ids belongs to --dry-run of a native config; leave it out, or add --dry-run")
     if verl and swift:
         raise ConfigError("--verl and --swift are two languages; a config is written in one of them")
     if (nproc is not None or ray is not None) and (verl or swift):
@@ -51,8 +56,11 @@ def train(
     from polyturn.cli import train as native
     from polyturn.cli import verl as verl_keys
 
-    run = verl_keys.run if verl else swift_arguments.run if swift else native.run
-    run(config, overrides or [], resume=resume, dry_run=dry_run)
+    if verl or swift:
+        run = verl_keys.run if verl else swift_arguments.run
+        run(config, overrides or [], resume=resume, dry_run=dry_run)
+    else:
+        native.run(config, overrides or [], resume=resume, dry_run=dry_run, with_ids=ids)
 
 
 def sft(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
@@ -120,7 +128,43 @@ def rollout(
 
 def _check_config(path: Path, overrides: Sequence[str]) -> None:
     """Refuse a config that cannot be read at once: what it is read for imports PyTorch first, which takes seconds."""
+    from polyturn.cli.console import command
     from polyturn.config.load import load_config
     from polyturn.config.models import RunConfig
 
-    load_config(RunConfig, path, overrides)
+    try:
+        load_config(RunConfig, path, overrides)
+    except ConfigError as problem:
+        if (language := _other_language(path)) is None:
+            raise
+        name, flag = language
+        raise ConfigError(
+            f"{path} is written in the keys of {name}, not in polyturn's; add {flag}: "
+            f"{command('train', path, *overrides, flag)}"
+            + (
+                f". For every other command, write it in polyturn's keys: {command('config', 'migrate', path)}"
+                if name == "verl"
+                else ""
+            )
+        ) from problem
+
+
+_LANGUAGES = {
+    ("verl", "--verl"): {"actor_rollout_ref", "trainer", "critic", "reward_model", "custom_reward_function", "data"},
+    ("ms-swift", "--swift"): {
+        "rlhf_type", "model", "dataset", "reward_funcs", "external_plugins", "multi_turn_scheduler", "vllm_mode",
+        "num_generations", "train_type", "tuner_type", "max_completion_length", "vllm_server_host", "torch_dtype",
+        "per_device_train_batch_size",
+    },
+}  # fmt: skip
+"""The library that a config is written for and the flag that reads it, by keys that polyturn's own configs have not."""
+
+
+def _other_language(path: Path) -> tuple[str, str] | None:
+    from polyturn.config.load import read_yaml
+
+    try:
+        keys = set(read_yaml(path)) if path.is_file() else set()
+    except ConfigError:
+        return None
+    return next((language for language, known in _LANGUAGES.items() if len(keys & known) > 1), None)

@@ -1,0 +1,167 @@
+"""What a command prints can be pasted, what it is given is recognised, and what fails leaves nothing and costs no load."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import polyturn
+from polyturn.build import parts as parts_module
+from polyturn.cli.console import command, program
+from polyturn.cli.main import main
+from polyturn.cli.serve import ServeOptions
+from polyturn.core.errors import ConfigError
+from polyturn.testing.runs import call_command, write_tiny_run
+from polyturn.tokens.hub import only_cached, unreachable
+
+call = functools.partial(call_command, main)
+
+
+def test_a_printed_command_starts_this_program_wherever_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    line = command("show", "my run", "task 7; rm -rf/0")
+    assert shlex.split(line)[-3:] == ["show", "my run", "task 7; rm -rf/0"]
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    own = Path(sys.executable).with_name("polyturn")
+    if own.is_file():
+        assert Path(program()[0]).absolute() == own
+        monkeypatch.setenv("PATH", str(own.parent))
+        assert program() == ["polyturn"]
+    (tmp_path / "polyturn").write_text("#!/bin/sh\necho another\n")
+    (tmp_path / "polyturn").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() != ["polyturn"], "another program of this name is found first"
+    assert shutil.which("polyturn") is not None
+
+
+def test_the_version_is_told():
+    said = call("--version")
+    assert (said.code, said.out.strip()) == (0, f"polyturn {polyturn.__version__}")
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("actor_rollout_ref: {model: {path: x}}\ntrainer: {total_epochs: 1}\n", "--verl"),
+        ("defaults: [ppo_trainer, _self_]\ndata: {train_files: a}\nactor_rollout_ref: {}\n", "--verl"),
+        ("rlhf_type: grpo\nmodel: x\ndataset: [a]\n", "--swift"),
+    ],
+)
+def test_a_config_of_another_library_is_recognised(tmp_path: Path, text: str, flag: str):
+    (tmp_path / "c.yaml").write_text(text)
+    said = call("train", tmp_path / "c.yaml")
+    assert said.code == 2 and f"add {flag}" in said.err
+
+
+@pytest.mark.parametrize("text", ["trainer: {steps: 1}\n", "modle: {path: x}\n", "data: {trian: x}\nmodel: {path: y}\n"])
+def test_a_mistake_in_a_config_of_ours_is_not_taken_for_another_library(tmp_path: Path, text: str):
+    (tmp_path / "c.yaml").write_text(text)
+    said = call("train", tmp_path / "c.yaml")
+    assert said.code == 2 and "add --" not in said.err
+
+
+def test_a_port_that_was_asked_for_is_no_other():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*--port"):
+            ServeOptions(port=port).bind()
+        with ServeOptions(first_port=port).bind() as found:
+            assert found.getsockname()[1] != port
+
+
+def test_a_data_command_that_fails_leaves_nothing_behind(tmp_path: Path):
+    source, out = tmp_path / "from", tmp_path / "a" / "b"
+    source.mkdir()
+    (source / "train.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    (source / "test.jsonl").write_text("no JSON\n")
+    assert call("data", "gsm8k", "--from", source, "--out", out).code == 2
+    assert not (tmp_path / "a").exists()
+    out.mkdir(parents=True)
+    (out / "mine.txt").write_text("kept")
+    assert call("data", "gsm8k", "--from", source, "--out", out).code == 2
+    assert [p.name for p in out.iterdir()] == ["mine.txt"]
+
+
+MISTAKES = [
+    "algorithm.advantage=grop",
+    "algorithm.loss=nothing",
+    "reward.function=missing.py:fn",
+    "reward.function=plugins.py:nothing",
+    "rollout.interactions=[{name: other, class_name: 'plugins.py:Coach', config: {}}]",
+    "rollout.interactions=[{name: coach, class_name: 'plugins.py:Nothing', config: {}}]",
+    "rollout.tools.functions=['nowhere.py:f']",
+    "rollout.scheduler=nothing",
+    "plugins=[broken.py]",
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_before_any_weights_are_loaded(tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "broken.py").write_text("import a_module_that_is_nowhere\n")
+    config = write_tiny_run(tmp_path)
+    monkeypatch.setattr(parts_module, "build_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    said = call("train", config, "--dry-run", mistake)
+    assert said.code == 2, (said.out, said.err)
+
+
+@pytest.mark.parametrize("kind", ["file", "unwritable"])
+def test_a_folder_that_cannot_be_made_is_found_in_the_dry_run(tmp_path: Path, kind: str):
+    config = write_tiny_run(tmp_path)
+    out = tmp_path / "out"
+    if kind == "file":
+        out.write_text("")
+    else:
+        out.mkdir(mode=0o500)
+        if os.access(out, os.W_OK):
+            pytest.skip("root may write everywhere")
+    said = call("train", config, "--dry-run", f"out={out}/runs")
+    assert said.code == 2 and "cannot be made" in said.err and "out=FOLDER" in said.err
+
+
+def test_a_run_may_be_checked(tmp_path: Path):
+    config = write_tiny_run(tmp_path)
+    made = call("train", config, "train.steps=1")
+    assert made.code == 0, made.err
+    run = next((tmp_path / "runs").iterdir())
+    assert call("check", run).out.startswith("property")
+    said = call("check", config)
+    assert said.code == 2 and "is a file" in said.err
+
+
+def test_without_a_hub_there_is_one_attempt_and_one_sentence(tmp_path: Path):
+    """In a process of its own, because the library reads its settings when it is imported."""
+    asked = (
+        "import urllib.request, polyturn.tokens.codec as c\n"
+        "n = []; real = urllib.request.urlopen\n"
+        "urllib.request.urlopen = lambda *a, **k: (n.append(1), real(*a, **k))[1]\n"
+        "try: c.load_codec('nobody/nothing')\n"
+        "except Exception as problem: print(type(problem).__name__, len(n), problem)\n"
+    )
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "http_proxy", "HTTP_PROXY"):
+            environment.pop(name, None)
+        said = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
+        assert said.stdout.startswith("ConfigError 1 'nobody/nothing' is no folder here"), said
+        assert "cannot be reached" in said.stdout
+        environment["HF_HUB_OFFLINE"] = "1"
+        said = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
+        assert said.stdout.startswith("ConfigError 0") and "unset HF_HUB_OFFLINE" in said.stdout, said
+
+
+def test_folders_and_paths_are_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("the hub was asked"))
+    for name in (str(tmp_path), "./nowhere", "/nowhere/at/all", "a/b/c", "~/models"):
+        assert only_cached(name) is False
+    assert callable(unreachable)
