@@ -84,10 +84,7 @@ def test_an_unknown_variant_is_named_with_the_nearest() -> None:
 
 
 def test_a_hub_that_cannot_be_reached_says_what_to_do_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*args: Any, **kwargs: Any) -> str:
-        raise ConnectionError("no route to the hub")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr("polyturn.data.prepare.unreachable", lambda: "no route to the hub")
     with pytest.raises(DataError, match=r"cannot be fetched .*no route to the hub.*name their folder with --from"):
         prepare_gsm8k(None, variant="tool", out=tmp_path)
 
