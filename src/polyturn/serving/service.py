@@ -28,6 +28,7 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.context import RolloutContext, derive_seed
 from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.request_length import check_length
 from polyturn.serving.requests import task_of
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ class RolloutService:
         name = str(given or f"chatcmpl-{uuid.uuid4().hex}")
         try:
             task = task_of(request, id=name)
+            await check_length(task.prompt, codec=self.context.codec, limits=self.context.limits)
             running = asyncio.create_task(self._run(task, asked))
         except (PolyturnError, TypeError) as problem:
             return [_failure(name, f"the request cannot be run: {one_line(problem)}")]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+_LONG_CHARS = 1 << 16
 _REMEMBERED_TEXTS, _REMEMBERED_CHARS = 4096, 512
 """How many short texts a codec remembers the ids of, and how long they are at most: a few megabytes."""
 
@@ -220,6 +221,16 @@ class Codec:
             parts = [_encode(self._plain, c) for c in text]
         return _join(parts)
 
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Return how many tokens each text has. Other threads go on meanwhile, as they do not while a text is encoded."""
+        known = [text.encode("utf-8", "replace").decode() for text in texts]
+        return [len(found) for found in self._backend.encode_batch(known, add_special_tokens=False)]
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """How many characters one token stands for at most."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
     def token_spans(self, text: str) -> list[tuple[int, int]]:
         """Return where each token of environment text begins and ends in it, in characters; a character may have several."""
         spans: list[tuple[int, int]] = self._plain.encode(
@@ -358,6 +369,8 @@ def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
 
 def _encode(backend: Tokenizer, text: str) -> Ids:
     try:
+        if len(text) > _LONG_CHARS:  # as a batch, it lets other threads go on
+            return ids_array(backend.encode_batch([text], add_special_tokens=False)[0].ids)
         return ids_array(backend.encode(text, add_special_tokens=False).ids)
     except (TypeError, UnicodeEncodeError):
         # A lone surrogate, which JSON can spell, is not Unicode text; it becomes a question mark.

@@ -56,7 +56,7 @@ class Answerer(Protocol):
         ...
 
     def count_tokens(self, ask: Ask) -> int:
-        """Return how many tokens the prompt of a request has."""
+        """Return how many tokens the prompt of a request has; called in a thread."""
         ...
 
     def give_reward(self, score: float, info: Mapping[str, Any]) -> None:
@@ -279,7 +279,8 @@ class Endpoint:
         self._check_model(body)
         with readable():
             ask = messages.parse(body, self.options.ignore, needs_max_tokens=False)
-        return json_answer({"input_tokens": guest.answerer.count_tokens(ask)})
+        # Also of a history that is too long, which an agent asks for because it may be.
+        return json_answer({"input_tokens": await asyncio.to_thread(guest.answerer.count_tokens, ask)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._guest(request)

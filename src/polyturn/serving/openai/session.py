@@ -34,7 +34,7 @@ from polyturn.rollout.episode import Episode
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.serving.openai.ask import Ask, Refused, Said, key_of
-from polyturn.serving.openai.turns import as_told, typed_messages, unrenderable
+from polyturn.serving.openai.turns import as_told, refuse_too_long, typed_messages, unrenderable
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +175,8 @@ class AgentSession:
         """
         self._check_live()
         self.last_used = time.monotonic()
+        await refuse_too_long(ask, codec=self._episode.codec, limits=self._episode.limits)
+        self._check_live()
         if self.num_calls + ask.n > self.rules.max_calls:
             self._over = StopReason.MAX_TURNS
             raise Refused(

@@ -16,8 +16,11 @@ from polyturn.core.errors import DataError
 from polyturn.core.generation import FinishReason
 from polyturn.core.messages import Message
 from polyturn.rollout.episode import Episode
+from polyturn.rollout.limits import Limits
 from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.request_length import TooLongError, check_length
 from polyturn.serving.openai.ask import Ask, Refused, Said
+from polyturn.tokens.codec import Codec
 
 
 def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, str] | None = None) -> tuple[Message, ...]:
@@ -36,6 +39,18 @@ def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, st
         except DataError as problem:
             raise Refused(str(problem), param="messages") from problem
     return tuple(found)
+
+
+async def refuse_too_long(ask: Ask, *, codec: Codec, limits: Limits) -> None:
+    """Refuse a request that the context has no room for, before its messages are rendered.
+
+    Raises:
+        Refused: it is too long, or a message cannot be read.
+    """
+    try:
+        await check_length(typed_messages(ask.messages), tools=ask.tools, codec=codec, limits=limits)
+    except TooLongError as problem:
+        raise Refused(str(problem), code="context_full", param="messages") from problem
 
 
 def as_told(episode: Episode, turn: LiveTurn, ask: Ask) -> tuple[Said, dict[str, Any]]:

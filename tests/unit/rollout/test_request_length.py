@@ -1,0 +1,79 @@
+"""A request that no context has room for is refused unrendered, and the event loop goes on while it is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from polyturn.core.messages import Message
+from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.request_length import LONG_CHARS, TooLongError, check_length
+from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.tokens.codec import Codec
+
+CODEC = Codec(tiny_tokenizer())
+
+
+def said(*texts: str) -> list[Message]:
+    return [Message(role="user", content=text) for text in texts]
+
+
+async def test_what_fits_is_let_through():
+    await check_length(said("How loud?"), codec=CODEC, limits=Limits(max_context=2))
+    await check_length(said("a" * 2 * LONG_CHARS), codec=CODEC, limits=Limits(max_context=4 * LONG_CHARS))
+
+
+async def test_what_cannot_fit_is_not_even_counted(monkeypatch: pytest.MonkeyPatch):
+    def count(self: Codec, texts: Sequence[str]) -> list[int]:
+        raise AssertionError("it was counted")
+
+    monkeypatch.setattr(Codec, "count", count)
+    with pytest.raises(TooLongError, match="4000000 characters, more than a context of 512 tokens holds"):
+        await check_length(said("a " * 2_000_000), codec=CODEC, limits=Limits(max_context=512))
+
+
+async def test_a_history_is_too_long_as_a_whole_and_where_it_is_shortened_by_message():
+    history = said(*["quiet mouse " * 3000] * 4)
+    (each, *_) = CODEC.count([history[0].text])
+    with pytest.raises(TooLongError, match=f"at least {4 * each} tokens, and the context holds {2 * each}"):
+        await check_length(history, codec=CODEC, limits=Limits(max_context=2 * each))
+    drops = Limits(max_context=2 * each, context_policy=ContextPolicy.DROP_OLDEST)
+    await check_length(history, codec=CODEC, limits=drops)
+    with pytest.raises(TooLongError, match=f"a message has at least {each} tokens"):
+        await check_length(
+            history, codec=CODEC, limits=Limits(max_context=each - 1, context_policy=ContextPolicy.DROP_OLDEST)
+        )
+
+
+async def test_tools_of_a_request_count_too():
+    tools = [{"function": {"name": "f", "description": "a" * 2 * LONG_CHARS}}]
+    with pytest.raises(TooLongError):
+        await check_length(said("Hi"), tools=tools, codec=CODEC, limits=Limits(max_context=512))
+
+
+async def test_the_event_loop_goes_on_while_a_long_text_is_counted(monkeypatch: pytest.MonkeyPatch):
+    """The loop itself ends the count, which holds the tokenizer's thread until then."""
+    loop_went_on, count = asyncio.Event(), Codec.count
+    loop = asyncio.get_running_loop()
+
+    def slow_count(self: Codec, texts: Sequence[str]) -> list[int]:
+        async def wait() -> None:
+            await loop_went_on.wait()
+
+        asyncio.run_coroutine_threadsafe(wait(), loop).result(timeout=120)
+        return count(self, texts)
+
+    monkeypatch.setattr(Codec, "count", slow_count)
+    asking = asyncio.create_task(check_length(said("a" * 2 * LONG_CHARS), codec=CODEC, limits=Limits(max_context=1 << 20)))
+    await asyncio.sleep(0)
+    loop_went_on.set()
+    await asking
+
+
+@pytest.mark.parametrize("text", ["mouse " * 20_000, "<|im_end|>" * 10_000, "\ud800" * 70_000, "ü€𐍈" * 30_000])
+def test_a_long_text_has_the_ids_of_a_short_one(text: str):
+    pieces = CODEC._backend.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+    assert CODEC.encode(text).tolist() == pieces
+    assert CODEC.count([text]) == [len(pieces)]
