@@ -178,6 +178,7 @@ class Episode:
         shared.is_started = True
         transcript.extend_prompt(await shared.environment.start())
         shared.record.prompt = transcript.messages
+        await self.process_media(transcript.waiting)
         prompt = transcript.next_prompt()
         transcript.show(prompt, turn=-1)
         shared.record.prompt_tokens = prompt.length
@@ -202,6 +203,7 @@ class Episode:
         elif self.backstage.flight is not None:
             await self.backstage.flight.keep(self)
         conversation = self._conversation
+        await self.process_media(conversation.transcript.waiting)
         prompt = conversation.transcript.next_prompt()
         at = conversation.progress(elapsed_s=self.elapsed_s, prompt=prompt)
         reason = limit_rules.reached(self.limits, at)
@@ -213,6 +215,15 @@ class Episode:
         elif narration.is_on():
             narration.limited(self, reason)
         return reason
+
+    async def process_media(self, messages: Sequence[Message]) -> None:
+        """Let the model's processor look at the media of messages, which no event loop then waits for.
+
+        Raises:
+            DataError: it cannot.
+        """
+        if self._context.media is not None:
+            await self._context.media.prepare(messages)
 
     @not_own_time
     async def generate(self) -> LiveTurn:

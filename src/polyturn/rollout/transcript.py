@@ -292,6 +292,12 @@ class Transcript:
 
     # What the model is shown next.
 
+    @property
+    def waiting(self) -> Sequence[Message]:
+        """The messages that the next prompt encodes."""
+        is_whole = not self.builder.is_open or self._is_edited or self._renders_history
+        return (*self._messages, *self._pending) if is_whole else self._pending
+
     def next_prompt(self) -> Prompt:
         """Encode what waits to be shown: the tokens between turns, the messages, the next generation prompt.
 

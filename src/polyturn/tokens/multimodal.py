@@ -14,6 +14,7 @@ token, and a count that does not fit is refused.
 
 from __future__ import annotations
 
+import functools
 import io
 import threading
 import wave
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polyturn.core.aio import OneThread
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, DataError, TemplateError, one_line
 from polyturn.core.media import KINDS, Media, a_kind, read_source, show
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 _TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"})
 """What a processor returns about the text; everything else is about the media."""
 _PARTS = {"image": ("image_processor",), "video": ("video_processor",), "audio": ("feature_extractor", "audio_processor")}
+MAX_PIXELS = 1 << 25
+"""Of one image: about 100 MB once it is decoded."""
 _ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}
 
 
@@ -107,6 +111,7 @@ class MediaProcessor:
         self._cache: OrderedDict[Media, Expansion] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
+        self._thread = OneThread("polyturn-media")
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -150,6 +155,16 @@ class MediaProcessor:
                 while self._cached_bytes > self._max_cached_bytes:
                     self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
         return made
+
+    async def prepare(self, messages: Sequence[Message]) -> None:
+        """Process the media of messages in a thread, so that the event loop need not do it when they are encoded.
+
+        Raises:
+            DataError: as `expansion`.
+        """
+        for medium in (medium for message in messages for medium in message.media):
+            if medium not in self._cache:
+                await self._thread.submit(functools.partial(self.expansion, medium))
 
     def expand(self, ids: Ids, messages: Sequence[Message]) -> Ids:
         """Return `ids`, in which each medium of `messages` is one placeholder, with the expansions in their places.
@@ -335,9 +350,24 @@ def load_image(source: str) -> Any:
         raise DataError("images need Pillow; install the extra: pip install 'polyturn[vision]'") from problem
     data = read_source(source)
     try:
-        return Image.open(io.BytesIO(data)).convert("RGB")
-    except (OSError, ValueError) as problem:
+        image = Image.open(io.BytesIO(data))  # reads the header alone
+        check_size(image.size, what=show(source))
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
+        if isinstance(problem, DataError):
+            raise
         raise DataError(f"{show(source)} is not an image that Pillow reads ({one_line(problem)})") from problem
+
+
+def check_size(size: tuple[int, int], *, what: str) -> None:
+    """Refuse an image by its header, before its pixels are decoded: a file of kilobytes may hold gigabytes of them.
+
+    Raises:
+        DataError: it has more than `MAX_PIXELS`.
+    """
+    width, height = size
+    if width * height > MAX_PIXELS:
+        raise DataError(f"{what} has {width} x {height} pixels; at most {MAX_PIXELS} are decoded, so show a smaller one")
 
 
 def load_samples(source: str) -> tuple[NDArray[np.float32], int | None]:
@@ -348,7 +378,10 @@ def load_samples(source: str) -> tuple[NDArray[np.float32], int | None]:
     """
     data = read_source(source)
     if data.startswith(b"\x93NUMPY"):
-        return np.load(io.BytesIO(data), allow_pickle=False).astype(np.float32), None
+        try:
+            return np.load(io.BytesIO(data), allow_pickle=False).astype(np.float32), None
+        except (ValueError, TypeError, EOFError, MemoryError) as problem:  # its header may claim any length
+            raise DataError(f"{show(source)} is not an array of samples ({one_line(problem)})") from problem
     try:
         with wave.open(io.BytesIO(data)) as sound:
             width, rate, channels = sound.getsampwidth(), sound.getframerate(), sound.getnchannels()

@@ -21,6 +21,7 @@ import aiohttp
 
 from polyturn.core.answers import whole
 from polyturn.core.errors import ConfigError, DataError, one_line
+from polyturn.tokens.multimodal import check_size
 from polyturn.tools.base import BaseTool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from polyturn.tools.search import max_concurrent
@@ -191,8 +192,22 @@ async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -
             data = await threads.run(Path(str(source).removeprefix("file://")).read_bytes)
         else:
             raise DataError(f"an image is {source!r:.100}; give a path, a URL, a data URI, bytes or a PIL image")
-        return cast("Image.Image", await threads.run(lambda: Image.open(io.BytesIO(data)).convert("RGB")))
-    except (OSError, ValueError, UnidentifiedImageError, aiohttp.ClientError, TimeoutError) as problem:
+
+        def decoded() -> Image.Image:
+            image = Image.open(io.BytesIO(data))  # reads the header alone
+            check_size(image.size, what="the image")
+            return image.convert("RGB")
+
+        return cast("Image.Image", await threads.run(decoded))
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        UnidentifiedImageError,
+        Image.DecompressionBombError,
+        aiohttp.ClientError,
+        TimeoutError,
+    ) as problem:
         if isinstance(problem, DataError):
             raise
         raise DataError(f"the image {source!r:.100} cannot be read: {one_line(problem)}") from problem

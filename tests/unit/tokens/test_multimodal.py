@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import struct
+import threading
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -11,12 +16,13 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 
 from polyturn.core.arrays import Ids
 from polyturn.core.errors import ConfigError, DataError, TemplateError
+from polyturn.core.media import Media
 from polyturn.core.messages import Message, ToolCall
 from polyturn.testing.tiny import tiny_tokenizer
 from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.media_encoder import MediaEncoder
-from polyturn.tokens.multimodal import MediaProcessor, load_processor
+from polyturn.tokens.multimodal import Expansion, MediaProcessor, load_image, load_processor, load_samples
 from polyturn.tokens.positions import MediaRows
 
 TOKENIZER = vision_tokenizer()
@@ -234,3 +240,48 @@ def test_a_file_that_is_no_image_is_named(tmp_path) -> None:
 def test_a_folder_without_a_processor_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match="no processor can be loaded from"):
         load_processor(str(tmp_path))
+
+
+def large_png(width: int, height: int) -> str:
+    """Return a file of kilobytes that holds a white image of one bit a pixel, as a data URI."""
+    lines = zlib.compress((b"\0" + b"\xff" * ((width + 7) // 8)) * height, 9)
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", lines), (b"IEND", b""))
+    framed = [struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in chunks]
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(framed)).decode()
+
+
+@pytest.mark.parametrize("side", [6_000, 12_000, 15_000])
+def test_an_image_with_too_many_pixels_is_refused_before_they_are_decoded(
+    side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(self: Image.Image, mode: str) -> Image.Image:
+        raise AssertionError("its pixels were decoded")
+
+    monkeypatch.setattr(Image.Image, "convert", convert)
+    with pytest.raises(DataError, match="pixels"):
+        load_image(large_png(side, side))
+
+
+async def test_media_are_processed_in_a_thread_once_and_then_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    media, threads = MediaProcessor(PROCESSOR, CODEC), []
+    process = MediaProcessor._process
+
+    def seen(self: MediaProcessor, medium: Media) -> Expansion:
+        threads.append(threading.get_ident())
+        return process(self, medium)
+
+    monkeypatch.setattr(MediaProcessor, "_process", seen)
+    messages = [says("user", picture("red"), picture("blue"), picture("red"))]
+    await media.prepare(messages)
+    await media.prepare(messages)
+    media.expand(CODEC.encode(CODEC.render(messages)), messages)
+    assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("shape", ["(1000000000000,)", "(3,)", "(-1,)"])
+def test_an_array_of_samples_that_claims_another_length_is_refused(shape: str) -> None:
+    head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117).encode() + b"\n"
+    data = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + b"\0" * 4
+    with pytest.raises(DataError, match="is not an array of samples"):
+        load_samples("data:application/x-npy;base64," + base64.b64encode(data).decode())

@@ -175,7 +175,7 @@ class AgentSession:
         """
         self._check_live()
         self.last_used = time.monotonic()
-        await refuse_too_long(ask, codec=self._episode.codec, limits=self._episode.limits)
+        await refuse_too_long(ask, self._episode)
         self._check_live()
         if self.num_calls + ask.n > self.rules.max_calls:
             self._over = StopReason.MAX_TURNS

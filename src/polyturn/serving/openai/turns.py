@@ -16,11 +16,9 @@ from polyturn.core.errors import DataError
 from polyturn.core.generation import FinishReason
 from polyturn.core.messages import Message
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.limits import Limits
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.request_length import TooLongError, check_length
 from polyturn.serving.openai.ask import Ask, Refused, Said
-from polyturn.tokens.codec import Codec
 
 
 def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, str] | None = None) -> tuple[Message, ...]:
@@ -41,16 +39,20 @@ def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, st
     return tuple(found)
 
 
-async def refuse_too_long(ask: Ask, *, codec: Codec, limits: Limits) -> None:
-    """Refuse a request that the context has no room for, before its messages are rendered.
+async def refuse_too_long(ask: Ask, episode: Episode) -> None:
+    """Refuse a request that the context has no room for, before its messages are rendered; look at its media in a thread.
 
     Raises:
-        Refused: it is too long, or a message cannot be read.
+        Refused: it is too long, or a message or a medium cannot be read.
     """
+    messages = typed_messages(ask.messages)
     try:
-        await check_length(typed_messages(ask.messages), tools=ask.tools, codec=codec, limits=limits)
+        await check_length(messages, tools=ask.tools, codec=episode.codec, limits=episode.limits)
+        await episode.process_media(messages)
     except TooLongError as problem:
         raise Refused(str(problem), code="context_full", param="messages") from problem
+    except DataError as problem:
+        raise Refused(unrenderable(problem), param="messages") from problem
 
 
 def as_told(episode: Episode, turn: LiveTurn, ask: Ask) -> tuple[Said, dict[str, Any]]:
