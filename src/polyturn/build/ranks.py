@@ -97,7 +97,13 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
         raise ConfigError(
             f"train.distributed.tensor_parallel is {wide} and there are {num_ranks} ranks; it must divide them"
         )
-    batch, rows = train.groups_per_step * train.group_size // train.minibatches, num_ranks // wide
+    trajectories = train.groups_per_step * train.group_size
+    if train.minibatches > trajectories:
+        raise ConfigError(
+            f"train.minibatches is {train.minibatches} and a step has {trajectories} trajectories (train.groups_per_step "
+            f"{train.groups_per_step}, group_size {train.group_size}); lower minibatches to at most {trajectories}"
+        )
+    batch, rows = trajectories // train.minibatches, num_ranks // wide
     if batch < rows:
         raise ConfigError(
             f"a batch of {batch} trajectories (train.groups_per_step {train.groups_per_step}, group_size "

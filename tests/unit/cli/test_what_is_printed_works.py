@@ -113,6 +113,11 @@ def test_a_mistake_is_told_before_any_weights_are_loaded(tmp_path: Path, mistake
     assert said.code == 2, (said.out, said.err)
 
 
+def test_more_minibatches_than_trajectories_are_told_to_be_fewer(tmp_path: Path):
+    said = call("train", write_tiny_run(tmp_path), "--dry-run", "train.minibatches=40")
+    assert said.code == 2 and "lower minibatches to at most" in said.err and "ranks" not in said.err
+
+
 @pytest.mark.parametrize("kind", ["file", "unwritable"])
 def test_a_folder_that_cannot_be_made_is_found_in_the_dry_run(tmp_path: Path, kind: str):
     config = write_tiny_run(tmp_path)
