@@ -90,7 +90,7 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do_instead(tmp_path: Path, mo
 
 
 def test_the_hub_files_are_read_where_it_is_reachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(repo: str, name: str, *, repo_type: str) -> str:
+    def fetch(repo: str, name: str, *, repo_type: str, **options: Any) -> str:
         assert (repo, repo_type) == ("openai/gsm8k", "dataset")
         path = tmp_path / name.replace("/", "_")
         pq.write_table(pa.Table.from_pylist([{"question": name, "answer": "#### 7"}]), path)
