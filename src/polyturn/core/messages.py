@@ -10,12 +10,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from polyturn.core.errors import DataError, one_line
 from polyturn.core.media import Media, kind_of, media_of, normal_part
+
+
+class Origin(Enum):
+    """Who wrote a text. Only the owner's may become control tokens (`tokens/trust.py` decides it, and nothing else does)."""
+
+    OWNER = "owner"
+    """Whoever runs the run: rows of a dataset, tools of their own, messages that say so."""
+    MODEL = "model"
+    """A model: completions, and summaries made of them."""
+    ENVIRONMENT = "environment"
+    """Everybody else: tools, users, environments, clients, schemas of somebody's server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +56,9 @@ class Message:
     name: str | None = None
     """On a tool message, the name of the tool that answered."""
     reasoning: str | None = None
+    origin: Origin | None = field(default=None, compare=False)
+    """Who wrote it. None has not been said: a task's prompt is then its owner's, anything else the environment's. It is no
+    part of what a message says, so messages that say the same are equal."""
 
     def __post_init__(self) -> None:
         # Media become sources here, so that every record of a message can be compared, pickled and written as JSON.
@@ -81,8 +96,8 @@ class Message:
         return out
 
     @classmethod
-    def from_openai(cls, data: Mapping[str, Any] | Message) -> Message:
-        """Return the message that an OpenAI-style dict describes; a `Message` is returned as it is.
+    def from_openai(cls, data: Mapping[str, Any] | Message, *, origin: Origin | None = None) -> Message:
+        """Return the message that an OpenAI-style dict describes, written by `origin`; a `Message` is returned as it is.
 
         Raises:
             DataError: there is no role, or a tool call has no name.
@@ -104,12 +119,18 @@ class Message:
             tool_call_id=data.get("tool_call_id"),
             name=data.get("name"),
             reasoning=data.get("reasoning_content") or data.get("reasoning"),
+            origin=origin,
         )
 
 
 def to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return `messages` as OpenAI-style dicts."""
     return [m.to_openai() for m in messages]
+
+
+def with_origin(messages: Iterable[Message], origin: Origin) -> tuple[Message, ...]:
+    """Return `messages`, written by `origin` where nobody has said who wrote one."""
+    return tuple(m if m.origin is not None else replace(m, origin=origin) for m in messages)
 
 
 def _call_from_openai(data: Mapping[str, Any], index: int) -> ToolCall:

@@ -6,12 +6,12 @@ Task(id="train-7", data_source="openai/gsm8k", prompt=(Message(role="user", cont
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from polyturn.core.errors import DataError, did_you_mean
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,18 @@ class Task:
     interaction: InteractionRef | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The rest of the row, for reward functions and for the records."""
+
+    def __post_init__(self) -> None:
+        if any(m.origin is None for m in self.prompt):
+            object.__setattr__(self, "prompt", as_rows(self.prompt))
+
+
+def as_rows(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return messages of a row: the owner's, but for what a tool says there."""
+    return tuple(
+        m if m.origin is not None else replace(m, origin=Origin.ENVIRONMENT if m.role == "tool" else Origin.OWNER)
+        for m in messages
+    )
 
 
 class ToolChoice(NamedTuple):

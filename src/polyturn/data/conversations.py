@@ -18,6 +18,7 @@ from typing import Any
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.core.messages import Message
 from polyturn.core.registry import import_attr
+from polyturn.core.task import as_rows
 from polyturn.data.media import with_media
 
 
@@ -54,7 +55,7 @@ class Conversation:
         tools = row.get("tools")
         try:
             return cls(
-                messages=tuple(Message.from_openai(m) for m in with_media(messages, row, base=base or Path())),
+                messages=as_rows(Message.from_openai(m) for m in with_media(messages, row, base=base or Path())),
                 tools=None if tools is None else tuple(str(t) for t in tools),
                 weights=tuple(float(m.get("loss", 1.0)) for m in messages if m.get("role") == "assistant"),
             )

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
 from polyturn.core.task import Task
 
 
@@ -59,7 +59,7 @@ class WithSystem(Changed):
     """Tasks, with a system message where they have none."""
 
     def __init__(self, tasks: Sequence[Task], system: str) -> None:
-        self._message = Message(role="system", content=system)
+        self._message = Message(role="system", content=system, origin=Origin.OWNER)
         super().__init__(tasks, self._with)
 
     def _with(self, task: Task) -> Task:

@@ -18,7 +18,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did_you_mean
 from polyturn.core.generation import FinishReason, GenerateRequest, SamplingParams
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
 from polyturn.core.protocols import Engine
 from polyturn.engines.chat_voice import Said, VoiceSettings, check_positive, check_within, names_of, without_thoughts
 from polyturn.tokens.delta import DeltaEncoder
@@ -86,7 +86,6 @@ class OtherPolicy:
         seed: int,
         session: str | None = None,
         sampling: SamplingParams | None = None,
-        num_prompt: int | None = None,
     ) -> Spoken:
         """Return what it says next.
 
@@ -95,15 +94,13 @@ class OtherPolicy:
             seed: Of the sampling.
             session: The conversation's id, where more will follow; `end` it then. None keeps nothing.
             sampling: How it is sampled; None samples as it usually is.
-            num_prompt: How many leading messages are their owner's text, in which control tokens may be meant; None takes
-                what stands before its first words.
 
         Raises:
             EngineError: the conversation does not fit, or the engine is lost.
             TemplateError: its template cannot render the conversation.
         """
         codec = self._encoder.codec
-        ids = self._encoder.start([Message.from_openai(m) for m in messages], num_prompt=num_prompt)
+        ids = self._encoder.start([Message.from_openai(m) for m in messages])
         if len(ids) >= self.max_context:
             raise EngineError(
                 f"the policy {self.name!r} was shown {len(ids)} tokens and its context has {self.max_context}; raise "
@@ -126,7 +123,7 @@ class OtherPolicy:
         read = self._parser.parse(text)
         return Spoken(
             text=text,
-            message=Message(role="assistant", content=read.content, reasoning=read.reasoning),
+            message=Message(role="assistant", content=read.content, reasoning=read.reasoning, origin=Origin.MODEL),
             version=completion.policy_versions[-1][1],
             is_cut=completion.finish_reason is not FinishReason.STOP,
             prompt_tokens=len(ids),
@@ -214,13 +211,13 @@ class PolicyVoice:
         yield
 
     async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int, session: str | None = None) -> Said:
-        """Answer messages, of which the first alone is our own text.
+        """Answer messages.
 
         Raises:
             EngineError: they do not fit, or the engine is lost.
         """
         self.num_asked += 1
-        said = await self.policy.say(messages, seed=seed, session=session, sampling=self._sampling, num_prompt=1)
+        said = await self.policy.say(messages, seed=seed, session=session, sampling=self._sampling)
         return Said(
             text=without_thoughts(said.message.text),
             is_cut=said.is_cut,

@@ -26,7 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did_you_mean
 from polyturn.core.generation import SamplingParams
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
 from polyturn.core.registry import import_attr
 from polyturn.core.seeds import derive_seed
 from polyturn.core.signature import has_parameter
@@ -187,17 +187,20 @@ class PolicyPlayer:
     def recall(self, observation: str, said: str) -> str:
         """Remember the move; it is not asked again."""
         self._see(observation)
-        self._messages.append(Message(role="assistant", content=said))
+        self._messages.append(Message(role="assistant", content=said, origin=Origin.MODEL))
         self._num_moves += 1
         return said
 
     def _see(self, observation: str) -> None:
         if self._messages:
-            self._messages.append(Message(role="user", content=observation))
+            self._messages.append(Message(role="user", content=observation, origin=Origin.ENVIRONMENT))
             return
         prompt = tuple(m for m in self._seat.prompt if m.text.strip())
         if self._system is not None:
-            prompt = (Message(role="system", content=self._system), *(m for m in prompt if m.role != "system"))
+            prompt = (
+                Message(role="system", content=self._system, origin=Origin.OWNER),
+                *(m for m in prompt if m.role != "system"),
+            )
         self._messages += with_text(prompt or (Message(role="user", content=""),), observation)
 
     async def leave(self) -> None:

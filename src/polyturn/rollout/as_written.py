@@ -1,7 +1,7 @@
 """AsWritten: messages with their reasoning, as the model wrote it, for templates that have no field for it.
 
     message    reasoning "2 + 2 is 4."   content "4"                 what plug-ins read
-    shown      content "<think>2 + 2 is 4.</think>\\n4"               what the template renders
+    shown      content "<think>2 + 2 is 4.</think>\\n4"               what the template renders, its reasoning a part
 
 Separate from the transcript because a message is told by its identity: the same object stands for the same text wherever it
 is shown again, in a rewritten history and in a fork, and a message that a plug-in made is shown as it is.
@@ -9,6 +9,7 @@ is shown again, in a rewritten history and in a fork, and a message that a plug-
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -36,8 +37,11 @@ class AsWritten:
         return [_with_reasoning(m, written[id(m)]) if id(m) in written else m for m in messages]
 
 
+_THOUGHT = re.compile(r"(\s*)<think>(.*?)(?:(</think>)(.*))?", re.DOTALL)
+
+
 def _with_reasoning(message: Message, text: str) -> Message:
-    """Return the message whose content is `text` up to the end of what it said, without the calls."""
+    """Return the message whose content is `text` up to the end of what it said, without the calls, its reasoning apart."""
     if message.text:
         start = text.rfind(message.text)
         if start < 0:  # the content stands in pieces around calls
@@ -48,4 +52,13 @@ def _with_reasoning(message: Message, text: str) -> Message:
         if not raw or raw not in text:
             return message
         text = text.partition(raw)[0].rstrip()
-    return replace(message, content=text, reasoning=None)
+    found = _THOUGHT.fullmatch(text)
+    if found is None:
+        return message
+    before, thought, closing, after = found.groups()
+    parts = (
+        {"type": "text", "text": before},
+        {"type": "reasoning", "text": thought, "is_open": closing is None},
+        {"type": "text", "text": after or ""},
+    )
+    return replace(message, content=parts, reasoning=None)

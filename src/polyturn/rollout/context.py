@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,7 @@ class RolloutContext:
     sanity_every: int = 16
     """Every how many episodes the incremental ids are compared with a full render; 1 checks all, 0 none."""
     escape_prompts: str = "delimiters"
-    """Which control texts in a prompt are ordinary text: one of `polyturn.tokens.delta.ESCAPES`."""
+    """Which control texts in a prompt are ordinary text: one of `polyturn.tokens.trust.ESCAPES`."""
     escape_observations: bool = True
     """What tools and users say is ordinary text, whatever it spells."""
 
@@ -100,22 +100,28 @@ class RolloutContext:
         """Return the encoder for the tools that the task may call."""
         names = self.tools.select(task)
         if names not in self._encoders:
-            self._encoders[names] = self._encoder(self.tools.schemas_of(task))
+            self._encoders[names] = self._encoder(self.tools.schemas_of(task), self.tools.foreign)
         return self._encoders[names]
 
     def encoder_listing(self, tools: Sequence[Mapping[str, Any]]) -> MediaEncoder:
         """Return the encoder for tools that an agent brings, as schemas in OpenAI's function form."""
         key = (json.dumps(tools, sort_keys=True),)
-        encoder = self._brought.pop(key, None) or self._encoder(tools)
+        encoder = self._brought.pop(key, None) or self._encoder(tools, self._not_own(tools))
         self._brought[key] = encoder  # the most recently used stands last
         if len(self._brought) > MAX_TOOL_SETS:
             del self._brought[next(iter(self._brought))]
         return encoder
 
-    def _encoder(self, tools: Sequence[Mapping[str, Any]]) -> MediaEncoder:
+    def _not_own(self, tools: Sequence[Mapping[str, Any]]) -> Collection[str]:
+        """Return the names of tools that an agent brings and that are not the run's own."""
+        own = [schema for name, schema in self.tools.schemas.items() if name not in self.tools.foreign]
+        return [str(tool.get("function", tool).get("name")) for tool in tools if tool not in own]
+
+    def _encoder(self, tools: Sequence[Mapping[str, Any]], foreign: Collection[str]) -> MediaEncoder:
         return MediaEncoder(
             self.codec,
             tools=tools,
+            foreign_tools=foreign,
             media=self.media,
             escape_prompts=self.escape_prompts,
             escape_observations=self.escape_observations,

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from polyturn.core.arrays import Ids
 from polyturn.core.errors import SchedulerError
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin, with_origin
 from polyturn.core.trajectory import Span, SpanRef
 from polyturn.rollout.history import shorten
 from polyturn.rollout.limits import Limits, Progress
@@ -120,12 +120,13 @@ class Conversation:
         Raises:
             SchedulerError: the turn's message is to go on, which messages cannot answer as well.
         """
-        turn.observation += reply.messages
+        messages = with_origin(reply.messages, Origin.ENVIRONMENT)
+        turn.observation += messages
         turn.info.update(reply.info)
         turn.scores.update(reply.scores)
         if reply.is_done:
             return
-        self.transcript.answer(reply.messages)
+        self.transcript.answer(messages)
         self._has_user_reply = "interaction" in turn.timings
         self.num_user_turns += self._has_user_reply
 
@@ -149,17 +150,18 @@ class Conversation:
             raise SchedulerError("there is no turn to go on with; `go_on` continues the last one")
         turn, transcript = self.turns[-1], self.transcript
         kept = transcript.kept_of(turn.completion, keep)
-        added: str | Ids = kept.rest + addition if isinstance(addition, str) else np.asarray(addition, np.int32)
-        if kept.rest and not isinstance(added, str):
-            added = np.concatenate([self._codec.encode_plain(kept.rest), added])
+        added = addition if isinstance(addition, str) else np.asarray(addition, np.int32)
         dropped = transcript.builder.cut(turn.sampled_spans, keep=kept.num_tokens)
         self._response_tokens -= turn.num_tokens - kept.num_tokens
         if dropped:
             turn.num_tokens = kept.num_tokens
         turn.text, turn.is_continued = kept.text, True
         turn.message = transcript.read(turn.said_before + kept.text, turn=turn.index)
-        text = transcript.go_on(turn.said_before + kept.text, added, turn=turn.index, is_trusted=is_trusted)
-        turn.observation += (Message(role="assistant", content=text),)
+        last_id = int(turn.completion.token_ids[kept.num_tokens - 1]) if kept.num_tokens else None
+        text = transcript.go_on(
+            turn.said_before + kept.text, kept.rest, added, last_id=last_id, turn=turn.index, is_trusted=is_trusted
+        )
+        turn.observation += (Message(role="assistant", content=text, origin=Origin.ENVIRONMENT),)
         return dropped
 
     def shorten(self, limits: Limits) -> bool:
@@ -192,7 +194,7 @@ class Conversation:
         at: EpisodeMark | None = None,
     ) -> Conversation:
         """Return a second line that goes on from here, or from `at`; with `agent`, one that begins with `messages`."""
-        given = None if messages is None else [Message.from_openai(m) for m in messages]
+        given = None if messages is None else self.transcript.typed(messages)
         transcript = self.transcript.fork(agent=agent, messages=given, at=None if at is None else at.transcript)
         other = Conversation(transcript, self._codec)
         if agent is not None:

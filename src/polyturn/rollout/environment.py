@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from polyturn.core.errors import InteractionError, LifecycleError, SnapshotError
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
 from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
 from polyturn.interactions.scene import Scene
@@ -135,7 +135,7 @@ class Environment:
         if answer.score is not None:
             turn.scores["interaction"] = answer.score
         return Reply(
-            messages=(Message(role="user", content=answer.content, name=None),),
+            messages=(Message(role="user", content=answer.content, origin=Origin.ENVIRONMENT),),
             is_done=answer.is_done,
             info=dict(answer.metadata),
         )
@@ -161,4 +161,7 @@ class Environment:
 
 
 def _tool_messages(results: Sequence[ToolResult]) -> tuple[Message, ...]:
-    return tuple(Message(role="tool", content=r.content, tool_call_id=r.call_id, name=r.name) for r in results)
+    return tuple(
+        Message(role="tool", content=r.content, tool_call_id=r.call_id, name=r.name, origin=Origin.ENVIRONMENT)
+        for r in results
+    )

@@ -159,7 +159,7 @@ class Episode:
         self, messages: Sequence[Message | Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> int:
         """Return how many tokens the prompt of a history has, for policies with a budget; `tools` replace its own."""
-        typed = [Message.from_openai(m) for m in messages]
+        typed = self._conversation.transcript.typed(messages)
         if tools is None:
             return self._conversation.transcript.length_of(typed)
         return len(self._context.encoder_listing(tools).start(typed))
@@ -348,27 +348,22 @@ class Episode:
         """Set the loss weights of a turn's sampled tokens, one for all or one per token; 0 leaves one out of the loss."""
         self._conversation.weigh(turn, weights)
 
-    def rewrite(
-        self, messages: Sequence[Message | Mapping[str, Any]], *, goes_on: bool = False, num_prompt: int | None = None
-    ) -> Reply:
+    def rewrite(self, messages: Sequence[Message | Mapping[str, Any]], *, goes_on: bool = False) -> Reply:
         """Replace the history by `messages`; a `step` returns what this returns, or messages to be shown behind them.
 
         The next prompt is a full render. It extends the segment that it continues token for token, or opens a new one, in
         which everything that was sampled before is prompt. Before the first turn, the messages replace the prompt.
 
         Args:
-            messages: The new history.
+            messages: The new history. Who wrote a message stays with it (`Message.origin`), also where a dict says what a
+                message of this history says; what is new, and says nothing of it, is encoded as the environment's words.
             goes_on: The last message is an assistant's and the next turn continues it, whatever the model said before.
-            num_prompt: How many leading messages are their owner's text; the rest is encoded as what an environment says.
-                None leaves it as it was; before the first turn, all of them.
 
         Raises:
             SchedulerError: there is no message, or the last one cannot go on.
         """
         transcript = self._conversation.transcript
-        transcript.rewrite([Message.from_openai(m) for m in messages], goes_on=goes_on)
-        if num_prompt is not None:
-            transcript.num_prompt = num_prompt
+        transcript.rewrite(transcript.typed(messages), goes_on=goes_on)
         return Reply(goes_on=True)
 
     def show_ids(self, ids: Ids | Sequence[int]) -> None:
@@ -392,7 +387,8 @@ class Episode:
         Args:
             addition: A text, or ids.
             keep: What stays of the last turn: a beginning of its `text`, or a number of its tokens; None keeps all of it.
-            is_trusted: Whether control tokens in the text are meant as such (a closing `</think>`); else they are text.
+            is_trusted: Whether the run's owner wrote the text, so that tags in it are meant as such (a closing `</think>`);
+                else all of it is ordinary text.
 
         Raises:
             SchedulerError: there is no turn to continue, or it does not begin with what is to be kept.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from polyturn.core.errors import SnapshotError
 from polyturn.core.media import Media
-from polyturn.core.messages import Message, ToolCall
+from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.core.trajectory import Span, SpanSource, ToolResult
 
 _REF = "#record"
@@ -190,12 +190,14 @@ def _read_content(book: FlightBook, content: Any) -> Any:
 def _write_message(book: FlightBook, message: Message) -> dict[str, Any]:
     calls = [{**_fields(call), "arguments": to_text(call.arguments)} for call in message.tool_calls]
     content = _write_content(book, message.content)
-    return {"k": "message", **_fields(message), "content": content, "tool_calls": calls}
+    origin = None if message.origin is None else message.origin.value
+    return {"k": "message", **_fields(message), "content": content, "tool_calls": calls, "origin": origin}
 
 
 def _read_message(book: FlightBook, data: dict[str, Any]) -> Message:
     calls = tuple(ToolCall(**{**call, "arguments": json.loads(call["arguments"])}) for call in data["tool_calls"])
-    return Message(**{**data, "content": _read_content(book, data["content"]), "tool_calls": calls})
+    origin = None if data.get("origin") is None else Origin(data["origin"])
+    return Message(**{**data, "content": _read_content(book, data["content"]), "tool_calls": calls, "origin": origin})
 
 
 def _write_result(book: FlightBook, result: ToolResult) -> dict[str, Any]:

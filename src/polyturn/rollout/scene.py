@@ -64,7 +64,7 @@ class EpisodeScene:
         voices = self._episode.voices
         voice = voices.get(options.agent) or voices.setdefault(options.agent, self._voice(messages, options))
         voice.aside_of = self._episode.turns[-1].index
-        voice.rewrite(messages, num_prompt=1)  # what the model said is no text of ours, and its marks are no control tokens
+        voice.rewrite(messages)
         if (limit := await voice.prepare()) is not None:
             raise InteractionError(
                 f"the run's own model cannot speak for {options.agent!r} ({limit.value}): its prompt has "

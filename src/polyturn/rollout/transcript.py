@@ -23,7 +23,7 @@ from polyturn.core.builder import Place, TrajectoryBuilder
 from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.generation import Completion
 from polyturn.core.media import Media
-from polyturn.core.messages import Message, to_openai
+from polyturn.core.messages import Message, Origin, to_openai, with_origin
 from polyturn.core.trajectory import SpanRef
 from polyturn.rollout.as_written import AsWritten
 from polyturn.rollout.kept import Kept, kept_of
@@ -151,6 +151,22 @@ class Transcript:
         if messages:
             self._set_prompt([*self._messages, *messages])
 
+    def typed(self, messages: Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
+        """Return messages for this history as values, each with who wrote it.
+
+        Where nobody says it, a message that says what one of this history says is that one, and any other is the
+        environment's.
+        """
+        read = [Message.from_openai(m) for m in messages]
+        if any(m.origin is None for m in read):
+            known: dict[str, Message] = {}
+            for held in (*self._messages, *self._pending):
+                key = repr(held.to_openai())
+                if key not in known or held.origin is Origin.ENVIRONMENT:  # of two that say the same, the less trusted one
+                    known[key] = held
+            read = [m if m.origin is not None else known.get(repr(m.to_openai()), m) for m in read]
+        return with_origin(read, Origin.ENVIRONMENT)
+
     def answer(self, messages: tuple[Message, ...]) -> None:
         """Let `messages` be shown before the next turn.
 
@@ -159,7 +175,7 @@ class Transcript:
         """
         if messages and self._is_open_message:
             raise SchedulerError("a step that lets the assistant message go on cannot answer it with messages as well")
-        self._pending = messages
+        self._pending = with_origin(messages, Origin.ENVIRONMENT)
 
     def rewrite(self, messages: Sequence[Message], *, goes_on: bool = False) -> None:
         """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown.
@@ -181,7 +197,7 @@ class Transcript:
                     f"{messages[-1].to_openai()!r:.120}"
                 )
             self._said = messages[-1].text
-            self._addition = self._encoder.codec.encode(self._said)
+            self._addition = self._encoder.continuation((self._said, messages[-1].origin or Origin.ENVIRONMENT))
         if not self.builder.is_open and not goes_on:
             self._set_prompt(messages)
             return
@@ -213,37 +229,48 @@ class Transcript:
     def read(self, text: str, *, turn: int) -> Message:
         """Read a text as a message. Text is a view: nothing that is read here becomes tokens again."""
         parsed = self._parser.parse(text, id_prefix=f"call_{turn}", tools=self._encoder.tools)
-        message = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls, reasoning=parsed.reasoning)
+        message = Message(
+            role="assistant",
+            content=parsed.content,
+            tool_calls=parsed.tool_calls,
+            reasoning=parsed.reasoning,
+            origin=Origin.MODEL,
+        )
         codec = self._encoder.codec
         if parsed.reasoning and not codec.has_reasoning_field:
             opened = "" if text.lstrip().startswith("<think>") else codec.opened_reasoning
             self._written.add(message, opened + text)
         return message
 
-    def go_on(self, said: str, addition: str | Ids, *, turn: int, is_trusted: bool = False) -> str:
-        """Let the next turn continue the assistant message, which says `said`, behind `addition`.
+    def go_on(
+        self, said: str, rest: str, addition: str | Ids, *, last_id: int | None, turn: int, is_trusted: bool = False
+    ) -> str:
+        """Let the next turn continue the assistant message, which says `said`, behind `rest` and `addition`.
 
         Args:
             said: The text that the message keeps; its tokens are those that the builder holds now.
+            rest: What it keeps beyond them, because that ends inside a token.
             addition: What follows it, a masked observation.
+            last_id: The last token that it keeps.
             turn: The last turn.
-            is_trusted: Whether control tokens in the text are meant as such; given ids always are.
+            is_trusted: Whether the run's owner wrote the text, who may mean its tags; given ids are as they are.
 
         Returns:
-            The addition as text.
+            What is added, as text.
 
         Raises:
             SchedulerError: the history was edited, which decides by itself what goes on.
         """
         if self._is_edited:
             raise SchedulerError("the history was rewritten before `go_on`; pass `goes_on=True` to `rewrite` instead")
-        codec = self._encoder.codec
         if isinstance(addition, str):
-            self._addition = codec.encode(addition) if is_trusted else codec.encode_plain(addition)
-            text = addition
+            origin = Origin.OWNER if is_trusted else Origin.ENVIRONMENT
+            self._addition = self._encoder.continuation((rest, Origin.MODEL), (addition, origin), last_id=last_id)
+            text = rest + addition
         else:
-            self._addition = ids_array(addition)
-            text = codec.decode(self._addition)
+            held = self._encoder.continuation((rest, Origin.MODEL), last_id=last_id)
+            self._addition = ids_array(np.concatenate([held, addition]))
+            text = rest + self._encoder.codec.decode(addition)
         self._said, self._is_open_message, self.is_canonical = said + text, True, False
         self._messages[-1] = self.read(self._said, turn=turn)
         self._openai[-1] = self._messages[-1].to_openai()
@@ -359,7 +386,7 @@ class Transcript:
 
     def full_render(self) -> Ids:
         """Return the ids of the whole conversation as the template writes it, for the sanity check."""
-        return self._encoder.full(self._written.of(self._messages), num_prompt=self.num_prompt)
+        return self._encoder.full(self._written.of(self._messages))
 
     def candidates(self) -> list[Message]:
         """Return the history and what waits to be shown, for a policy that leaves some of it out."""
@@ -367,13 +394,13 @@ class Transcript:
 
     def length_of(self, messages: Sequence[Message]) -> int:
         """Return how many tokens the prompt of `messages` has."""
-        return len(self._encoder.start(self._written.of(messages), num_prompt=self.num_prompt))
+        return len(self._encoder.start(self._written.of(messages)))
 
     def _set_prompt(self, messages: Sequence[Message]) -> None:
         self._messages = list(messages)
         self._openai = to_openai(messages)
         self.num_prompt = len(self._messages)
-        """How many leading messages are the prompt."""
+        """How many leading messages are the prompt, which no context policy leaves out."""
 
     def _rendered(self) -> Prompt:
         """Render the whole history; keep held ids that spell just what the template writes."""
@@ -381,7 +408,7 @@ class Transcript:
         media = _media(messages)
         try:
             shown = self._written.of(messages[:-1] if self._is_open_message else messages)
-            ids = self._encoder.start(shown, num_prompt=self.num_prompt)
+            ids = self._encoder.start(shown)
         except TemplateError as problem:
             if not self._is_edited:
                 raise

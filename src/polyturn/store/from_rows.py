@@ -18,7 +18,7 @@ from polyturn.core.arrays import Floats
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
-from polyturn.core.messages import Message, ToolCall
+from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Branch, Segment, Span, SpanRef, SpanSource, ToolResult, Trajectory, Turn
@@ -137,6 +137,7 @@ def _messages(row: Mapping[str, Any]) -> dict[int, list[Message]]:
             tool_call_id=m["tool_call_id"],
             name=m["name"],
             reasoning=m["reasoning"],
+            origin=Origin(m["origin"]) if m.get("origin") else None,
         )
         found.setdefault(m["turn"], []).append(message)
     return found

@@ -74,6 +74,7 @@ NESTED: dict[str, dict[str, pa.DataType]] = {
         "reasoning": pa.string(),
         "name": pa.string(),
         "tool_call_id": pa.string(),
+        "origin": pa.string(),
     },
     "tool_calls": {
         "message": pa.int32(),

@@ -134,6 +134,7 @@ def _add_message(nested: Mapping[str, _Nested], message: Message, *, turn: int, 
         reasoning=message.reasoning,
         name=message.name,
         tool_call_id=message.tool_call_id,
+        origin=None if message.origin is None else message.origin.value,
     )
     for call in message.tool_calls:
         nested["tool_calls"].add(

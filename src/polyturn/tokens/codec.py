@@ -16,7 +16,8 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.messages import Message
 from polyturn.tokens.delimiters import find_delimiters
 from polyturn.tokens.hub import only_cached
+from polyturn.tokens.read_words import find_read_words
 from polyturn.tokens.template import ChatTemplate
 from polyturn.tokens.turn_ends import Span, TurnEnds, common_length, find_turn_ends
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LONG_CHARS = 1 << 16
+_BEFORE = "\u9f98"
+"""A letter that no token continues, to see what a text becomes behind another."""
 _REMEMBERED_TEXTS, _REMEMBERED_CHARS = 4096, 512
 """How many short texts a codec remembers the ids of, and how long they are at most: a few megabytes."""
 
@@ -80,9 +84,14 @@ class Codec:
         longest_first = sorted(added.values(), key=len, reverse=True)
         self._control_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._control_ids = {text: i for i, text in added.items()}
-        self._normalizes = self._backend.normalizer is not None and any(
-            t.normalized for t in tokenizer.added_tokens_decoder.values()
-        )
+        self._normal_ids: dict[str, int] = {}
+        """The texts of control tokens in the tokenizer's normal form, where those are looked for."""
+        if self._backend.normalizer is not None:
+            tokens = tokenizer.added_tokens_decoder
+            self._normal_ids = {self._normalized(text): i for i, text in added.items() if tokens[i].normalized}
+        normal = sorted({*self._normal_ids, *(added.values() if self._normal_ids else ())}, key=len, reverse=True)
+        self._normal_text = re.compile("|".join(map(re.escape, normal))) if normal else None
+        self._normal_ids = {**self._control_ids, **self._normal_ids}
 
     # What the tokenizer is.
 
@@ -139,6 +148,11 @@ class Codec:
         opened = self.try_render([user], add_generation_prompt=True)
         past = self.try_render([user, Message(role="assistant", content="Hello")])
         return opened is not None and past is not None and past.startswith(opened)
+
+    @functools.cached_property
+    def read_words(self) -> tuple[str, ...]:
+        """The words that the template looks for in contents, which it then writes otherwise."""
+        return find_read_words(self)
 
     @property
     def has_reasoning_field(self) -> bool:
@@ -216,9 +230,9 @@ class Codec:
             return ids
         # The model's own vocabulary holds the control text (Gemma's does), so it is cut where no token can span it.
         cut = self._control_text.sub(lambda m: m[0][0] + "\x00" + m[0][1:], text)
-        parts = [_encode(self._plain, p) for p in cut.split("\x00")]
+        parts = self._encode_parts(cut.split("\x00"))
         if any(self._is_control[p].any() for p in parts):
-            parts = [_encode(self._plain, c) for c in text]
+            parts = self._encode_parts(list(text))
         return _join(parts)
 
     def count(self, texts: Sequence[str]) -> list[int]:
@@ -230,6 +244,14 @@ class Codec:
     def longest_token(self) -> int:
         """How many characters one token stands for at most."""
         return max(map(len, self._backend.get_vocab()), default=1)
+
+    def _encode_parts(self, parts: Sequence[str]) -> list[Ids]:
+        """Return the ids of the parts of one ordinary text."""
+        if not self._adds_space:
+            return [_encode(self._plain, part) for part in parts]
+        num_before = len(_encode(self._plain, _BEFORE))
+        behind = [_encode(self._plain, _BEFORE + part)[num_before:] for part in parts[1:]]
+        return [_encode(self._plain, parts[0]), *behind]
 
     def token_spans(self, text: str) -> list[tuple[int, int]]:
         """Return where each token of environment text begins and ends in it, in characters; a character may have several."""
@@ -258,46 +280,86 @@ class Codec:
         """Return whether `text` contains the text of a control token."""
         return self._control_text.search(text) is not None
 
+    @property
+    def normalizes_control(self) -> bool:
+        """Whether control tokens are looked for in the tokenizer's normal form of a text, which has many spellings."""
+        return self._normal_text is not None
+
     def control_spans(self, text: str) -> list[Span]:
         """Return where the texts of control tokens stand in `text`."""
         return [Span(m.start(), m.end(), self._control_ids[m[0]]) for m in self._control_text.finditer(text)]
 
-    def fence(self, text: str, marker: str, *, only: Collection[int] | None = None) -> str:
-        """Return environment text with each piece that reads like a control token fenced by markers.
+    def replace_control(self, text: str, change: Callable[[str], str], *, barred: Collection[int]) -> str:
+        """Return a text with `change` applied to each piece that reads like a control token of `barred`; to all of it where
+        only the tokenizer's normal form of the text reads so."""
+        if self._normal_text is not None and self._is_disguised(text, barred):
+            return change(text)
+        return self._control_text.sub(lambda m: change(m[0]) if self._control_ids[m[0]] in barred else m[0], text)
+
+    def enclose(self, text: str, marker: str) -> str:
+        """Return `text` fenced as a whole, but for the white space around it, which a template may trim."""
+        inner = text.strip()
+        return text.replace(inner, f"{marker}b{inner}{marker}e", 1) if inner else text
+
+    def encode_fenced(self, text: str, marker: str, *, last_id: int | None = None) -> Ids:
+        """Return the ids of template text in which fenced pieces are ordinary text.
 
         Args:
             text: The text.
-            marker: A word that occurs nowhere else.
-            only: Fence these tokens and leave the others to be recognised; None fences all.
-        """
-        if self._normalizes and only is None and not self.has_control(text) and self.has_control(self._normalized(text)):
-            return self.enclose(text, marker)
-        return self._control_text.sub(
-            lambda m: m[0] if only is not None and self._control_ids[m[0]] not in only else self.enclose(m[0], marker), text
-        )
-
-    def enclose(self, text: str, marker: str) -> str:
-        """Return `text` fenced as a whole."""
-        return f"{marker}b{text}{marker}e" if text else text
-
-    def defuse(self, text: str) -> str:
-        """Return `text` with each control text broken by a space: for templates that let no fence through."""
-        return self._control_text.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)
-
-    def encode_fenced(self, text: str, marker: str) -> Ids:
-        """Return the ids of template text in which fenced pieces are environment text.
+            marker: The word of the fences.
+            last_id: The token before the text; None where the text begins what is encoded.
 
         Raises:
             FenceError: a fence is torn, because the template cut the text inside it.
         """
-        if marker not in text:
-            return self.encode(text)
-        pieces = re.split(f"{marker}([be])", text)
+        pieces = re.split(f"{re.escape(marker)}([be])", text) if marker in text else [text]
         signs = pieces[1::2]
         if marker in "".join(pieces[0::2]) or signs != ["b", "e"] * (len(signs) // 2):
             raise FenceError(f"the fences {signs} do not match")
-        parts = [self.encode_plain(p) if i % 2 else self.encode(p) for i, p in enumerate(pieces[0::2]) if p]
-        return _join(parts)
+        return self.encode_pieces([(piece, bool(i % 2)) for i, piece in enumerate(pieces[0::2])], last_id=last_id)
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, last_id: int | None = None) -> Ids:
+        """Return the ids of texts that follow one another, each with whether it is ordinary text throughout.
+
+        A tokenizer that puts a space before a text that it is given puts none inside of one: where a piece goes on behind
+        ordinary text, its ids are those that it has there.
+        """
+        parts: list[Ids] = []
+        for text, is_plain in pieces:
+            if not text:
+                continue
+            if self._adds_space and last_id is not None and not (self._is_control[last_id] and self._opens_with_space):
+                ids = self._encode_behind(text, is_plain=is_plain)
+            else:
+                ids = self.encode_plain(text) if is_plain else self.encode(text)
+            parts.append(ids)
+            last_id = int(ids[-1]) if len(ids) else last_id
+        return parts[0] if len(parts) == 1 else _join(parts)
+
+    def _encode_behind(self, text: str, *, is_plain: bool) -> Ids:
+        encode = self.encode_plain if is_plain else self.encode
+        before, whole = encode(_BEFORE), encode(_BEFORE + text)
+        return whole[len(before) :] if np.array_equal(whole[: len(before)], before) else encode(text)
+
+    @functools.cached_property
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer puts a space before a text, as SentencePiece's do."""
+        return self.decode(np.tile(self.encode_plain("a"), 2)) != "aa"
+
+    @functools.cached_property
+    def _opens_with_space(self) -> bool:
+        """Whether it does so behind a control token as well."""
+        control, letter = next(iter(self.control_tokens.items()), (None, ""))
+        return control is None or len(self.encode(letter + "a")) == 1 + len(self.encode("a"))
+
+    def _is_disguised(self, text: str, barred: Collection[int]) -> bool:
+        """Return whether the tokenizer's normal form of a text has control tokens of `barred` that the text has not."""
+        normal, ids = self._normalized(text), self._normal_ids
+        if self._normal_text is None or normal == text:
+            return False
+        found = Counter(ids[m[0]] for m in self._normal_text.finditer(normal))
+        shown = Counter(self._control_ids[m[0]] for m in self._control_text.finditer(text))
+        return any(found[i] > shown[i] for i in barred)
 
     def _normalized(self, text: str) -> str:
         normalizer = self._backend.normalizer

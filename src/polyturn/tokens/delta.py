@@ -8,9 +8,9 @@ where the history has one, an earlier tool result where it has one, an assistant
 names and ids, as tool messages follow. What stands behind the base's last turn is the delta: first the token that ends a
 turn, dropped when the completion ended with one, then the messages, then the generation prompt.
 
-Environment text cannot speak in control tokens. Text without control tokens is encoded in one go with the template text
-around it, which keeps the ids equal to those of a full render (`conversations`; invariant I5). Control text inside it is
-fenced (see `codec`): then the ids are those of a full render in which that text is ordinary text.
+Who wrote a text decides whether it may become control tokens (`trust`). Text that spells none is encoded in one go with the
+template text around it, which keeps the ids equal to those of a full render (invariant I5); text that must not become one is
+fenced, so that the ids are those of a full render in which it is ordinary text.
 """
 
 from __future__ import annotations
@@ -18,25 +18,16 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import TemplateError
-from polyturn.core.messages import Message, ToolCall
-from polyturn.tokens.codec import Codec, FenceError
-from polyturn.tokens.conversations import ConversationEncoder
-from polyturn.tokens.frames import (
-    Frame,
-    find_frame,
-    map_text,
-    prompt_key,
-    shape,
-    unused_word,
-    values,
-    with_slots,
-)
+from polyturn.core.messages import Message, Origin, ToolCall
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.frames import Frame, find_frame, origin_of, prompt_key, shape, unused_word, values, with_slots
+from polyturn.tokens.trust import Change, TrustRule, Written
 from polyturn.tokens.turn_ends import behind_anchor, split_turn
 
 _SYSTEM = Message(role="system", content="Zq7BaseSystemZ")
@@ -66,6 +57,7 @@ class DeltaEncoder:
         codec: Codec,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        foreign_tools: Collection[str] = (),
         escape_prompts: str = "delimiters",
         escape_observations: bool = True,
     ) -> None:
@@ -74,46 +66,61 @@ class DeltaEncoder:
         Args:
             codec: The tokenizer and template.
             tools: The schemas that every render shows.
-            escape_prompts: One of `ESCAPES`: what of a prompt's text that reads like control tokens is ordinary text.
-            escape_observations: Tool results, user replies and calls are ordinary text, whatever they say.
+            foreign_tools: The names of those that the run's owner did not write: a server's, an agent's.
+            escape_prompts: See `TrustRule`.
+            escape_observations: See `TrustRule`.
 
         Raises:
-            ConfigError: `escape_prompts` is not one of `ESCAPES`.
+            ConfigError: `escape_prompts` is not one of `trust.ESCAPES`.
         """
         self.codec = codec
         self.tools = tuple(tools)
-        self._escape_observations = escape_observations
-        self._conversations = ConversationEncoder(
-            codec, tools=self.tools, escape_prompts=escape_prompts, escape_observations=escape_observations
-        )
+        self._foreign_tools = frozenset(foreign_tools)
+        self._rule = TrustRule(codec, escape_prompts=escape_prompts, escape_observations=escape_observations)
         self._frames: dict[tuple[object, ...], Frame | None] = {}
-        self._controls: dict[tuple[object, ...], tuple[int, ...]] = {}
-        """The template's own control tokens around the shapes that have no frame."""
         self._prompts: dict[tuple[object, ...], Ids] = {}
 
-    def start(self, messages: Sequence[Message], *, num_prompt: int | None = None) -> Ids:
+    def start(self, messages: Sequence[Message]) -> Ids:
         """Return the ids of a whole conversation and the generation prompt.
-
-        Args:
-            messages: The conversation.
-            num_prompt: How many leading messages are the task's prompt, which is its owner's text; the rest is encoded as
-                environment text. None takes what stands before the first assistant's turn, without tool messages.
 
         Raises:
             TemplateError: the template cannot render the messages.
         """
-        key = prompt_key(messages, num_prompt)
+        key = prompt_key(messages)
         if key is None:
-            return self._conversations.encode(messages, num_prompt, add_generation_prompt=True)
+            return self._encode_whole(messages, add_generation_prompt=True)
         if key not in self._prompts:
             if len(self._prompts) >= _MAX_PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
-            self._prompts[key] = self._conversations.encode(messages, num_prompt, add_generation_prompt=True)
+            self._prompts[key] = self._encode_whole(messages, add_generation_prompt=True)
         return self._prompts[key]
 
-    def full(self, messages: Sequence[Message], *, num_prompt: int | None = None) -> Ids:
+    def full(self, messages: Sequence[Message]) -> Ids:
         """Return the ids of a whole conversation without generation prompt: what the sanity check compares with."""
-        return self._conversations.encode(messages, num_prompt, add_generation_prompt=False)
+        return self._encode_whole(messages, add_generation_prompt=False)
+
+    def _encode_whole(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Ids:
+        def render(change: Change) -> str:
+            return self.codec.render(
+                [self._rule.changed(m, change) for m in messages],
+                tools=self._rule.changed_tools(self.tools, change, foreign=self._foreign_tools),
+                add_generation_prompt=add_generation_prompt,
+            )
+
+        return self._rule.encode(render, self._rule.written(messages, self.tools, foreign=self._foreign_tools))
+
+    def continuation(self, *texts: tuple[str, Origin], last_id: int | None = None) -> Ids:
+        """Return the ids of texts, one behind the other, that an assistant's message goes on with.
+
+        Args:
+            texts: Each with who wrote it.
+            last_id: The token before them; None where they follow the generation prompt.
+        """
+        if last_id is None:
+            opened = self.codec.encode(self.codec.generation_prompt)
+            last_id = int(opened[-1]) if len(opened) else None
+        written = [Written(*text) for text in texts]
+        return self._rule.encode(lambda change: "".join(change(*w) for w in written), written, control=None, last_id=last_id)
 
     def assistant(self, message: Message) -> Ids:
         """Return the ids that a model would have to sample to say `message`: everything behind the generation prompt, up
@@ -122,14 +129,18 @@ class DeltaEncoder:
         Raises:
             TemplateError: the template does not open a turn of the history the way it asks for one.
         """
-        before = self._opening
-        whole = self.codec.render([_USER, message], tools=self.tools)
-        if not whole.startswith(before):
-            raise TemplateError(
-                "the chat template opens an assistant's turn in a history differently from its generation prompt, so no "
-                "message can be turned into what a model would say; train on recorded trajectories instead"
-            )
-        ids: Ids = self.codec.encode(whole[len(before) :])
+        opened = self._opening
+
+        def render(change: Change) -> str:
+            whole = self.codec.render([_USER, self._rule.changed(message, change)], tools=self.tools)
+            if not whole.startswith(opened):
+                raise TemplateError(
+                    "the chat template opens an assistant's turn in a history differently from its generation prompt, so no "
+                    "message can be turned into what a model would say; train on recorded trajectories instead"
+                )
+            return whole[len(opened) :]
+
+        ids = self._rule.encode(render, self._rule.written([message]), last_id=int(self.codec.encode(opened)[-1]))
         stops = self.codec.stop_token_ids
         ends = [index for index, token in enumerate(ids.tolist()) if token in stops]
         return ids[: ends[-1] + 1] if ends else ids_array([*ids, stops[0]])
@@ -173,8 +184,7 @@ class DeltaEncoder:
     # New messages.
 
     def _encode_new(self, new: Sequence[Message], past: _Past) -> Ids:
-        codec = self.codec
-        form = shape(new)
+        form = None if self._is_read(new) else shape(new)
         if form is None:
             return self._encode_rendered(new, past)
         key = (past, *form)
@@ -185,15 +195,19 @@ class DeltaEncoder:
         frame = self._frames[key]
         if frame is None:
             return self._encode_rendered(new, past)
-        if not self._escape_observations:
-            return codec.encode(frame.fill(new))
-        marker = unused_word(values(new).values(), "Zq7Fence")
-        text = frame.fill(new, lambda text: codec.fence(text, marker))
-        ids = codec.encode_fenced(text, marker)
-        if tuple(codec.control_in(ids).tolist()) == frame.control:
-            return ids
-        # Template and content together spell a control token, or the tokenizer reads one in other text.
-        return codec.encode_fenced(frame.fill(new, lambda text: codec.enclose(text, marker)), marker)
+        written = [Written(text, origin_of(new[index])) for (index, _), text in values(new).items()]
+        return self._rule.encode(
+            functools.partial(frame.fill, new), written, control=frame.control, last_id=self.inside_text
+        )
+
+    def _is_read(self, new: Sequence[Message]) -> bool:
+        """Return whether one of `new` has a word that the template looks for in contents."""
+        return any(word in m.text for word in self.codec.read_words for m in new)
+
+    @functools.cached_property
+    def inside_text(self) -> int:
+        """A token of ordinary text: what follows a completion goes on behind it."""
+        return int(self.codec.encode_plain("a")[-1])
 
     def _control_of(self, text: str) -> tuple[int, ...]:
         return tuple(self.codec.control_in(self.codec.encode(text)).tolist())
@@ -213,45 +227,15 @@ class DeltaEncoder:
                 )
 
     def _encode_rendered(self, new: Sequence[Message], past: _Past) -> Ids:
-        codec = self.codec
-        if not self._escape_observations:
-            return codec.encode(self._render_delta(new, past))
-        marker = unused_word(values(new).values(), "Zq7Fence")
-        expected = self._expected_control(new, past)
-        changes: tuple[Callable[[str], str], ...] = (
-            lambda text: codec.fence(text, marker),
-            lambda text: codec.enclose(text, marker) if text else text,
-            codec.defuse,
-        )
-        ids = None
-        for change in changes:
-            try:
-                ids = codec.encode_fenced(self._render_delta([map_text(m, change) for m in new], past), marker)
-            except FenceError:
-                continue
-            if tuple(codec.control_in(ids).tolist()) == expected:
-                return ids
-        if ids is None:
-            raise TemplateError(
-                f"the chat template tears up what a {new[-1].role} message says; use one that renders contents as they are"
-            )
-        return ids
+        def render(change: Change) -> str:
+            return self._render_delta([self._rule.changed(m, change) for m in new], past)
 
-    def _expected_control(self, new: Sequence[Message], past: _Past) -> tuple[int, ...]:
-        """Return the control tokens that the template writes around `new`, whatever they say."""
-        form = shape(new)
-        found = self._controls.get((past, *form)) if form is not None else None
-        if found is None:
-            plain = [map_text(m, lambda text: "x" if text.strip() else text) for m in new]
-            found = self._control_of(self._render_delta(plain, past))
-            if form is not None:
-                self._controls[past, *form] = found
-        return found
+        return self._rule.encode(render, self._rule.written(new), last_id=self.inside_text)
 
     def _render_delta(self, new: Sequence[Message], past: _Past) -> str:
         """Return what the template writes from the end of the assistant's turn on."""
         codec = self.codec
-        anchor = unused_word(values(new).values(), _ANCHOR)
+        anchor = unused_word((w.text for w in self._rule.written(new)), _ANCHOR)
         base, behind = self._follow(new, past, anchor)
         alone = behind_anchor(codec.try_render(base, tools=self.tools), anchor)
         split = split_turn(alone, behind, codec.turn_ends, codec)

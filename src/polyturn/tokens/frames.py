@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""Roles that templates know; any other is a text like the rest."""
 
 SlotKey: TypeAlias = tuple[int, str]
 """(index of the message, "content", "name" or "id")."""
@@ -47,15 +50,15 @@ class Frame:
     spelling: Mapping[str, str]
     """role -> the key of `SPELLINGS` that its contents are written with."""
 
-    def fill(self, new: Sequence[Message], change: Callable[[str], str] = lambda text: text) -> str:
-        """Return the text of `new`, each environment text spelled as the template does it and then changed."""
+    def fill(self, new: Sequence[Message], change: Callable[[str, Origin], str] = lambda text, _: text) -> str:
+        """Return the text of `new`, each of their texts spelled as the template does it and then changed."""
         texts = values(new)
         out = [self.literals[0]]
         for slot, literal in zip(self.slots, self.literals[1:], strict=True):
             text = texts[slot]
             if slot[1] == "content":
                 text = SPELLINGS[self.spelling[new[slot[0]].role]](text)
-            out += (change(text), literal)
+            out += (change(text, origin_of(new[slot[0]])), literal)
         return "".join(out)
 
 
@@ -117,7 +120,7 @@ def shape(new: Sequence[Message]) -> tuple[object, ...] | None:
     """Return what the frame of `new` depends on; None where only a real render will do."""
     out: list[object] = []
     for m in new:
-        if not isinstance(m.content, str) or m.tool_calls or m.reasoning is not None:
+        if not isinstance(m.content, str) or m.tool_calls or m.reasoning is not None or m.role not in ROLES:
             return None
         kind = _kind(m.content)
         if kind == "blank":
@@ -159,46 +162,9 @@ def _with_text(index: int, m: Message, text: str) -> Message:
     return replace(m, content=content, name=name, tool_call_id=None if m.tool_call_id is None else f"call_9_{index}")
 
 
-def map_text(m: Message, change: Callable[[str], str]) -> Message:
-    """Return `m` with its environment texts changed: content, name and call id."""
-    content = m.content
-    if isinstance(content, str):
-        content = change(content)
-    else:
-        content = tuple({**p, "text": change(str(p["text"]))} if "text" in p else p for p in content)
-    return replace(
-        m,
-        content=content,
-        name=None if m.name is None else change(m.name),
-        tool_call_id=None if m.tool_call_id is None else change(m.tool_call_id),
-    )
-
-
-def map_environment(m: Message, change: Callable[[str], str], keys: Callable[[str], str] = lambda key: key) -> Message:
-    """Return `m` with what is not the template's to say changed; of an assistant's message only its calls."""
-    if m.role != "assistant":
-        return map_text(m, change)
-    calls = (
-        replace(
-            c,
-            id=change(c.id),
-            name=change(c.name),
-            arguments={keys(str(k)): map_strings(v, change) for k, v in c.arguments.items()},
-        )
-        for c in m.tool_calls
-    )
-    return replace(m, tool_calls=tuple(calls))
-
-
-def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return plain data with every string in it changed, keys as they are."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_strings(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [map_strings(item, change) for item in value]
-    return value
+def origin_of(message: Message) -> Origin:
+    """Return who wrote a message: the environment, where nobody says."""
+    return message.origin or Origin.ENVIRONMENT
 
 
 def map_all_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -212,11 +178,11 @@ def map_all_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def prompt_key(messages: Sequence[Message], num_prompt: int | None) -> tuple[object, ...] | None:
+def prompt_key(messages: Sequence[Message]) -> tuple[object, ...] | None:
     """Return what the ids of a prompt depend on; None for one that holds a turn, which is not asked for twice."""
     if any(m.role == "assistant" or m.tool_calls or m.reasoning or not isinstance(m.content, str) for m in messages):
         return None
-    return (num_prompt, *((m.role, m.content, m.name, m.tool_call_id) for m in messages))
+    return tuple((m.origin, m.role, m.content, m.name, m.tool_call_id) for m in messages)
 
 
 def unused_word(texts: Iterable[str], stem: str) -> str:

@@ -84,14 +84,28 @@ def add_template_markers(
     return changed, missing
 
 
+def string_literals(template: str) -> Iterator[str]:
+    """Yield the strings that the template's code has in quotes.
+
+    Raises:
+        TemplateError: the template is not valid Jinja.
+    """
+    for kind, value in _lexed(template):
+        if kind == "string":
+            yield value[1:-1].encode("raw_unicode_escape", "backslashreplace").decode("unicode_escape", "replace")
+
+
 def _literals(template: str) -> Iterator[str]:
     """Yield the template's text outside of tags, and its string literals."""
+    return (value for kind, value in _lexed(template) if kind in ("data", "string"))
+
+
+def _lexed(template: str) -> Iterator[tuple[str, str]]:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
         for _, kind, value in Environment(autoescape=False).lex(template):
-            if kind in ("data", "string"):
-                yield value
+            yield kind, value
     except TemplateSyntaxError as problem:
         raise TemplateError(
             f"the chat template is not valid Jinja ({one_line(problem)}, line {problem.lineno}); repair it"

@@ -8,6 +8,7 @@ tried, and the first that works is kept for the run:
     ids of nine letters and digits    some templates refuse any other call id
     content joined to the reasoning   some templates refuse a calling turn that has both
     reasoning in the content          some templates have no field for it: the model writes its tags in what it says
+    contents as parts                 some templates read no text but the text of parts
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class _Form(NamedTuple):
     short_ids: bool = False
     joined_reasoning: bool = False
     reasoning_in_content: bool = False
+    only_parts: bool = False
 
 
 _USER = Message(role="user", content="Hi")
@@ -94,10 +96,22 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         has_calls = any(m.tool_calls or m.tool_call_id for m in messages)
-        form = self._form if has_calls else _Form()
+        form = (self._form if has_calls else _Form())._replace(only_parts=self._takes_only_parts)
         if any(m.reasoning for m in messages):
             form = form._replace(reasoning_in_content=not self.has_reasoning_field)
         return self._apply(messages, tools, add_generation_prompt, form)
+
+    @functools.cached_property
+    def _takes_only_parts(self) -> bool:
+        """Whether the template shows a text that is a part, and none that is a content."""
+
+        def shows(form: _Form) -> bool:
+            try:
+                return "Zq0textZ" in self._apply([Message(role="user", content="Zq0textZ")], (), False, form)
+            except Exception:
+                return False
+
+        return not shows(_Form()) and shows(_Form(only_parts=True))
 
     @functools.cached_property
     def has_reasoning_field(self) -> bool:
@@ -106,7 +120,8 @@ class ChatTemplate:
         for content, calls in (("Zq0textZ", ()), ("", (call,))):
             turn = Message(role="assistant", content=content, reasoning="Zq0thoughtZ", tool_calls=calls)
             try:
-                text = self._apply([_USER, turn], (), False, self._form if calls else _Form())
+                form = (self._form if calls else _Form())._replace(only_parts=self._takes_only_parts)
+                text = self._apply([_USER, turn], (), False, form)
             except Exception:
                 continue
             if "Zq0thoughtZ" in text:
@@ -122,7 +137,7 @@ class ChatTemplate:
         def text(form: _Form, content: str, reasoning: str | None, *after: Message) -> str | None:
             turn = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=(call,))
             try:
-                return self._apply([_USER, turn, *after], (), False, form)
+                return self._apply([_USER, turn, *after], (), False, form._replace(only_parts=self._takes_only_parts))
             except Exception:
                 return None
 
@@ -161,11 +176,14 @@ class ChatTemplate:
 
 def _wire(message: Message, form: _Form) -> dict[str, Any]:
     out = message.to_openai()
-    if not isinstance(message.content, str) and all(p.get("type", "text") == "text" for p in message.content):
-        out["content"] = message.text
+    if not isinstance(message.content, str):
+        parts = [_shown_part(p) for p in message.content]
+        is_text = all(p.get("type", "text") == "text" for p in parts)
+        out["content"] = "".join(str(p.get("text", "")) for p in parts) if is_text else parts
     broken = [c for c in message.tool_calls if c.error is not None and c.raw]
     if broken:
-        out["content"] = "\n".join([t for t in (message.text, *(c.raw for c in broken)) if t])
+        said = out["content"] if isinstance(out["content"], str) else message.text
+        out["content"] = "\n".join([t for t in (said, *(c.raw for c in broken)) if t])
         out["tool_calls"] = [
             call for call, c in zip(out["tool_calls"], message.tool_calls, strict=True) if c.error is None or not c.raw
         ]
@@ -176,6 +194,8 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
     if form.joined_reasoning and out.get("reasoning_content") and out.get("tool_calls") and isinstance(out["content"], str):
         out["reasoning_content"] = "\n\n".join(t for t in (out["reasoning_content"], out["content"]) if t)
         out["content"] = ""
+    if form.only_parts and isinstance(out["content"], str):
+        out["content"] = [{"type": "text", "text": out["content"]}] if out["content"] else []
     if out.get("reasoning_content") is not None:
         out["thinking"] = out["reasoning_content"]
     for call in out.get("tool_calls", ()):
@@ -186,6 +206,13 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
     if form.short_ids and "tool_call_id" in out:
         out["tool_call_id"] = _short_id(out["tool_call_id"])
     return out
+
+
+def _shown_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part as templates read it; reasoning stands in its tags."""
+    if part.get("type") != "reasoning":
+        return dict(part)
+    return {"type": "text", "text": f"<think>{part['text']}{'' if part.get('is_open') else '</think>'}"}
 
 
 def _short_id(call_id: str) -> str:

@@ -105,7 +105,9 @@ def write_turn(message: dict[str, Any], *, is_complete: bool) -> Ids:
     text = message.get("content") or ""
     if isinstance(text, list):
         text = "".join(part.get("text", "") for part in text)
-    parts = [codec.encode(f"<think>\n{reasoning}\n</think>\n\n") if isinstance(reasoning, str) and reasoning else None]
+    parts: list[Ids] = []
+    if isinstance(reasoning, str) and reasoning:
+        parts += [codec.encode("<think>\n"), codec.encode_plain(reasoning), codec.encode("\n</think>\n\n")]
     parts.append(codec.encode_plain(text))
     for number, call in enumerate(message.get("tool_calls") or ()):
         function = call.get("function") or {}
@@ -119,7 +121,7 @@ def write_turn(message: dict[str, Any], *, is_complete: bool) -> Ids:
         ]
     if is_complete:
         parts.append(codec.encode("<|im_end|>"))
-    return np.concatenate([p for p in parts if p is not None]).astype(np.int32)
+    return np.concatenate(parts).astype(np.int32)
 
 
 def _assistant(text: str, *, answered: int, number: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, ToolError, did_you_mean
+from polyturn.core.messages import Origin
 from polyturn.core.secret import token_from
 from polyturn.tools.a2a_client import A2AAgent
 from polyturn.tools.a2a_parts import A2AConversation
@@ -24,6 +25,8 @@ from polyturn.tools.schema import MESSAGE_PARAMETERS, OpenAIFunctionToolSchema, 
 
 class A2ATool(BaseTool):
     """Asks an agent. Config: `url`, `skill`, `token` or `token_env`, `headers`, `timeout` 60 seconds for an answer."""
+
+    origin = Origin.ENVIRONMENT
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None, *, agent: A2AAgent | None = None) -> None:
         """Build the tool of one skill.

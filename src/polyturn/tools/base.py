@@ -15,6 +15,7 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from polyturn.core.errors import ConfigError
+from polyturn.core.messages import Origin
 from polyturn.core.protocols import Tool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
@@ -27,6 +28,8 @@ class BaseTool:
     stateless: bool = False
     """Whether what it keeps of an episode comes from `create` alone, so that a conversation goes on after a restart; a tool
     with state may offer `snapshot` and `restore` instead (see `core/snapshots.py`)."""
+    origin: ClassVar[Origin] = Origin.OWNER
+    """Who wrote its schema; what somebody else wrote there becomes no control token."""
     base_key: ClassVar[str | None] = None
     """Key of its config under which it is told the folder that relative paths start from; None for a tool without paths."""
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, RolloutError, did_you_mean
+from polyturn.core.messages import Origin
 from polyturn.core.protocols import Tool
 from polyturn.core.snapshots import Seam
 from polyturn.core.task import Task, select_tools
@@ -85,6 +86,10 @@ class ToolBox:
         self.lanes = _lanes(self.tools, max_concurrency or {}, max_per_host)
         self.breakers = {name: Breaker(name, breaker) for name in self.tools}
         self.schemas = {name: _schema_of(tool) for name, tool in self.tools.items()}
+        self.foreign = frozenset(
+            name for name, tool in self.tools.items() if isinstance(tool, BaseTool) and tool.origin is not Origin.OWNER
+        )
+        """Tools whose schemas somebody else wrote."""
         self.bounded = {name: Bounded(name=f"tool-{name}", timeout_s=timeout_s) for name in self.tools}
         self.methods = {name: methods_of(tool) for name, tool in self.tools.items()}
         self.seams = {name: Seam.of(tool, label=f"tool {name!r}") for name, tool in self.tools.items()}

@@ -21,6 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, LifecycleError, ToolConnectionError, ToolError
+from polyturn.core.messages import Origin
 from polyturn.tools.base import BaseTool
 from polyturn.tools.mcp_connection import McpServer
 from polyturn.tools.mcp_content import images_of, text_of
@@ -47,6 +48,8 @@ class Pace:
 
 class MCPBaseTool(BaseTool):
     """Passes calls on to an MCP server. Config: `rate_limit` 120 calls a second, `timeout` 30 seconds for a call."""
+
+    origin = Origin.ENVIRONMENT
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)

@@ -4,7 +4,7 @@ import pytest
 
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, TemplateError
-from polyturn.core.messages import Message, ToolCall
+from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.testing.tiny import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
@@ -116,7 +116,8 @@ def test_an_unknown_mode_comes_with_the_nearest() -> None:
 
 def test_a_broken_call_in_the_history_is_compared_as_written() -> None:
     raw = "<tool_call>\n{oops\n</tool_call>"
-    turn = Message(role="assistant", content="", tool_calls=(ToolCall(id="c", name="", raw=raw, error="not JSON"),))
+    call = ToolCall(id="c", name="", raw=raw, error="not JSON")
+    turn = Message(role="assistant", content="", tool_calls=(call,), origin=Origin.MODEL)
     encoder = DeltaEncoder(CODEC)
     first = [Message(role="user", content="q")]
     held = [*encoder.start(first), *ids(raw + "<|im_end|>")]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers.reasoning import without_reasoning
 from polyturn.rollout.schedulers.registry import schedulers
@@ -76,7 +76,9 @@ class Compaction(MultiTurnScheduler):
 
     async def _summary(self, episode: Episode, said: Sequence[Message]) -> str | None:
         """Let the model write a summary behind its history, in a fork; None where a limit leaves no room for one."""
-        fork = episode.fork(messages=[*episode.messages, *said, Message(role="user", content=self.request)])
+        fork = episode.fork(
+            messages=[*episode.messages, *said, Message(role="user", content=self.request, origin=Origin.OWNER)]
+        )
         if await fork.prepare() is not None:
             return None
         return without_reasoning((await fork.generate()).message).text
@@ -84,5 +86,5 @@ class Compaction(MultiTurnScheduler):
 
 def _with_notes(prompt: Sequence[Message], summary: str) -> list[Message]:
     last = prompt[-1]
-    notes = Message(role="user", content=f"{last.text}\n\nNotes so far:\n{summary}")
+    notes = Message(role="user", content=f"{last.text}\n\nNotes so far:\n{summary}", origin=Origin.MODEL)
     return [*prompt[:-1], notes] if last.role == "user" and not last.media else [*prompt, notes]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
 from polyturn.core.task import Task
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.env import Env, EnvStep, envs, observed
@@ -126,8 +126,9 @@ class Gym(MultiTurnScheduler):
 
 
 def with_text(prompt: tuple[Message, ...], text: str) -> tuple[Message, ...]:
-    """Return a prompt whose last message, a user's, ends with `text`."""
+    """Return a prompt whose last message, a user's, ends with `text`, and is trusted like it."""
     last = prompt[-1]
     if last.role != "user" or not isinstance(last.content, str):
-        return (*prompt, Message(role="user", content=text))
-    return (*prompt[:-1], dataclasses.replace(last, content=f"{last.content}\n{text}" if last.content.strip() else text))
+        return (*prompt, Message(role="user", content=text, origin=Origin.ENVIRONMENT))
+    joined = f"{last.content}\n{text}" if last.content.strip() else text
+    return (*prompt[:-1], dataclasses.replace(last, content=joined, origin=Origin.ENVIRONMENT))

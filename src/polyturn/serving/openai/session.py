@@ -245,9 +245,8 @@ class AgentSession:
             episode = episode.fork(agent=episode.agent, messages=messages)
         episode.list_tools(ask.tools)
         asked = messages[:-1] if ask.goes_on else messages
-        num_prompt = next((i for i, m in enumerate(asked) if m.role == "assistant"), len(asked))
         try:
-            episode.rewrite(messages, goes_on=ask.goes_on, num_prompt=num_prompt)
+            episode.rewrite(messages, goes_on=ask.goes_on)
             if is_root:
                 episode.count_tokens(asked)  # before the loop, where a history that no template takes ends the run
         except (TemplateError, DataError, SchedulerError) as problem:

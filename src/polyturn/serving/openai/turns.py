@@ -14,7 +14,7 @@ from typing import Any
 
 from polyturn.core.errors import DataError
 from polyturn.core.generation import FinishReason
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.live_turn import LiveTurn
 from polyturn.rollout.request_length import TooLongError, check_length
@@ -33,7 +33,8 @@ def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, st
         names.update({c["id"]: c["function"]["name"] for c in message.get("tool_calls") or ()})
         name = names.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
         try:
-            found.append(Message.from_openai(message if name is None else {**message, "name": name}))
+            told = message if name is None else {**message, "name": name}
+            found.append(Message.from_openai(told, origin=Origin.ENVIRONMENT))
         except DataError as problem:
             raise Refused(str(problem), param="messages") from problem
     return tuple(found)

@@ -1,0 +1,81 @@
+"""Words that a template looks for in what is said, found by rendering: `/no_think` as a switch, `<image>` to leave it out.
+
+Separate because what a template writes around a message can be learned once for all contents (`frames`) only where it does
+not read them. Candidates are the template's own string literals; one is a word that is read where contents that have it are
+written otherwise than contents that do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from polyturn.core.messages import Message, ToolCall
+from polyturn.tokens.frames import SPELLINGS
+from polyturn.tokens.markers import string_literals
+from polyturn.tokens.turn_ends import Renderer
+
+_MAX_CHARS = 80
+
+
+class _Codec(Renderer, Protocol):
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def has_control(self, text: str) -> bool: ...
+
+
+def find_read_words(codec: _Codec) -> tuple[str, ...]:
+    """Return the literals of the template that change what it writes where a system, user or tool message says them."""
+    words = []
+    for literal in dict.fromkeys(text.strip() for text in string_literals(codec.chat_template or "")):
+        # Control text in a content is fenced before a template sees it.
+        if literal and len(literal) <= _MAX_CHARS and not codec.has_control(literal):
+            words.append(literal)
+    found = set[str]()
+    for role in ("user", "tool", "system"):
+        found |= set(_read_by(codec, role, words))
+    return tuple(word for word in words if word in found)
+
+
+def _read_by(codec: _Codec, role: str, words: Sequence[str]) -> Iterator[str]:
+    """Yield the words that change what is written of a message in this role; all are tried at once first."""
+    if role != "system" and not _changes(codec, role, [text for word in words for text in _sayings(word)]):
+        return
+    for word in words:
+        if any(_changes(codec, role, [text]) for text in _sayings(word)):
+            yield word
+
+
+def _sayings(word: str) -> tuple[str, ...]:
+    return word, f"Zq0aZ {word} Zq0bZ"
+
+
+def _changes(codec: _Codec, role: str, contents: Sequence[str]) -> bool:
+    """Return whether contents are written otherwise than words that nobody looks for, but for the words."""
+    plain = [f"Zq{number}plainZ" for number in range(len(contents))]
+    shown = codec.try_render(_conversation(role, plain), add_generation_prompt=True)
+    if shown is None or any(word not in shown for word in plain):
+        return False
+    written = codec.try_render(_conversation(role, contents), add_generation_prompt=True)
+    for spelling in (SPELLINGS["as it is"], SPELLINGS["as JSON"]):
+        expected = shown
+        for word, content in zip(plain, contents, strict=True):
+            expected = expected.replace(word, spelling(content))
+        if written == expected:
+            return False
+    return True
+
+
+def _conversation(role: str, contents: Sequence[str]) -> list[Message]:
+    if role == "system":
+        return [*(Message(role="system", content=text) for text in contents), Message(role="user", content="Hi")]
+    out = [] if role == "user" else [Message(role="user", content="Hi")]
+    for number, text in enumerate(contents):
+        call = ToolCall(id=f"call{number:05d}", name="probe", arguments={"key": "value"})
+        if role == "tool":
+            out.append(Message(role="assistant", content="", tool_calls=(call,)))
+            out.append(Message(role="tool", content=text, tool_call_id=call.id, name=call.name))
+        else:
+            out += [Message(role="user", content=text), Message(role="assistant", content="So.")]
+    return out[:-1] if role == "user" else out

@@ -1,0 +1,233 @@
+"""TrustRule: which control tokens a text may become, decided by who wrote it and by nothing else.
+
+    owner          what their setting `escape_prompts` says: all but what opens and closes turns and media; none; all
+    model          none; its reasoning and its calls stand in the tags that the template, or this library, writes around them
+    environment    none, whatever it says and wherever it stands: contents, names, keys of a schema, a role
+
+Everything that is encoded comes through here: prompts, answers, histories, schemas, and texts that a message goes on with.
+Text that must not become a control token is fenced (see `codec`) before the template sees it; all other text is encoded in
+one go with what stands around it, so the ids are those of a render in which that text is ordinary.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from polyturn.core.arrays import Ids
+from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.core.media import kind_of
+from polyturn.core.messages import Message, Origin, ToolCall
+from polyturn.tokens.codec import Codec, FenceError
+from polyturn.tokens.frames import ROLES, map_all_strings, origin_of, unused_word
+
+ESCAPES = ("delimiters", "all", "none")
+"""Which control texts of an owner are ordinary text: those that open and close turns and media, all, or none."""
+
+Change: TypeAlias = Callable[[str, Origin], str]
+"""What becomes of a text of this origin before the template sees it."""
+
+_WORD = re.compile(r"[\w. -]*", re.ASCII)
+"""Roles, types and a schema's own words, which templates look for."""
+
+
+class Written(NamedTuple):
+    """A text, and who wrote it."""
+
+    text: str
+    origin: Origin
+
+
+class TrustRule:
+    """Decides which texts may become control tokens, and encodes what a template makes of them."""
+
+    def __init__(self, codec: Codec, *, escape_prompts: str = "delimiters", escape_observations: bool = True) -> None:
+        """Make a rule.
+
+        Args:
+            codec: The tokenizer and template.
+            escape_prompts: One of `ESCAPES`: which control texts of an owner are ordinary text.
+            escape_observations: All control texts of anybody else are.
+
+        Raises:
+            ConfigError: `escape_prompts` is not one of `ESCAPES`.
+        """
+        if escape_prompts not in ESCAPES:
+            raise ConfigError(f"escape_prompts cannot be {escape_prompts!r}.{did_you_mean(escape_prompts, ESCAPES)}")
+        self._codec = codec
+        self._escape_prompts = escape_prompts
+        self._escape_observations = escape_observations
+
+    def barred(self, origin: Origin) -> Collection[int]:
+        """Return the control tokens that a text of this origin must not become."""
+        if origin is not Origin.OWNER:
+            return self._codec.control_tokens.keys() if self._escape_observations else ()
+        if self._escape_prompts == "delimiters":
+            return self._codec.delimiters
+        return self._codec.control_tokens.keys() if self._escape_prompts == "all" else ()
+
+    def encode(
+        self,
+        render: Callable[[Change], str],
+        written: Sequence[Written],
+        *,
+        control: tuple[int, ...] | None = None,
+        last_id: int | None = None,
+    ) -> Ids:
+        """Return the ids of what a template makes of texts.
+
+        Args:
+            render: Returns what the template writes where each of the texts is changed first.
+            written: The texts.
+            control: The template's own control tokens around them, where they are known.
+            last_id: The token before the rendered text; None where it begins what is encoded.
+
+        Raises:
+            TemplateError: the template cannot render the texts.
+        """
+        codec, barred = self._codec, {origin: self.barred(origin) for origin in Origin}
+        marker = unused_word((w.text for w in written), "Zq7Fence")
+
+        def fence(text: str, origin: Origin) -> str:
+            return codec.replace_control(text, lambda found: codec.enclose(found, marker), barred=barred[origin])
+
+        def enclose(text: str, origin: Origin) -> str:
+            is_barred = len(barred[origin]) == len(codec.control_tokens)
+            return codec.enclose(text, marker) if is_barred and not self._is_inert(text) else fence(text, origin)
+
+        def encoded(change: Change) -> Ids:
+            return codec.encode_fenced(render(change), marker, last_id=last_id)
+
+        try:
+            ids = encoded(fence)
+            if control is not None:
+                return ids if tuple(codec.control_in(ids).tolist()) == control else encoded(enclose)
+            if not any(barred[w.origin] and self._may_spell(w.text) for w in written):
+                return ids
+            # Template and text together may spell a control token, or the template may change the text into one.
+            closed = encoded(enclose)
+            return ids if np.array_equal(codec.control_in(ids), codec.control_in(closed)) else closed
+        except FenceError:  # the template looks for a word that stands inside a fence
+            return self._encode_hidden(render, barred, last_id=last_id)
+
+    def _encode_hidden(
+        self, render: Callable[[Change], str], barred: Mapping[Origin, Collection[int]], *, last_id: int | None
+    ) -> Ids:
+        """Encode with words in the place of barred texts, which then stand there as they are: the template sees none."""
+        codec, hidden = self._codec, list[str]()
+
+        def hide(text: str, origin: Origin) -> str:
+            def word(found: str) -> str:
+                hidden.append(found)
+                return f"Zq7Hidden{len(hidden) - 1}Z"
+
+            return codec.replace_control(text, word, barred=barred[origin])
+
+        text = render(hide)
+        pieces = re.split(r"Zq7Hidden(\d+)Z", text)
+        return codec.encode_pieces(
+            [(hidden[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(pieces)], last_id=last_id
+        )
+
+    def _is_inert(self, text: str) -> bool:
+        """Return whether a text stands in no control token, whatever stands beside it."""
+        return _WORD.fullmatch(text) is not None and not self._may_spell(text)
+
+    def _may_spell(self, text: str) -> bool:
+        """Return whether a text may be the beginning, the end or the middle of a control token."""
+        if self._codec.normalizes_control and not text.isascii():
+            return True
+        return not self._edges.isdisjoint(text) or (text != "" and text in self._all_control)
+
+    @functools.cached_property
+    def _edges(self) -> frozenset[str]:
+        return frozenset(c for text in self._codec.control_tokens.values() for c in (text[0], text[-1]))
+
+    @functools.cached_property
+    def _all_control(self) -> str:
+        return "\x00".join(self._codec.control_tokens.values())
+
+    # The texts of messages and tools.
+
+    def written(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **foreign: Any) -> list[Written]:
+        """Return all texts of messages and tools."""
+        found: list[Written] = []
+
+        def note(text: str, origin: Origin) -> str:
+            found.append(Written(text, origin))
+            return text
+
+        for message in messages:
+            self.changed(message, note)
+        self.changed_tools(tools, note, **foreign)
+        return found
+
+    def changed(self, message: Message, change: Change) -> Message:
+        """Return a message with every text in it changed; the message itself where that changes nothing."""
+        origin = origin_of(message)
+        of_calls = Origin.MODEL if origin is Origin.OWNER else origin  # nobody means the end of a call inside one
+
+        def text(said: str) -> str:
+            return change(said, origin)
+
+        def call(one: ToolCall) -> ToolCall:
+            return replace(
+                one,
+                id=change(one.id, of_calls),
+                name=change(one.name, of_calls),
+                arguments=map_all_strings(one.arguments, lambda said: change(said, of_calls)),
+                raw=self._changed_raw(one.raw, change, of_calls),
+            )
+
+        content = message.content
+        out = replace(
+            message,
+            role=message.role if message.role in ROLES else self._changed_word(message.role, text),
+            content=text(content) if isinstance(content, str) else tuple(self._changed_part(p, text) for p in content),
+            tool_calls=tuple(map(call, message.tool_calls)),
+            tool_call_id=None if message.tool_call_id is None else text(message.tool_call_id),
+            name=None if message.name is None else text(message.name),
+            reasoning=None if message.reasoning is None else text(message.reasoning),
+        )
+        return message if out == message else out
+
+    def changed_tools(
+        self, tools: Sequence[Mapping[str, Any]], change: Change, *, foreign: Collection[str] = ()
+    ) -> list[Mapping[str, Any]]:
+        """Return schemas with every text in them changed, keys too; those that `foreign` names are the environment's."""
+        out = []
+        for tool in tools:
+            name = tool.get("function", tool).get("name")
+            origin = Origin.ENVIRONMENT if name in foreign else Origin.OWNER
+            out.append(map_all_strings(tool, functools.partial(self._changed_word, text=_by(change, origin))))
+        return out
+
+    def _changed_raw(self, raw: str, change: Change, origin: Origin) -> str:
+        """Return what a model wrote for a call that could not be read; the tags around it are what made it one."""
+        spans = self._codec.control_spans(raw) if origin is Origin.MODEL else []
+        start = spans[0].end if spans and spans[0].start == 0 else 0
+        end = spans[-1].start if spans and spans[-1].end == len(raw) and spans[-1].start >= start else len(raw)
+        return raw[:start] + change(raw[start:end], origin) + raw[end:]
+
+    def _changed_part(self, part: Mapping[str, Any], text: Callable[[str], str]) -> dict[str, Any]:
+        """Return a part of a content with its texts changed; a medium's source is no text."""
+        kind = kind_of(part)
+
+        def value(key: str, given: Any) -> Any:
+            if key == "type" and isinstance(given, str):
+                return self._changed_word(given, text)
+            return given if kind is not None and key == kind else map_all_strings(given, text)
+
+        return {self._changed_word(str(k), text): value(k, v) for k, v in part.items()}
+
+    def _changed_word(self, word: str, text: Callable[[str], str]) -> str:
+        return word if _WORD.fullmatch(word) and not self._codec.has_control(word) else text(word)
+
+
+def _by(change: Change, origin: Origin) -> Callable[[str], str]:
+    return lambda text: change(text, origin)
