@@ -149,14 +149,19 @@ def classify(held: str, full: str, codec: Codec, parser: ToolCallParser | None =
     prompt = codec.generation_prompt
     if prompt and not codec.opens_as_prompted and (prompt in held) != (prompt in full):
         return "generation_prompt"
-    if prompt:
-        held, full = held.rpartition(prompt)[2], full.rpartition(prompt)[2]
-    if _squeeze(_without_reasoning(held)) == _squeeze(_without_reasoning(full)):
+    # A generation prompt may open the reasoning that a history leaves out, so both are compared without theirs first.
+    answers = _without_reasoning(held), _without_reasoning(full)
+    if _squeeze(answers[0]) == _squeeze(answers[1]):
         return "reasoning_stripped"
-    for reader in (_detected(codec) if parser is None else parser, HermesParser()):
-        kind = _read_alike(held, full, reader)
-        if kind is not None:
-            return kind
+    for ours, theirs, opened in ((held, full, prompt), (*answers, _without_reasoning(prompt))):
+        if opened:
+            ours, theirs = ours.rpartition(opened)[2], theirs.rpartition(opened)[2]
+        if _squeeze(_without_reasoning(ours)) == _squeeze(_without_reasoning(theirs)):
+            return "reasoning_stripped"
+        for reader in (_detected(codec) if parser is None else parser, HermesParser()):
+            kind = _read_alike(ours, theirs, reader)
+            if kind is not None:
+                return kind if (ours, theirs) != answers and opened == prompt else "reasoning_stripped"
     return "other"
 
 
