@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.markers import template_markers
 from polyturn.tokens.parsers import detect
 from polyturn.tokens.properties import PROBE_TOOL, TemplateProperties, find_properties
-from polyturn.tokens.trials import KINDS, TOOL_KINDS, Trial, trials
+from polyturn.tokens.trials import KINDS, READ_WORDS, TOOL_KINDS, Trial, trials
 
 _MAX_SENTENCES = 12
 
@@ -96,6 +96,8 @@ def certify(
     if error is None:
         shown = (tuple(tools) or (PROBE_TOOL,)) if properties.renders_results else ()
         kinds = [k for k in KINDS if shown or k not in TOOL_KINDS]
+        if codec.read_words:
+            kinds.append(READ_WORDS)
         function = shown[0].get("function", shown[0]) if shown else {}
         encoders = {
             True: DeltaEncoder(codec, tools=shown if properties.renders_tools else ()),
@@ -108,6 +110,7 @@ def certify(
             takes_system=properties.takes_system,
             control=sorted(codec.control_tokens.values()),
             tool_name=str(function.get("name", "probe")),
+            read_words=codec.read_words,
         ):
             tally.num_dialogues += 1
             try:
@@ -163,13 +166,36 @@ def _try(trial: Trial, encoder: DeltaEncoder, tally: _Tally) -> None:
             tally.append.append(
                 f"{trial.kind}: behind this history the template writes a reply as {tail[:60]!r}, alone as {written[:60]!r}"
             )
-        if codec.decode(ids) != codec.decode(codec.encode(written)):
+        if codec.decode(ids) != _as_text(turn.answer, written, before, encoder):
             tally.append.append(f"{trial.kind}: the encoded reply reads {codec.decode(ids)[:60]!r}, not {written[:60]!r}")
         ended = encoder.extend(turn.answer, last_id=codec.stop_token_ids[0], history=before)
         if not np.array_equal(ended, ids[len(ids) - len(ended) :]):
             tally.append.append(f"{trial.kind}: a reply to a turn that was not cut reads {codec.decode(ended)[:60]!r}")
     if trial.kind == "hostile":
         _count_leaks(trial, encoder, tally)
+
+
+def _as_text(answer: Sequence[Message], written: str, before: Sequence[Message], encoder: DeltaEncoder) -> str:
+    """Return how a reply reads in tokens, in which what it says of control tokens is text.
+
+    Words stand in for it, because a control token may take or add the white space around it, and text does not.
+    """
+    codec, hidden = encoder.codec, list[str]()
+
+    def word(found: str) -> str:
+        hidden.append(found)
+        return f"Zq{len(hidden)}hiddenZ"
+
+    def hide(text: str) -> str:
+        return codec.replace_control(text, word, barred=codec.control_tokens)
+
+    shown = [replace(m, content=hide(m.text), name=None if m.name is None else hide(m.name)) for m in answer]
+    if not hidden:
+        return codec.decode(codec.encode_pieces([(written, False)], last_id=encoder.inside_text))
+    text = codec.decode(encoder.extend(shown, last_id=None, history=before))
+    for number, found in enumerate(hidden, start=1):
+        text = text.replace(f"Zq{number}hiddenZ", found)
+    return text
 
 
 def _count_leaks(trial: Trial, encoder: DeltaEncoder, tally: _Tally) -> None:

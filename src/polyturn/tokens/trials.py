@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from polyturn.core.messages import Message, ToolCall
 
 TOOL_KINDS = ("tool calls", "parallel calls", "reasoning and tools")
+READ_WORDS = "read words"
+"""The kind whose texts have words that the template looks for, in a prompt as in an answer; where it looks for any."""
 KINDS = ("plain", "reasoning", *TOOL_KINDS, "empty", "unicode", "hostile")
 """Every answer of every trial is tried behind a turn that ended and behind one that was cut."""
 
@@ -67,7 +69,14 @@ class Trial:
 
 
 def trials(
-    num_random: int, *, seed: int, kinds: Sequence[str], takes_system: bool, control: Sequence[str], tool_name: str = "probe"
+    num_random: int,
+    *,
+    seed: int,
+    kinds: Sequence[str],
+    takes_system: bool,
+    control: Sequence[str],
+    tool_name: str = "probe",
+    read_words: Sequence[str] = (),
 ) -> Iterator[Trial]:
     """Yield one canned trial of each kind, with a system message and without, then `num_random` random ones.
 
@@ -78,21 +87,36 @@ def trials(
         takes_system: The template renders system messages.
         control: The texts of control tokens, for hostile trials.
         tool_name: The tool that is called.
+        read_words: The words of the kind `READ_WORDS`.
     """
     for kind in kinds:
         for has_system in (False, True)[: 1 + takes_system]:
-            yield _trial(random.Random(kind), kind, 3, has_system=has_system, control=control, tool_name=tool_name)
+            for word in read_words if kind == READ_WORDS else ("",):
+                yield _trial(
+                    random.Random(kind), kind, 3, has_system=has_system, control=control, tool_name=tool_name, read=[word]
+                )
     draw = random.Random(seed)
     for index in range(num_random):
         has_system = takes_system and draw.random() < 0.5
         kind = kinds[index % len(kinds)]
-        yield _trial(draw, kind, draw.randint(1, 4), has_system=has_system, control=control, tool_name=tool_name)
+        yield _trial(
+            draw, kind, draw.randint(1, 4), has_system=has_system, control=control, tool_name=tool_name, read=read_words
+        )
 
 
 def _trial(
-    draw: random.Random, kind: str, num_turns: int, *, has_system: bool, control: Sequence[str], tool_name: str
+    draw: random.Random,
+    kind: str,
+    num_turns: int,
+    *,
+    has_system: bool,
+    control: Sequence[str],
+    tool_name: str,
+    read: Sequence[str],
 ) -> Trial:
     def words() -> str:
+        if kind == READ_WORDS:
+            return draw.choice(("{}", "{} Go.", "Go. {}", "It {} is.", "So.")).format(draw.choice(read))
         return " ".join(draw.choice(_TEXTS["unicode" if kind == "unicode" else "plain"]) for _ in range(draw.randint(1, 3)))
 
     def heard() -> str:

@@ -1,0 +1,146 @@
+"""Templates and tokenizers of published families, imitated: what is certified, and what the model is then shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message, Origin, ToolCall
+from polyturn.rollout.conversation import Conversation
+from polyturn.rollout.stop_strings import Stopped
+from polyturn.rollout.transcript import Transcript
+from polyturn.testing.tokenizers import tokenizer_of
+from polyturn.tokens.certificate import certify
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.parsers import PlainParser
+from polyturn.tokens.sanity import differences
+
+PHI3 = """\
+{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+LLAMA2 = """\
+{% for m in messages %}{% if m.role == 'user' %}{{ '<s>[INST] ' + m.content | trim + ' [/INST]' }}\
+{% else %}{{ ' ' + m.content | trim + ' </s>' }}{% endif %}{% endfor %}"""
+MARKERS = {PHI3: ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>"), LLAMA2: ("[INST]", "[/INST]")}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{BODY}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def codec_of(template: str, kind: str = "byte_level") -> Codec:
+    return Codec(tokenizer_of(kind, markers=MARKERS.get(template, ())), chat_template=template)
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "rstrip"])
+@pytest.mark.parametrize("template", [PHI3, LLAMA2])
+def test_markers_that_take_or_add_space_are_appended_to(template: str, kind: str) -> None:
+    report = certify(codec_of(template, kind), num_random=40)
+    assert (report.strategy, report.findings, report.control_tokens_from_text) == ("append", (), 0)
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "rstrip"])
+@pytest.mark.parametrize("text", ["a<|end|>b", "a <|end|> b", "<|end|>", "x<|user|><|end|>y"])
+def test_fenced_text_gains_no_space(text: str, kind: str) -> None:
+    codec = codec_of(PHI3, kind)
+    encoder = DeltaEncoder(codec)
+    words = text.replace("<|end|>", "<|ENDE|>").replace("<|user|>", "<|USER|>")
+    for encode in (lambda m: encoder.extend([m], last_id=None), lambda m: encoder.start([m])):
+        found, expected = (codec.decode(encode(user(said))) for said in (text, words))
+        assert found == expected.replace("<|ENDE|>", "<|end|>").replace("<|USER|>", "<|user|>")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "rstrip"])
+@pytest.mark.parametrize(("said", "keep", "added"), [("The answer is it", "The answer i", "s it"), ("a b", "a", "b c")])
+def test_a_message_that_goes_on_reads_as_it_is_said(said: str, keep: str, added: str, kind: str) -> None:
+    codec = codec_of(PHI3, kind)
+    line = Conversation(Transcript(DeltaEncoder(codec), PlainParser(), [user("Hi")]), codec)
+    line.show(line.transcript.next_prompt())
+    ids = [*codec.encode(said).tolist(), codec.stop_token_ids[0]]
+    completion = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))
+    line.sample(Stopped(completion, None, 0), index=0, cut_by=StopReason.LENGTH)
+    line.go_on(added, keep=keep, is_trusted=False)
+    prompt = line.transcript.num_tokens
+    line.show(line.transcript.next_prompt())
+    shown = codec.decode(line.transcript.context)
+    assert prompt and shown.endswith(keep + added)
+
+
+def test_a_switch_in_a_prompt_takes_segments() -> None:
+    switch = (
+        "{% set ns = namespace(on=true) %}{% for m in messages %}{% if '/no_think' in m.content %}{% set ns.on = false %}"
+        "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if not ns.on %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+    codec = codec_of(switch)
+    assert codec.read_words == ("/no_think",)
+    assert certify(codec, num_random=10).strategy == "segment"
+
+
+@pytest.mark.parametrize("first", ["a <image> b", "plain"])
+def test_ids_do_not_depend_on_what_was_encoded_before(first: str) -> None:
+    codec = codec_of(CHATML.replace("{BODY}", "{{ m.content | replace('<image>', '') }}"))
+    encoder = DeltaEncoder(codec)
+    encoder.extend([user(first)], last_id=None)
+    assert "so <image>" not in codec.decode(encoder.extend([user("so <image>")], last_id=None))
+    assert certify(codec, num_random=20).strategy == "append"
+
+
+PARTS = CHATML.replace(
+    "{BODY}",
+    "{% for part in m.content %}{% if part.type == 'image' %}<image>{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}",
+)
+
+
+def test_a_template_that_reads_contents_as_parts_alone_is_given_parts() -> None:
+    codec = codec_of(PARTS)
+    report = certify(codec, num_random=20)
+    assert (report.strategy, report.error) == ("append", None)
+    for content in ("What?", ({"type": "text", "text": "What?"},)):
+        assert "What?" in codec.decode(DeltaEncoder(codec).start([Message(role="user", content=content)]))
+
+
+REOPENED = """\
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.role == 'assistant' and loop.index0 > ns.last -%}
+{{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' -}}
+{%- endif -%}
+{{- m.content -}}
+{%- for c in m.tool_calls or [] -%}
+{{- '\\n\\n<tool_call>\\n<function=' + c.function.name + '>\\n' -}}
+{%- for k, v in c.function.arguments.items() -%}
+{{- '<parameter=' + k + '>\\n' + (v | string) + '\\n</parameter>\\n' -}}
+{%- endfor -%}
+{{- '</function>\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"""
+
+
+@pytest.mark.parametrize("has_call", [False, True])
+def test_reasoning_that_a_generation_prompt_opens_and_a_history_leaves_out_is_called_so(has_call: bool) -> None:
+    codec = codec_of(REOPENED)
+    encoder = DeltaEncoder(codec)
+    calls = (ToolCall(id="c", name="add", arguments={"a": "1"}),) if has_call else ()
+    call = "\n\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>" if has_call else ""
+    turn = Message(role="assistant", content="Four.", reasoning="2 and 2", tool_calls=calls, origin=Origin.MODEL)
+    said = codec.encode(f"2 and 2\n</think>\n\nFour.{call}<|im_end|>")
+    held = [*encoder.start([user("Hi")]), *said]
+    held += [
+        *encoder.extend([user("Sure?")], last_id=held[-1], history=[user("Hi"), turn]),
+        *codec.encode("\n</think>\n\nYes."),
+    ]
+    full = encoder.full([user("Hi"), turn, user("Sure?"), Message(role="assistant", content="Yes.", reasoning="")])
+    assert {d.kind for d in differences(held, full, codec)} == {"reasoning_stripped"}
