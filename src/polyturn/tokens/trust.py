@@ -71,6 +71,10 @@ class TrustRule:
             return self._codec.delimiters
         return self._codec.control_tokens.keys() if self._escape_prompts == "all" else ()
 
+    @functools.cached_property
+    def _barred(self) -> Mapping[Origin, Collection[int]]:
+        return {origin: self.barred(origin) for origin in Origin}
+
     def encode(
         self,
         render: Callable[[Change], str],
@@ -90,7 +94,7 @@ class TrustRule:
         Raises:
             TemplateError: the template cannot render the texts.
         """
-        codec, barred = self._codec, {origin: self.barred(origin) for origin in Origin}
+        codec, barred = self._codec, self._barred
         marker = unused_word((w.text for w in written), "Zq7Fence")
 
         def fence(text: str, origin: Origin) -> str:
@@ -113,11 +117,9 @@ class TrustRule:
             closed = encoded(enclose)
             return ids if np.array_equal(codec.control_in(ids), codec.control_in(closed)) else closed
         except FenceError:  # the template looks for a word that stands inside a fence
-            return self._encode_hidden(render, barred, last_id=last_id)
+            return self._encode_hidden(render, last_id=last_id)
 
-    def _encode_hidden(
-        self, render: Callable[[Change], str], barred: Mapping[Origin, Collection[int]], *, last_id: int | None
-    ) -> Ids:
+    def _encode_hidden(self, render: Callable[[Change], str], *, last_id: int | None) -> Ids:
         """Encode with words in the place of barred texts, which then stand there as they are: the template sees none."""
         codec, hidden = self._codec, list[str]()
 
@@ -126,7 +128,7 @@ class TrustRule:
                 hidden.append(found)
                 return f"Zq7Hidden{len(hidden) - 1}Z"
 
-            return codec.replace_control(text, word, barred=barred[origin])
+            return codec.replace_control(text, word, barred=self._barred[origin])
 
         text = render(hide)
         pieces = re.split(r"Zq7Hidden(\d+)Z", text)
