@@ -12,7 +12,7 @@ import pytest
 import polyturn
 from polyturn.batching.samples import to_samples
 from polyturn.core.messages import Message
-from polyturn.core.task import Task
+from polyturn.core.task import Task, as_rows
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.lifespan import run_episode
@@ -152,7 +152,7 @@ def test_what_the_model_says_reads_as_the_dialogue() -> None:
 
 
 def test_the_whole_dialogue_renders_with_its_last_reasoning_or_with_all_of_it() -> None:
-    messages = [Message.from_openai(m) for m in DIALOGUE]
+    messages = as_rows(Message.from_openai(m) for m in DIALOGUE)
     for template, num_thoughts in (("strips_reasoning", 1), ("keeps_reasoning", 3)):
         codec = Codec(tiny_tokenizer(), chat_template=(TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8"))
         text = codec.decode(DeltaEncoder(codec).full(messages))
