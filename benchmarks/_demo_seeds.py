@@ -118,7 +118,8 @@ def more_supervised(out: Path, trained: dict[str, Any]) -> dict[str, Any]:
     more += ["warm_start.kwargs.num_conversations=40000", f"warm_start.kwargs.seed={seed + 100}"]
     polyturn("sft", CONFIG, "--checkpoint", str(start), *options, *more)
     polyturn("eval", CONFIG, "--checkpoint", str(out / f"more-sft-{seed}-sft" / "model"), *options)
-    return {"seed": seed, "after": json.loads((out / f"more-sft-{seed}-eval" / "report.json").read_text())}
+    report = (out / f"more-sft-{seed}-eval" / "report.json").read_text()
+    return {"seed": seed, "after": json.loads(report, parse_constant=lambda _: None)}
 
 
 def shuffled_rewards(out: Path, trained: dict[str, Any]) -> dict[str, Any]:
@@ -176,6 +177,8 @@ def write_docs(path: Path, runs: Sequence[dict[str, Any]], controls: dict[str, l
     for seed in seeds:
         cells = [percent(by[n, seed]["after"]["greedy"]["success"]) if (n, seed) in by else "-" for n in roundings]
         lines.append(f"| {seed} | " + " | ".join(cells) + " |")
+    if len(by) < len(seeds) * len(roundings):
+        lines += ["", "A dash stands for a run that was not made."]
     whole = [r for r in runs if r["rounding"] == AS_SHIPPED]
     if whole:
         sets = list(whole[0]["after"])
