@@ -25,10 +25,14 @@ def build_codec(place: Place, *, checkpoint: Path | None = None) -> Codec:
     """Load the tokenizer, or train the one that `model.train_tokenizer` describes; set the chat template."""
     model = place.config.model
     template = None
-    if model.chat_template is not None:
+    if model.chat_template is not None and ("{%" in model.chat_template or "{{" in model.chat_template):
+        template = model.chat_template
+    elif model.chat_template is not None:
         file = place.base / model.chat_template
         if not file.is_file():
-            raise ConfigError(f"there is no file {str(file)!r}; model.chat_template names a Jinja file")
+            raise ConfigError(
+                f"there is no file {str(file)!r}; model.chat_template is a Jinja template, or names a file with one"
+            )
         template = file.read_text(encoding="utf-8")
     kwargs = model.template_kwargs
     source = model.tokenizer or model.path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 
 from polyturn.cli.end_process import end_process
@@ -11,9 +13,11 @@ from polyturn.cli.main import guarded, prepare_process
 def main() -> None:
     """Train the run that the command line describes in verl's keys."""
     prepare_process()
-    from polyturn.cli import verl  # what it imports reads the environment
+    from polyturn.cli import run_as, verl  # what they import reads the environment
 
-    guarded(lambda: verl.run_main_ppo(sys.argv[1:]))
+    overrides = json.loads(os.environ.get(run_as.OVERRIDES, "[]"))
+    dry_run = run_as.DRY_RUN in os.environ
+    guarded(lambda: verl.run_main_ppo([*sys.argv[1:], *overrides], dry_run=dry_run))
 
 
 if __name__ == "__main__":

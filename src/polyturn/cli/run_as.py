@@ -6,6 +6,7 @@ checkout of that very library, which `python -m` would put before it, the workin
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -22,13 +23,29 @@ PROGRAMS = {"swift": "polyturn.compat.swift"}
 """Library -> the module that does what the program of its name does."""
 
 
-def run(name: str, command: Sequence[str]) -> None:
+DRY_RUN = "POLYTURN_DRY_RUN"
+"""Set for a command whose training programs only check and show what they would do."""
+OVERRIDES = "POLYTURN_OVERRIDES"
+"""Overrides, as a JSON list, behind those that the command gives its training programs."""
+
+
+def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: Sequence[str] = ()) -> None:
     """Replace this process by `command`.
+
+    Args:
+        name: The library.
+        command: The command.
+        dry_run: Every training program that it starts checks everything, shows it, and stops.
+        overrides: What each of them appends to its overrides.
 
     Raises:
         ConfigError: there is nothing that stands in for `name`, or no such command.
     """
     environment = {**os.environ, **variables(name, os.environ)}
+    if dry_run or overrides:
+        if name != "verl":
+            raise ConfigError(f"--dry-run and --set are read by verl's programs, not by those of {name!r}; leave them out")
+        environment |= {OVERRIDES: json.dumps(list(overrides)), **({DRY_RUN: "1"} if dry_run else {})}
     # `python` is the one that runs polyturn, also where its virtual environment is not activated
     folders = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
     environment["PATH"] = os.pathsep.join([*_programs(name), *folders])

@@ -98,12 +98,13 @@ def test_a_mistake_in_the_config_is_one_sentence_of_the_program(tmp_path: Path):
         (["--config-path=/c", "--config-name=run"], Path("/c"), "run"),
         (["--config-path", "/c", "--config-name", "run"], Path("/c"), "run"),
         (["-cp", "/c", "-cn", "run"], Path("/c"), "run"),
-        (["--config-dir=/c", "--config-name=run.yaml"], Path("/c"), "run.yaml"),
+        (["--config-dir=/", "--config-name=run.yaml"], None, "run.yaml"),
         ([], None, "ppo_trainer"),
     ],
 )
 def test_hydras_options_are_read(arguments: list[str], folder: Path | None, name: str):
-    assert parse_arguments([*arguments, "a.b=c=d", "~e"]) == (folder, name, ["a.b=c=d", "~e"])
+    asked = parse_arguments([*arguments, "a.b=c=d", "~e"])
+    assert (asked.folder, asked.name, asked.overrides) == (folder, name, ["a.b=c=d", "~e"])
 
 
 @pytest.mark.parametrize("arguments", [["--multirun"], ["--cfg", "job"], ["--config-name"]])

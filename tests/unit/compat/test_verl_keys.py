@@ -211,7 +211,7 @@ IGNORED = [
     "reward.num_workers=8",
     "reward.reward_model.model_path=null",
     "critic.strategy=fsdp",
-    "trainer.logger=[console,wandb]",
+    "trainer.profile_steps=[1]",
     "trainer.n_gpus_per_node=8",
     "trainer.nnodes=1",
     "trainer.log_val_generations=10",
@@ -549,6 +549,44 @@ def test_the_managers_that_do_more_than_call_a_function():
     assert batch["batch_size"] is None and batch["batch_wait_s"] is None, "it waits for every episode that runs"
     limited = translated("reward_model.reward_manager=rate_limited", "+reward_model.max_rpm=60", "+reward_model.timeout=5")
     assert limited.native["reward"]["rate"]["calls_per_minute"] == 60 and limited.native["reward"]["timeout_s"] == 5
+
+
+def test_loggers_that_somebody_wrote_are_trackers_where_they_are_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "mlflow" else object())
+    made = translated("trainer.logger=[console,wandb,mlflow,swanlab]", "trainer.project_name=shop")
+    assert made.native["tracking"] == [{"name": "wandb", "project": "shop"}]
+    assert any("mlflow and swanlab are not here" in line for line in made.notices())
+    assert "tracking" not in translated().native, "verl's default is not started unasked"
+    with pytest.raises(ConfigError, match=r"no logger 'wandbb'.*Did you mean 'wandb'"):
+        translated("trainer.logger=wandbb")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (f"{ACTOR}.optim.optimizer=SGD", "the optimizer is AdamW"),
+        (f"{ACTOR}.optim.override_optimizer_config={{eps:1}}", "torch.optim.AdamW"),
+        ("distillation.enabled=True", "no distillation"),
+        ("trainer.v1.trainer_mode=separate_async", "max_staleness"),
+        (f"{ROLLOUT}.stop_token_ids=[3]", "end token"),
+        ("skip.rollout.enable=True", "stored"),
+        ("model_engine=veomni", "VeOmni"),
+    ],
+)
+def test_a_key_whose_meaning_would_be_lost_is_refused_by_name(override: str, says: str):
+    with pytest.raises(ConfigError, match=says):
+        translated(override)
+
+
+def test_a_critic_that_starts_from_another_model_is_refused():
+    with pytest.raises(ConfigError, match="starts from the policy's model"):
+        translated("algorithm.adv_estimator=gae", "critic.model.path=elsewhere")
+    translated("algorithm.adv_estimator=gae", "critic.model.path=tiny")
+    translated("critic.model.path=elsewhere")
+
+
+def test_a_template_in_the_config_is_the_template():
+    assert translated("actor_rollout_ref.model.custom_chat_template='{{ messages }}'").native["model"]["chat_template"]
 
 
 def test_an_agent_loop_of_ones_own_becomes_the_scheduler(tmp_path: Path):

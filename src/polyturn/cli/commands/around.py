@@ -89,6 +89,13 @@ def run_as(
     runtime_env: Annotated[
         bool, typer.Option("--runtime-env", help="Print the same as a runtime environment of Ray, and run nothing.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Let verl's training programs check everything, show it, and stop.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Append an override to what the command gives verl's programs."),
+    ] = None,
 ) -> None:
     """Run a command of another library's users with polyturn in that library's place."""
     from polyturn.cli import run_as as implementation
@@ -96,4 +103,4 @@ def run_as(
     if runtime_env:
         print(json.dumps(implementation.runtime_env(name, os.environ)))
         return
-    implementation.run(name, command or [])
+    implementation.run(name, command or [], dry_run=dry_run, overrides=overrides or [])

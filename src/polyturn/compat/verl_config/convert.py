@@ -31,6 +31,14 @@ KEEP_ALL = 1_000_000
 _OWN = "one of your own is named as file.py:function, or by its name where it was registered before the run begins"
 _MEANS_OF_SEQUENCES = ("gspo", "sapo", "geo_mean")
 """Policy losses that are always averaged over sequences."""
+TRACKERS = {
+    "tensorboard": ("tensorboard", ""),
+    "wandb": ("wandb", "project"),
+    "mlflow": ("mlflow", "experiment"),
+    "trackio": ("trackio", "project"),
+}
+"""Loggers that are trackers here: the module that each needs, and its option for trainer.project_name."""
+NO_TRACKERS = ("vemlp_wandb", "swanlab", "clearml", "rl_insight")
 NATIVE_LOOPS = ("single_turn_agent", "tool_agent")
 
 
@@ -357,6 +365,33 @@ def every(s: Source) -> None:
         s.put(native, max(0, s.number(key, -1)), by=key)
 
 
+def trackers(s: Source) -> None:
+    """Name the trackers that somebody wrote; verl's default, wandb, is not started unasked."""
+    key = "trainer.logger"
+    if key not in s.written:
+        return
+    value = s.get(key, [])
+    found: list[dict[str, Any]] = []
+    missing: list[str] = []
+    for name in [value] if isinstance(value, str) else list(value):
+        if name in TRACKERS and importlib.util.find_spec(TRACKERS[name][0]) is not None:
+            project = TRACKERS[name][1]
+            found.append({"name": name, **({project: s.get("trainer.project_name")} if project else {})})
+        elif name in TRACKERS or name in NO_TRACKERS:
+            missing.append(str(name))
+        elif name not in ("console", "file"):
+            s.refuse(
+                key, f"there is no logger {name!r}.{did_you_mean(str(name), ['console', 'file', *TRACKERS, *NO_TRACKERS])}"
+            )
+    if found:
+        s.put("tracking", found, by=key)
+    if missing:
+        s.notes[key] = (
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not here, so the terminal and metrics.jsonl in "
+            f"the run's folder get the metrics; of these {', '.join(TRACKERS)} can be installed"
+        )
+
+
 def keep(s: Source) -> None:
     """Set how many checkpoints stay."""
     key = "trainer.max_actor_ckpt_to_keep"
@@ -389,7 +424,7 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     for f in (
         model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, grad_clip, warmup,
         temperature, agent_loop, engine, top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage,
-        discount, critic, kl_in_reward,
+        discount, critic, kl_in_reward, trackers,
         policy_loss, lora, correction, reward_function, reward_manager, steps, run_folder, every, keep,
     )
 }  # fmt: skip

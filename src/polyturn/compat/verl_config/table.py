@@ -20,6 +20,8 @@ import yaml
 from polyturn.core.errors import did_you_mean
 
 KEYS = Path(__file__).parent / "keys.yaml"
+NAMES = Path(__file__).parent / "names.txt"
+"""Every key of verl's releases, made by benchmarks/verl_releases.py from their packages."""
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
@@ -85,6 +87,14 @@ class Table:
         """Return whether a key has a row, or is a section with keys that have one."""
         return self.find(key) is not None or any(known.startswith(f"{key}.") for known in self.exact)
 
+    def covers(self, key: str) -> bool:
+        """Return whether a row speaks of a key, or of a whole section that it is in."""
+        if self.knows(key):
+            return True
+        parts = key.split(".")
+        above = (".".join(parts[:i]) for i in range(1, len(parts)))
+        return any((row := self.find(a)) is not None and row.means is None and not self.goes_deeper(a) for a in above)
+
     def goes_deeper(self, key: str) -> bool:
         """Return whether a row speaks of something inside the section `key`."""
         return any(row.key.startswith(f"{key}.") and row.key != f"{key}.**" for row in self.rows)
@@ -99,6 +109,19 @@ class Table:
         beside = [k for k in self.exact if k.rpartition(".")[0] == prefix]
         hint = did_you_mean(key, beside) if beside else ""
         return hint if hint.startswith(" Did") else did_you_mean(key, self.exact)
+
+
+@functools.cache
+def release_keys() -> Mapping[str, frozenset[str]]:
+    """Return every key of the trees of verl's releases, with the releases that have it."""
+    lines = (line.split() for line in NAMES.read_text(encoding="utf-8").splitlines())
+    return {key: frozenset(releases) for key, *releases in lines}
+
+
+def is_of_verl(key: str) -> bool:
+    """Return whether a release of verl has the key, or has a mapping above it that starts empty and takes any."""
+    parts = key.split(".")
+    return any(".".join(parts[:i]) in release_keys() for i in range(1, len(parts) + 1))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any
 from polyturn.compat.verl_config.compose import Composed, Unresolved, leaves
 from polyturn.compat.verl_config.convert import CONVERTERS
 from polyturn.compat.verl_config.source import Source
-from polyturn.compat.verl_config.table import Row, Table, table
+from polyturn.compat.verl_config.table import Row, Table, is_of_verl, release_keys, table
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
 
 
@@ -123,6 +123,8 @@ def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
         row = known.find(key)
         if row is None:
             yield f"unknown key {key!r}, set to {_show(value)}{tree.where(key)}.{known.nearest(key)}"
+        elif unheard := _unheard_of(key, value, row, tree) if known is table() else []:
+            yield from unheard
         elif isinstance(value, Unresolved):
             if row.ignored is None:
                 what = "has no value yet" if value == "???" else "cannot be resolved: it refers to a key that has no value"
@@ -146,6 +148,19 @@ def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
         if other is None or _is_override(mine) or not _is_override(theirs):
             source.found[target] = value
             source.written.add(target)
+
+
+def _unheard_of(key: str, value: Any, row: Row, tree: Composed) -> list[str]:
+    """Return a sentence for each key that somebody wrote in a section that means nothing here, and that no release has."""
+    is_section = "**" in row.key or isinstance(value, Mapping)
+    if not is_section or row.ignored is None or row.key.startswith(("hydra", "**")):
+        return []
+    written = [".".join((key, *path)) for path, _ in leaves(value)]
+    return [
+        f"unknown key {k!r}{tree.where(k)}: no release of verl has it.{did_you_mean(k, release_keys())}"
+        for k in written
+        if tree.is_written(k) and not is_of_verl(k)
+    ]
 
 
 def _is_override(where: str) -> bool:

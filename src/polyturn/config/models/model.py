@@ -55,7 +55,7 @@ class ModelConfig(Section):
     """Folder or hub id of the tokenizer; defaults to `path`."""
     train_tokenizer: TrainTokenizerConfig | None = None
     chat_template: str | None = None
-    """File with a chat template that replaces the tokenizer's own."""
+    """A Jinja chat template that replaces the tokenizer's own, or the file that holds it."""
     template_kwargs: dict[str, Any] = {}
     """Passed to the chat template at every render, for instance {enable_thinking: false}."""
     processor: str | None = None

@@ -1,0 +1,223 @@
+"""What runs here of each release of verl: the keys of its config tree, and its multi-turn launch scripts.
+
+    python benchmarks/verl_releases.py --wheels DIR --checkouts DIR [--recipes DIR] --write docs/migrate/verl.md
+    python benchmarks/verl_releases.py --wheels DIR --names src/polyturn/compat/verl_config/names.txt
+
+DIR of the wheels holds verl-0.6.1-….whl and the like (`pip download --no-deps verl==0.6.1`), that of the checkouts one
+folder per release, called 0.6.1 and so on. A script is run by bash with stand-ins for python and torchrun, which write down
+the command lines that it would start; each is then composed, translated and validated as `polyturn run-as verl` does it, at
+the script's place in the checkout and, outside, from a copy of examples and recipe alone. The table goes between the markers
+of the page; columns that `--tests FILE` brings, {release: {column: "12 of 13"}}, stand behind those. `--names` writes the
+names of all keys with their releases, which tell a misspelt key in a section that means nothing here from one that verl has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from polyturn.cli.verl import Asked, config_path, parse_arguments
+from polyturn.compat.verl_config.compose import compose_name, leaves
+from polyturn.compat.verl_config.paths import absolute
+from polyturn.compat.verl_config.table import table
+from polyturn.compat.verl_config.translate import translate
+from polyturn.config.load import load_values, read_yaml
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import PolyturnError
+
+MARKS = ("<!-- releases of verl: begin -->", "<!-- releases of verl: end -->")
+FOLDERS = (
+    "examples/sglang_multiturn",
+    *(f"recipe/{name}" for name in ("retool", "langgraph_agent", "collabllm", "char_count", "spo", "r1")),
+)
+STAND_IN = """#!{python}
+import json, os, sys
+with open(os.environ["COMMANDS"], "a") as file:
+    file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
+"""
+FILLED = ["actor_rollout_ref.model.path=tiny", "data.train_files=train.parquet", "data.val_files=test.parquet"]
+"""What a script leaves to the machine it runs on."""
+
+
+def main() -> None:
+    """Make the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheels", type=Path, required=True)
+    parser.add_argument("--checkouts", type=Path)
+    parser.add_argument("--recipes", type=Path, help="a checkout of verl's recipes, for releases that hold none")
+    parser.add_argument("--tests", type=Path, help="JSON: release to column to cell")
+    parser.add_argument("--write", type=Path, help="a page with the markers")
+    parser.add_argument("--names", type=Path, help="write the names of the keys to this file")
+    asked = parser.parse_args()
+    if asked.names:
+        lines = [f"{key} {' '.join(releases)}\n" for key, releases in sorted(names(asked.wheels).items())]
+        asked.names.write_text("".join(lines), encoding="utf-8")
+        return
+    more: dict[str, dict[str, str]] = json.loads(asked.tests.read_text()) if asked.tests else {}
+    keys = {release: known_keys(wheel) for release, wheel in wheels(asked.wheels)}
+    checkouts = sorted(asked.checkouts.iterdir()) if asked.checkouts else []
+    scripts = {folder.name: launch(folder, asked.recipes) for folder in checkouts if folder.is_dir()}
+    page = table_of(keys, scripts, more)
+    if asked.write:
+        text = asked.write.read_text(encoding="utf-8")
+        before, _, rest = text.partition(MARKS[0])
+        asked.write.write_text(f"{before}{MARKS[0]}\n{page}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
+    print(page)
+    print(json.dumps({"keys": keys, "scripts": {r: {p: s[p] for p in ("inside", "outside")} for r, s in scripts.items()}}))
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------------
+
+
+def wheels(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the release and the file of each wheel, the oldest first."""
+    found = {path.name.split("-")[1]: path for path in folder.glob("verl-*.whl")}
+    yield from sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")])
+
+
+def tree_keys(wheel: Path) -> dict[str, list[str]]:
+    """Return the keys of the trees that a wheel holds, `ppo_trainer` composed and the generated ones as they are."""
+    with tempfile.TemporaryDirectory() as where:
+        unpack(wheel, Path(where))
+        config = Path(where) / "verl" / "trainer" / "config"
+        trees: dict[str, Any] = {path.stem: read_yaml(path) for path in sorted(config.glob("_generated_*.yaml"))}
+        with contextlib.chdir(where):
+            trees["ppo_trainer"] = compose_name("ppo_trainer", folder=None).values
+    return {name: sorted({".".join(path) for path, _ in leaves(tree)}) for name, tree in sorted(trees.items())}
+
+
+def names(folder: Path) -> dict[str, list[str]]:
+    """Return each key of the wheels with its releases: {"data.seed": ["0.6.1", …]}."""
+    found: dict[str, list[str]] = {}
+    for release, wheel in wheels(folder):
+        for key in sorted({key for keys in tree_keys(wheel).values() for key in keys}):
+            found.setdefault(key, []).append(release)
+    return found
+
+
+def unpack(wheel: Path, where: Path) -> None:
+    """Unpack the config tree of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(where, [name for name in archive.namelist() if name.startswith("verl/trainer/config/")])
+
+
+def known_keys(wheel: Path) -> dict[str, int]:
+    """Return how many keys there are in the trees of a wheel, and how many of them the table knows."""
+    every = {key for keys in tree_keys(wheel).values() for key in keys}
+    return {"known": sum(table().covers(key) for key in every), "of": len(every)}
+
+
+# --- scripts --------------------------------------------------------------------------------------------------------------
+
+
+def launch(checkout: Path, recipes: Path | None) -> dict[str, Any]:
+    """Try every multi-turn launch script of a checkout, inside it and from a copy of its scripts alone."""
+    found: dict[str, Any] = {"reasons": {}}
+    with tempfile.TemporaryDirectory() as temporary:
+        inside, outside = Path(temporary) / "inside", Path(temporary) / "outside"
+        for place, names in (
+            (inside, ("examples", "recipe", "verl/trainer/config", "verl/__init__.py")),
+            (outside, ("examples", "recipe")),
+        ):
+            for name in names:
+                _copy(checkout / name, place / name)
+            if recipes is not None and not any((place / "recipe").glob("*/*.sh")):
+                shutil.rmtree(place / "recipe", ignore_errors=True)
+                shutil.copytree(recipes, place / "recipe", ignore=shutil.ignore_patterns(".git"))
+        for name, place in (("inside", inside), ("outside", outside)):
+            verdicts = {str(s.relative_to(place)): verdict(s, place) for s in launch_scripts(place)}
+            found[name] = {kind: sum(v[0] == kind for v in verdicts.values()) for kind in ("accepted", "refused", "other")}
+            found["reasons"][name] = {script: why for script, (kind, why) in verdicts.items() if kind != "accepted"}
+    return found
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+
+
+def launch_scripts(checkout: Path) -> list[Path]:
+    """Return the launch scripts of a checkout."""
+    return sorted(script for folder in FOLDERS for script in (checkout / folder).rglob("*.sh"))
+
+
+def verdict(script: Path, checkout: Path) -> tuple[str, str]:
+    """Return accepted, refused or other (it starts no training by verl.trainer.main_ppo), and the reason."""
+    commands = [c for c in commands_of(script, checkout) if c[1:3] == ["-m", "verl.trainer.main_ppo"]]
+    if not commands:
+        return "other", "it starts other programs"
+    try:
+        with contextlib.chdir(checkout):
+            for command in commands:
+                accept(parse_arguments([*command[3:], *FILLED]))
+    except PolyturnError as refusal:
+        return "refused", str(refusal)
+    return "accepted", ""
+
+
+def accept(asked: Asked) -> None:
+    """Compose, translate and validate what a command line describes."""
+    folder = None if asked.folder is None else config_path(asked.folder)
+    translation = translate(compose_name(asked.name, folder=folder, overrides=asked.overrides, more=asked.more))
+    load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
+
+
+def commands_of(script: Path, checkout: Path) -> list[list[str]]:
+    """Run a script at its place with stand-ins for the programs it starts; return their command lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("python", "python3", "torchrun", "ray", "nvidia-smi", "ulimit", "pip", "pip3", "sleep"):
+            program = Path(folder) / name
+            program.write_text(STAND_IN.format(python=sys.executable))
+            program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        log = Path(folder) / "commands.jsonl"
+        log.touch()
+        variables = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "COMMANDS": str(log), "HOME": folder}
+        subprocess.run(["bash", str(script)], cwd=checkout, env=variables, capture_output=True, timeout=120, check=False)
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+# --- the table ------------------------------------------------------------------------------------------------------------
+
+
+def table_of(keys: Mapping[str, Any], scripts: Mapping[str, Any], more: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the table as Markdown."""
+    columns = sorted({column for row in more.values() for column in row})
+    head = [
+        "release",
+        "keys known",
+        "scripts inside a checkout",
+        "refused by name",
+        "scripts outside",
+        "refused by name",
+        *columns,
+    ]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for release in sorted(
+        {*keys, *scripts}, key=lambda r: [int(p) if p.isdigit() else 0 for p in r.replace("-", ".").split(".")]
+    ):
+        known = f"{keys[release]['known']} of {keys[release]['of']}" if release in keys else ""
+        cells = [release, known]
+        for place in ("inside", "outside"):
+            found = scripts.get(release, {}).get(place)
+            total = found["accepted"] + found["refused"] if found else 0
+            cells += [f"{found['accepted']} of {total}", str(found["refused"])] if found and total else ["", ""]
+        lines.append(f"| {' | '.join([*cells, *(more.get(release, {}).get(c, '') for c in columns)])} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Every key of verl's releases is known, and none that is misspelt, foreign or misplaced is dropped."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyturn.cli.verl import parse_arguments
+from polyturn.compat.verl_config.compose import BACKENDS, compose_file, compose_name
+from polyturn.compat.verl_config.table import is_of_verl, release_keys, table
+from polyturn.compat.verl_config.translate import translate
+from polyturn.core.errors import ConfigError
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+RELEASES = ["0.4.1", "0.5.0", "0.6.1", "0.7.0", "0.7.1", "0.9.1"]
+OPEN = ("hydra.", "polyturn.")
+"""Sections that are not verl's."""
+
+
+def keys_of(release: str) -> list[str]:
+    return sorted(key for key, releases in release_keys().items() if release in releases)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_key_of_a_release_is_translated_ignored_with_a_reason_or_refused_by_name(release: str):
+    keys = keys_of(release)
+    assert len(keys) > 250
+    assert [key for key in keys if not table().covers(key)] == []
+
+
+def test_the_names_are_those_of_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of the folder that POLYTURN_VERL_WHEELS names: `pip download --no-deps verl==0.6.1` and so on."""
+    if (folder := os.environ.get("POLYTURN_VERL_WHEELS")) is None:
+        pytest.skip("POLYTURN_VERL_WHEELS names no folder with packages of verl")
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    from verl_releases import names  # type: ignore[import-not-found]
+
+    found = names(Path(folder))
+    assert found
+    assert [key for key, places in found.items() if not set(places) <= release_keys().get(key, frozenset())] == []
+
+
+def misspelt(keys: list[str], count: int, seed: int) -> dict[str, str]:
+    """Return wrong keys, each with the one it was made from."""
+    chance = random.Random(seed)
+    wrong: dict[str, str] = {}
+    candidates = [k for k in keys if len(k.rpartition(".")[2]) > 4 and not any(b in k for b in BACKENDS)]
+    while len(wrong) < count:
+        key = chance.choice(candidates)
+        above, _, name = key.rpartition(".")
+        at = chance.randrange(1, len(name) - 1)
+        changed = chance.choice([name[:at] + name[at + 1 :], name[:at] + name[at] * 2 + name[at + 1 :], f"{name}_x"])
+        candidate = f"{above}.{changed}" if above else changed
+        if not is_of_verl(candidate) and candidate not in table().exact and not is_free(candidate):
+            wrong[candidate] = key
+    return wrong
+
+
+def is_free(key: str) -> bool:
+    """Return whether a section takes keys of its user's own."""
+    row = table().find(key)
+    return row is not None and (row.native or row.convert is not None or row.rejected is not None)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_two_hundred_wrong_inputs_of_a_release_are_all_errors(release: str, tmp_path: Path):
+    wrong = misspelt(keys_of(release), 170, seed=RELEASES.index(release))
+    with pytest.raises(ConfigError) as told:
+        translate(compose_name("ppo_trainer", folder=None, overrides=[f"+{key}=1" for key in wrong]))
+    lines = str(told.value).splitlines()
+    silent = [key for key in wrong if not any(f"unknown key {key!r}" in line for line in lines)]
+    assert silent == []
+    named = [line for line in lines if line.startswith("unknown key")]
+    assert sum("Did you mean" in line or "Known:" in line for line in named) == len(wrong)
+
+    foreign = ["learning_rate", "trainer.max_steps", "loss.kind", "actor.lr", "per_device_train_batch_size", "rollout.n"]
+    with pytest.raises(ConfigError) as told:
+        translate(compose_name("ppo_trainer", folder=None, overrides=[f"+{key}=1" for key in foreign if "." in key or key]))
+    assert all(f"unknown key {key!r}" in str(told.value) for key in foreign)
+
+    (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
+    overrides = ["rolout@actor_rollout_ref.rollout=rollout", "rollout@actor_rollout_ref.rolout=rollout", "data/foo=bar"]
+    overrides += ["rollout@actor_rollout_ref.rollout=rolout", "actor@actor_rollout_ref.actor=dp", "optim@optim=sgd"]
+    overrides += ["~data.sed", "~nothing.here", "~rollout@nowhere", "data.seed", "=3", "data.seed=1,2", "data.seed=[1"]
+    for override in overrides:
+        with pytest.raises(ConfigError, match=r"\S"):
+            translate(compose_file(tmp_path / "run.yaml", [override]))
+    for flags in (["--config-nam=x"], ["--multirun"], ["-m"], ["--cfg=job"], ["--config-name"], ["--config-dir=/nowhere"]):
+        with pytest.raises(ConfigError):
+            parse_arguments(flags)
+    files = ["defaults: [ppo_trainr]", "defaults: [{rollout@x: none}]", "data: [", "defaults: 3", "- 1", "defaults: [run]"]
+    for number, text in enumerate(files):
+        (tmp_path / f"wrong{number}.yaml").write_text(f"{text}\n".replace("[run]", f"[wrong{number}]"))
+        with pytest.raises(ConfigError, match="wrong"):
+            compose_file(tmp_path / f"wrong{number}.yaml")
+    assert len(wrong) + len(foreign) + len(overrides) + 6 + len(files) >= 200
