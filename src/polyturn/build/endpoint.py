@@ -6,13 +6,19 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from polyturn.build.parts import build_interactions, build_rewarder, build_scheduler, build_tools, build_watchdog
+from polyturn.build.parts import (
+    build_interactions,
+    build_rewarder,
+    build_scheduler,
+    build_tools,
+    build_watchdog,
+    check_plugins,
+)
 from polyturn.build.place import Place
 from polyturn.build.policies import build_policies
 from polyturn.build.tasks import check_use
 from polyturn.core.errors import ConfigError
 from polyturn.core.generation import SamplingParams
-from polyturn.core.plugins import load_plugins
 from polyturn.core.task import Task
 from polyturn.data.dataset import check_tasks
 from polyturn.engines.chat_completions import ChatEngine, Endpoint
@@ -39,7 +45,7 @@ def build_endpoint_context(place: Place, endpoint: Endpoint) -> RolloutContext:
         ConfigError: something in the configuration cannot work.
     """
     config = place.config
-    load_plugins(config.plugins, base=place.base)
+    check_plugins(place)
     limits = config.rollout.limits
     if limits.max_tokens is not None:
         logger.info("rollout.limits.max_tokens is not applied: only the server counts its tokens")

@@ -25,13 +25,14 @@ from polyturn.config.models import (
 )
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.generation import SamplingParams
+from polyturn.core.plugin_class import check_class
 from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
 from polyturn.core.secret import token_from
 from polyturn.core.signature import has_parameter, lacks
 from polyturn.core.watchdog import LoopWatchdog
 from polyturn.engines.update_gate import UpdateGate
-from polyturn.interactions.registry import initialize_interactions_from_config
+from polyturn.interactions.registry import check_interactions, initialize_interactions_from_config
 from polyturn.rewards.calls import CallOptions, RateLimit
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.overlong import Overlong
@@ -40,13 +41,14 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import schedulers
+from polyturn.rollout.schedulers.registry import SCHEDULER
 from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.parsers import build_parser
 from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import BreakerSettings
 from polyturn.tools.executor import ToolBox
-from polyturn.tools.registry import initialize_tools_from_config, load_function_tools
+from polyturn.tools.registry import check_tools, initialize_tools_from_config, load_function_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -107,7 +109,7 @@ def build_parts(
     import torch
 
     config = place.config
-    load_plugins(config.plugins, base=place.base)
+    check_plugins(place)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
@@ -184,23 +186,66 @@ def _plugins(place: Place, policies: FurtherPolicies) -> Plugins:
     return Plugins(scheduler=scheduler, interactions=build_interactions(place, policies), rewarder=rewarder)
 
 
+def check_plugins(place: Place) -> None:
+    """Import what the configuration names of the user's own, and refuse what cannot be a plug-in, before anything is loaded.
+
+    Raises:
+        ConfigError: a class lacks what its kind needs or misspells it, or a reward function cannot be called.
+    """
+    config = place.config
+    load_plugins(config.plugins, base=place.base)
+    source = config.rollout.interactions
+    if source is not None:
+        is_file = isinstance(source, str)
+        check_interactions(place.base / source if is_file else {"interaction": source}, base=None if is_file else place.base)
+    if config.rollout.tools.file is not None:
+        check_tools(place.base / config.rollout.tools.file)
+    _function_tools(place)
+    if config.env is None:
+        _check_scheduler(place)
+    build_rewarder(place)
+
+
+def _check_scheduler(place: Place) -> None:
+    found = _scheduler_class(place)
+    if not isinstance(found, type):
+        return
+    where = f"rollout.scheduler {place.config.rollout.scheduler!r}"
+    if _is_of(found, "polyturn.compat.swift.base"):
+        from polyturn.compat.swift.shapes import check_scheduler
+
+        check_scheduler(found, where=where)
+    elif _is_of(found, "polyturn.compat.verl.agent_loop"):
+        from polyturn.compat.verl.agent_loop import AGENT_LOOP
+
+        check_class(found, AGENT_LOOP, where=where)
+    else:
+        check_class(found, SCHEDULER, where=where)
+
+
+def _is_of(found: type, module: str) -> bool:
+    return any(c.__module__ == module for c in found.__mro__)
+
+
+def _scheduler_class(place: Place) -> Any:
+    """Return what `rollout.scheduler` names.
+
+    Raises:
+        ConfigError: the name leads to nothing.
+    """
+    name = place.config.rollout.scheduler or "default"
+    if name not in schedulers:
+        from polyturn.serving.openai import scheduler as _registers_black_box  # noqa: F401
+    return _swift_scheduler(name) or schedulers.resolve(name, base=place.base)
+
+
 def build_tools(place: Place, *, codec: Codec) -> ToolBox:
     """Make the tools of the file and of the named functions."""
     tools = place.config.rollout.tools
     found: list[BaseTool] = []
     if tools.file is not None:
         found += initialize_tools_from_config(place.base / tools.file)
-    for name in tools.functions:
-        if name.endswith(".py"):
-            found += load_function_tools(place.base / name)
-            continue
-        function = import_attr(name, base=place.base)
-        if not isinstance(function, BaseTool):
-            raise ConfigError(
-                f"rollout.tools.functions names {name!r}, which is a {type(function).__name__}; "
-                "decorate the function with @polyturn.tool"
-            )
-        found.append(function)
+    found += _function_tools(place)
     return ToolBox(
         [*found, *build_env_tools(place)],
         timeout_s=tools.timeout_s,
@@ -218,6 +263,27 @@ def build_tools(place: Place, *, codec: Codec) -> ToolBox:
         fails_unreachable=tools.unreachable == "failure",
         codec=codec,
     )
+
+
+def _function_tools(place: Place) -> list[BaseTool]:
+    """Return the functions that `rollout.tools.functions` names.
+
+    Raises:
+        ConfigError: one of them cannot be imported, or is not decorated as a tool.
+    """
+    found: list[BaseTool] = []
+    for name in place.config.rollout.tools.functions:
+        if name.endswith(".py"):
+            found += load_function_tools(place.base / name)
+            continue
+        function = import_attr(name, base=place.base)
+        if not isinstance(function, BaseTool):
+            raise ConfigError(
+                f"rollout.tools.functions names {name!r}, which is a {type(function).__name__}; "
+                "decorate the function with @polyturn.tool"
+            )
+        found.append(function)
+    return found
 
 
 def build_watchdog(config: RolloutConfig) -> LoopWatchdog | None:
@@ -306,14 +372,12 @@ def build_scheduler(place: Place, policies: FurtherPolicies = NO_POLICIES) -> Mu
             f"rollout.scheduler is {name!r} and no limit ends an episode that it never finishes; set "
             "rollout.limits.max_turns, max_tokens or timeout_s"
         )
-    if name not in schedulers:
-        from polyturn.serving.openai import scheduler as _registers_black_box  # noqa: F401
-    found = _swift_scheduler(name) or schedulers.resolve(name, base=place.base)
-    if isinstance(found, type) and any(c.__module__ == "polyturn.compat.swift.base" for c in found.__mro__):
+    found = _scheduler_class(place)
+    if isinstance(found, type) and _is_of(found, "polyturn.compat.swift.base"):
         from polyturn.compat.swift.adapter import SwiftScheduler
 
         return SwiftScheduler(found, base=place.base, **kwargs)
-    if isinstance(found, type) and any(c.__module__ == "polyturn.compat.verl.agent_loop" for c in found.__mro__):
+    if isinstance(found, type) and _is_of(found, "polyturn.compat.verl.agent_loop"):
         from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 
         return AgentLoopScheduler(found)

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
+from polyturn.core.plugin_class import Call, Shape, check_class
 from polyturn.core.registry import import_attr
 from polyturn.environments.base import Adapter
-from polyturn.rollout.env import Env
+from polyturn.rollout.env import ENV, Env
 
 adapters: dict[str, str] = {
     "gymnasium": "polyturn.environments.gymnasium:Gymnasium",
@@ -31,6 +32,20 @@ adapters: dict[str, str] = {
     "verifiers": "polyturn.environments.verifiers:Verifiers",
 }
 """Prefix to the path of an `Adapter`."""
+
+ADAPTER = Shape(
+    what="an adapter of environments",
+    needs=(("make", "make_for", "scheduler"),),
+    bases=(Adapter,),
+    calls={
+        "make": Call(num=0, write="def make(self)"),
+        "make_for": Call(num=1, write="def make_for(self, task)"),
+        "tools": Call(num=0, write="def tools(self)"),
+        "scheduler": Call(num=0, write="def scheduler(self)"),
+        "close": Call(num=0, write="def close(self)"),
+    },
+)
+"""What the class of an adapter defines."""
 
 _GROUP = "polyturn.environments"
 
@@ -87,9 +102,11 @@ class _Own(Adapter):
 
 
 def _own(name: str, found: Any, kwargs: Mapping[str, Any], base: Path | None) -> Adapter:
+    if isinstance(found, type):
+        check_class(found, ADAPTER if issubclass(found, Adapter) else ENV, where=f"env {name!r}")
     if isinstance(found, type) and issubclass(found, Adapter):
         return found(name, name.partition(":")[2], kwargs, base=base)
-    if not callable(found) or (isinstance(found, type) and not issubclass(found, Env)):
+    if not callable(found):
         raise ConfigError(
             f"env {name!r} is {found!r:.100}; name an Adapter, or a class with reset(seed), step(action) and close()"
         )

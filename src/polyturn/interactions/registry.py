@@ -13,10 +13,64 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.plugin_class import Call, Shape, check_class
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter, lacks
-from polyturn.interactions.base import BaseInteraction
-from polyturn.interactions.files import read_plugin_file
+from polyturn.interactions.base import BaseInteraction, SceneInteraction
+from polyturn.interactions.files import PluginFile, read_plugin_file
+
+_CALLS = {
+    "start_interaction": Call(num=1, write="async def start_interaction(self, instance_id=None, **kwargs)"),
+    "generate_response": Call(num=2, write="async def generate_response(self, instance_id, messages, **kwargs)"),
+    "respond": Call(num=3, write="async def respond(self, scene, instance_id, messages, **kwargs)"),
+    "calculate_score": Call(num=1, or_nothing=True, write="async def calculate_score(self, instance_id=None, **kwargs)"),
+    "finalize_interaction": Call(
+        num=1, or_nothing=True, write="async def finalize_interaction(self, instance_id=None, **kwargs)"
+    ),
+}
+_ALSO = ("snapshot", "restore", "check_setup", "check_row")
+_ALL = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
+INTERACTION = Shape(
+    what="an interaction",
+    needs=(("generate_response",),),
+    bases=(BaseInteraction,),
+    needs_alone=_ALL,
+    calls={name: call for name, call in _CALLS.items() if name != "respond"},
+    also=_ALSO,
+)
+"""What the class of an interaction defines."""
+SCENE_INTERACTION = Shape(
+    what="an interaction that is told the scene",
+    needs=(("respond", "generate_response"),),
+    bases=(BaseInteraction, SceneInteraction),
+    needs_alone=_ALL,
+    calls=_CALLS,
+    also=_ALSO,
+)
+
+
+def check_interaction(cls: type, *, where: str = "") -> None:
+    """Refuse a class that would leave replies to its base class, or cannot be called as an interaction is.
+
+    Raises:
+        ConfigError: the first problem found.
+    """
+    check_class(cls, SCENE_INTERACTION if hasattr(cls, "reply_timeout_s") else INTERACTION, where=where)
+
+
+def check_interactions(source: str | Path | Mapping[str, Any], *, base: Path | None = None) -> None:
+    """Check the class of every interaction of a file, or of a mapping with the same content, and make none.
+
+    Raises:
+        ConfigError: an item cannot be read, or its class is no interaction.
+    """
+    file = _read(source, base=base)
+    for entry in file.entries:
+        check_interaction(get_interaction_class(entry.class_name, base=file.base), where=entry.where)
+
+
+def _read(source: str | Path | Mapping[str, Any], *, base: Path | None) -> PluginFile:
+    return read_plugin_file(source, key="interaction", allowed=("name", "class_name", "config"), base=base)
 
 
 def get_interaction_class(cls_name: str, *, base: Path | None = None) -> type[Any]:
@@ -51,7 +105,7 @@ def initialize_interactions_from_config(
     Raises:
         ConfigError: an item cannot work, or two have one name.
     """
-    file = read_plugin_file(interaction_config_file, key="interaction", allowed=("name", "class_name", "config"), base=base)
+    file = _read(interaction_config_file, base=base)
     out: dict[str, BaseInteraction] = {}
     for entry in file.entries:
         cls = get_interaction_class(entry.class_name, base=file.base)

@@ -13,6 +13,7 @@ Conversations that branched share an instance id, and each has a scene of its ow
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -88,15 +89,17 @@ class AsksPerson(Protocol):
 
 
 def check_row(interactions: Mapping[str, Interaction], task: Task) -> None:
-    """Refuse a task whose interaction says that the row lacks something.
+    """Refuse a task whose interaction does not take what the row gives it, or says that the row lacks something.
 
     Raises:
-        DataError: it does.
+        DataError: it does not, or it does.
     """
     partner = None if task.interaction is None else interactions.get(task.interaction.name)
-    if task.interaction is not None and isinstance(partner, ChecksItself):
+    if task.interaction is not None and partner is not None:
         try:
-            partner.check_row(task.interaction.kwargs)
+            _check_kwargs(partner, task.interaction.kwargs)
+            if isinstance(partner, ChecksItself):
+                partner.check_row(task.interaction.kwargs)
         except DataError as problem:
             raise DataError(f"task {task.id!r}: {problem}") from problem
 
@@ -110,6 +113,25 @@ def check_setup(interactions: Mapping[str, Interaction]) -> None:
     for partner in interactions.values():
         if isinstance(partner, ChecksItself):
             partner.check_setup()
+
+
+def _check_kwargs(interaction: Interaction, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a row's interaction kwargs that the methods which are given them do not take.
+
+    Raises:
+        DataError: one does not.
+    """
+    answers = (interaction.respond, 3) if isinstance(interaction, SeesScene) else (interaction.generate_response, 2)
+    for method, num in ((interaction.start_interaction, 1), answers):
+        try:
+            inspect.signature(method).bind(*[None] * num, **kwargs)
+        except TypeError as problem:
+            raise DataError(
+                f"{type(interaction).__name__}.{method.__name__} does not take the row's interaction_kwargs "
+                f"{dict(kwargs)!r:.200}: {problem}; end its parameters with **kwargs"
+            ) from problem
+        except ValueError:
+            continue  # nobody knows what it takes
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ form returns a list of these. A function that raises, is late or returns no fini
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -190,6 +191,24 @@ def _parameters(function: Callable[..., Any], *, name: str) -> Mapping[str, insp
         raise ConfigError(f"reward {name!r}: its parameters cannot be read; wrap it in a function") from problem
 
 
+_OTHERS = {
+    "completion": "solution_str", "completions": "solution_strs", "prompt": "trajectory", "prompts": "trajectory",
+    "response": "solution_str", "responses": "solution_strs", "solution": "solution_str", "solutions": "solution_strs",
+    "answer": "solution_str", "answers": "solution_strs", "text": "solution_str", "texts": "solution_strs",
+    "output": "solution_str", "outputs": "solution_strs", "prediction": "solution_str", "predictions": "solution_strs",
+    "predict_str": "solution_str", "completion_ids": "trajectory", "messages": "trajectory", "messages_list": "trajectory",
+}  # fmt: skip
+"""First parameters of reward functions written for other libraries, and what holds the same here."""
+
+
+def _misread(first: str) -> str | None:
+    """Return a hint where the first parameter is no trajectory but the name of a text, misspelt or of another library."""
+    if first in _OTHERS:
+        return f" (what is meant may be {_OTHERS[first]!r})"
+    near = difflib.get_close_matches(first, (*ANSWER, *ANSWERS), n=1, cutoff=0.8)
+    return f" (did you mean {near[0]!r}?)" if near else None
+
+
 def _told(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, Any], *, name: str) -> frozenset[str] | None:
     """Return which arguments of one answer, or of many, a function takes; None if it takes a trajectory."""
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -209,6 +228,12 @@ def _told(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, Any]
         if taken := sorted(set(kwargs) & set(known)):
             raise ConfigError(f"reward {name!r}: its kwargs set {taken[0]!r}, which the run fills; drop it there")
         return frozenset(known if takes_any else set(parameters) & set(known))
+    if fixed and fixed[0].name not in kwargs and (hint := _misread(fixed[0].name)) is not None:
+        raise ConfigError(
+            f"reward {name!r}: it takes ({', '.join(parameters)}), and nothing is told under the name {fixed[0].name!r}"
+            f"{hint}; write it as (trajectory), as (data_source, solution_str, ground_truth, extra_info=None), or for many "
+            "at once as (data_sources, solution_strs, ground_truths, extra_infos=None), which returns a list"
+        )
     takes_one = any(p.kind is not p.KEYWORD_ONLY for p in fixed) or len(fixed) < len(parameters) - takes_any
     if len(required) > 1 or not takes_one:
         raise ConfigError(

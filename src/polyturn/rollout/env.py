@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from polyturn.core.errors import SchedulerError
 from polyturn.core.messages import Message
+from polyturn.core.plugin_class import Call, Shape
 from polyturn.core.registry import Registry
 from polyturn.core.reward import MAX_REWARD, as_score, shown
 
@@ -49,6 +50,18 @@ class Env(Protocol):
         """Let go of everything. Called exactly once."""
         ...
 
+
+ENV = Shape(
+    what="an environment",
+    needs=(("reset",), ("step",), ("close",)),
+    bases=(Env,),
+    calls={
+        "reset": Call(num=0, names=("seed",), write="def reset(self, *, seed)"),
+        "step": Call(num=1, write="def step(self, action)"),
+        "close": Call(num=0, write="def close(self)"),
+    },
+)
+"""What the class of an environment defines."""
 
 envs: Registry[Callable[..., Env]] = Registry("envs")
 """Environments by name: classes, or functions that make one."""

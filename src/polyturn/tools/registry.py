@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.plugin_class import Call, Shape, check_class
 from polyturn.core.registry import import_attr, import_file
-from polyturn.interactions.files import PluginEntry, read_plugin_file
+from polyturn.interactions.files import PluginEntry, PluginFile, read_plugin_file
 from polyturn.tools.a2a import A2ATool, build_a2a_tools
 from polyturn.tools.base import BaseTool, check_names, read_schema
 from polyturn.tools.function import FunctionTool
@@ -27,6 +28,38 @@ class ToolType(Enum):
 
     NATIVE = "native"
     MCP = "mcp"
+
+
+TOOL = Shape(
+    what="a tool",
+    needs=(("execute",),),
+    bases=(BaseTool,),
+    needs_alone=("create", "execute", "calc_reward", "release"),
+    calls={
+        "create": Call(num=1, write="async def create(self, instance_id=None, **kwargs)"),
+        "execute": Call(num=2, write="async def execute(self, instance_id, parameters, **kwargs)"),
+        "calc_reward": Call(num=1, or_nothing=True, write="async def calc_reward(self, instance_id, **kwargs)"),
+        "release": Call(num=1, or_nothing=True, write="async def release(self, instance_id, **kwargs)"),
+    },
+)
+"""What the class of a tool defines."""
+
+
+def check_tools(source: str | Path | Mapping[str, Any], *, base: Path | None = None) -> None:
+    """Check the class of every tool of a file, or of a mapping with the same content, and make none.
+
+    Raises:
+        ConfigError: an item cannot be read, or its class is no tool.
+    """
+    file = _read(source, base=base)
+    for entry in file.entries:
+        found = get_tool_class(entry.class_name, base=file.base)
+        if isinstance(found, type):
+            check_class(found, TOOL, where=entry.where)
+
+
+def _read(source: str | Path | Mapping[str, Any], *, base: Path | None) -> PluginFile:
+    return read_plugin_file(source, key="tools", allowed=("class_name", "config", "tool_schema", "mcp"), base=base)
 
 
 def get_tool_class(cls_name: str, *, base: Path | None = None) -> Any:
@@ -57,9 +90,7 @@ def initialize_tools_from_config(
     Raises:
         ConfigError: an item cannot work, or two have one name.
     """
-    file = read_plugin_file(
-        tools_config_file, key="tools", allowed=("class_name", "config", "tool_schema", "mcp"), base=base
-    )
+    file = _read(tools_config_file, base=base)
     tools = [tool for entry in file.entries for tool in _build(entry, base=file.base)]
     check_names(tools)
     return tools

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.plugin_class import Call, Shape
 
 __all__ = [
     "AgentData",
@@ -231,6 +232,15 @@ class AgentLoopBase(ABC):
             sampling_params: Passed on to `server_manager.generate`.
             kwargs: The fields of the row: raw_prompt, data_source, reward_model, extra_info, tools_kwargs, index, uid, …
         """
+
+
+AGENT_LOOP = Shape(
+    what="an agent loop",
+    needs=(("run",),),
+    bases=(AgentLoopBase,),
+    calls={"run": Call(num=1, names=("raw_prompt",), write="async def run(self, sampling_params, **kwargs)")},
+)
+"""What the class of an agent loop defines."""
 
 
 def register(agent_name: str) -> Callable[[_Class], _Class]:

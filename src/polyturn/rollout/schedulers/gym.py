@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin
+from polyturn.core.plugin_class import check_class
 from polyturn.core.task import Task
 from polyturn.rollout.context import derive_seed
-from polyturn.rollout.env import Env, EnvStep, envs, observed
+from polyturn.rollout.env import ENV, Env, EnvStep, envs, observed
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers.registry import schedulers
@@ -122,6 +123,8 @@ class Gym(MultiTurnScheduler):
         found = envs.resolve(name, base=self._base)
         if not callable(found):
             raise ConfigError(f"the environment {name!r} is {found!r:.100}; it must be a class with reset, step and close")
+        if isinstance(found, type):
+            check_class(found, ENV, where=f"the environment {name!r}")
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyturn.core.plugin_class import Call, Shape
 from polyturn.core.registry import Registry
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
@@ -11,3 +12,23 @@ schedulers: Registry[Any] = Registry("schedulers")
 """Classes of schedulers, made with `rollout.scheduler_kwargs`."""
 
 schedulers.register("default")(MultiTurnScheduler)
+
+_STEPS = ("step", "run", "check_finished", "on_turn_end", "on_trajectory_start", "on_trajectory_end", "settle", "check_task")
+SCHEDULER = Shape(
+    what="a scheduler",
+    needs=(_STEPS,),
+    bases=(MultiTurnScheduler,),
+    may_be_empty=True,
+    calls={
+        "step": Call(num=2, write="async def step(self, episode, turn)"),
+        "run": Call(num=1, write="async def run(self, episode)"),
+        "check_finished": Call(num=2, write="def check_finished(self, episode, turn)"),
+        "on_turn_end": Call(num=2, write="async def on_turn_end(self, episode, turn)"),
+        "on_trajectory_start": Call(num=1, write="async def on_trajectory_start(self, episode)"),
+        "on_trajectory_end": Call(num=1, write="async def on_trajectory_end(self, episode)"),
+        "check_task": Call(num=1, write="def check_task(self, task)"),
+        "snapshot": Call(num=1, write="async def snapshot(self, episode)"),
+        "restore": Call(num=2, write="async def restore(self, episode, state)"),
+    },
+)
+"""What the class of a scheduler defines."""
