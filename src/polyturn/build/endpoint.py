@@ -91,7 +91,7 @@ def check_endpoint_run(context: RolloutContext, tasks: Sequence[Task], *, name: 
     """
 
     def check(task: Task) -> None:
-        context.rewarder.check([task], tools=context.tools.tools)
+        context.rewarder.check([task], tools=context.tools.tools, scoring=context.tools.scoring)
         context.scheduler.check_task(task)
         check_row(context.interactions, task)
         if any(message.media for message in task.prompt):

@@ -73,7 +73,21 @@ def build_run_tasks(place: Place) -> RunTasks:
     Raises:
         ConfigError, DataError: there are none, or they cannot be read.
     """
-    return RunTasks(train=build_train_tasks(place), eval_sets=build_eval_sets(place))
+    train, eval_sets = build_train_tasks(place), build_eval_sets(place)
+    if not eval_sets:
+        _refuse_evaluation_of_nothing(place)
+    return RunTasks(train=train, eval_sets=eval_sets)
+
+
+def _refuse_evaluation_of_nothing(place: Place) -> None:
+    """Refuse settings that evaluate during training where there is nothing to evaluate on."""
+    evaluation = place.config.evaluation
+    for name in ("every", "stop_at", "patience"):
+        if value := getattr(evaluation, name):
+            raise ConfigError(
+                f"evaluation.{name} is {value} and there is nothing to evaluate on; set evaluation.data, or drop "
+                f"evaluation.{name}"
+            )
 
 
 def build_train_tasks(place: Place) -> Sequence[Task]:
@@ -317,7 +331,7 @@ def _read_tasks(parts: Parts, tasks: Sequence[Task], *, name: str) -> DatasetSum
     seen = itertools.count()
 
     def check(task: Task) -> None:
-        context.rewarder.check([task], tools=context.tools.tools)
+        context.rewarder.check([task], tools=context.tools.tools, scoring=context.tools.scoring)
         context.scheduler.check_task(task)
         check_row(context.interactions, task)
         media = [medium for message in task.prompt for medium in message.media]

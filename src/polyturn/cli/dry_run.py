@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import yaml
 
 from polyturn import build
@@ -21,6 +20,9 @@ from polyturn.core.task import Task
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.training import hf
+
+if TYPE_CHECKING:
+    import torch
 
 
 async def shown_first(context: RolloutContext, task: Task) -> Task:
@@ -148,6 +150,8 @@ class Probe(NamedTuple):
 
 def _probe(model: torch.nn.Module, *, num_tokens: int = 64) -> Probe:
     """Measure a forward and a backward pass; the second of two, because the first one also warms up."""
+    import torch
+
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=next(model.parameters()).device)
     found = Probe(num_tokens, 0.0, 0.0)
     for _ in range(2):
@@ -164,6 +168,8 @@ def _probe(model: torch.nn.Module, *, num_tokens: int = 64) -> Probe:
 
 def _wait(total: torch.Tensor) -> None:
     """Wait until the device has done what it was asked."""
+    import torch
+
     total.detach().item()
     if total.device.type == "cuda":
         torch.cuda.synchronize(total.device)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from polyturn import __version__
+import polyturn
 from polyturn.cli.commands import around, config, data, learning, recorded, serving
 from polyturn.cli.end_process import end_process
 from polyturn.core.errors import PolyturnError
@@ -52,7 +52,7 @@ app.command("run-as", context_settings={"ignore_unknown_options": True})(around.
 
 def _version(is_asked: bool) -> None:
     if is_asked:
-        print(f"polyturn {__version__}")
+        print(f"polyturn {polyturn.__version__}")
         raise typer.Exit
 
 

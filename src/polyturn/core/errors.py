@@ -9,6 +9,9 @@ it to tell the *model* something, and the episode goes on (a bad rollout is data
 from __future__ import annotations
 
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
 
 from polyturn.core.hiding import scrubbed
@@ -133,6 +136,31 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return " Nothing is registered."
     shown = ", ".join(repr(n) for n in names[:12])
     return f" Known: {shown}{', …' if len(names) > 12 else ''}."
+
+
+def raised_at(error: BaseException) -> str:
+    """Return where a plug-in raised what became `error`: " (tutor.py, line 12)"; empty where no code of a user's is in it.
+
+    Of the innermost exception that passed through a file that is neither of this library nor installed, the innermost line.
+    """
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    for one in reversed(chain):
+        frames = [f for f in traceback.extract_tb(one.__traceback__) if not f.filename.startswith(_NOT_OF_USERS)]
+        if frames:
+            return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
+    return ""
+
+
+_NOT_OF_USERS = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<",
+)
+"""How the paths of files begin that are no plug-in's; "<" is code without a file."""
 
 
 def one_line(error: BaseException) -> str:

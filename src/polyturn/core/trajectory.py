@@ -157,6 +157,10 @@ def _join(parts: list[NDArray[_Scalar]], dtype: type[_Scalar]) -> NDArray[_Scala
     return array
 
 
+RAISED_AT = "raised_at"
+"""Of the metrics of a call whose tool crashed: the line that raised."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
     """What one tool call came to."""

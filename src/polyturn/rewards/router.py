@@ -137,12 +137,13 @@ class RewardRouter:
             f"'interaction', 'tools' or 'turns').{did_you_mean(data_source, [*self._routes, *self._built_in])}"
         )
 
-    def check(self, tasks: Iterable[Task], *, tools: Collection[str] = ()) -> None:
+    def check(self, tasks: Iterable[Task], *, tools: Collection[str] = (), scoring: Collection[str] | None = None) -> None:
         """Check that every task has something that scores it, before any time is spent on them.
 
         Args:
             tasks: The tasks of a run.
             tools: Names of the tools that a task may call if it selects none itself.
+            scoring: Those of the tools that may give a reward; None is all of them.
 
         Raises:
             ConfigError: a data_source leads nowhere, or to a function that lacks what it needs.
@@ -157,13 +158,15 @@ class RewardRouter:
                 raise
             if isinstance(target, RewardFunction):
                 target.require()
-            has_tools = bool(tools if task.tools is None else task.tools)
-            is_alone = target == "tools" and not has_tools and not self._may_be_given
+            may_call = list(tools if task.tools is None else task.tools)
+            may_score = may_call if scoring is None else [name for name in may_call if name in scoring]
+            is_alone = target == "tools" and not may_score and not self._may_be_given
             if (target == "interaction" and task.interaction is None) or is_alone:
+                silent = f"; {', '.join(map(repr, may_call[:3]))} return answers and no rewards" if may_call else ""
                 raise DataError(
                     f"task {task.id!r} has nothing that scores it (data_source {task.data_source!r}, interaction "
-                    f"{task.interaction and task.interaction.name!r}, tools {task.tools}); give its row a data_source with "
-                    "a reward, an interaction or tools"
+                    f"{task.interaction and task.interaction.name!r}, tools {task.tools}{silent}); give its row a "
+                    "data_source with a reward, an interaction, or tools that return rewards, or set reward.function"
                 )
 
     async def score(

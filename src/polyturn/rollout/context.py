@@ -77,6 +77,9 @@ class RolloutContext:
     media: MediaProcessor | None = None
     """The model's processor, for messages that show images, videos or sounds; None for text."""
 
+    told: set[str] = field(default_factory=set)
+    """Lines of plug-ins whose exceptions were logged with their traceback."""
+
     journal: Journal | None = None
     """Where live episodes are kept turn by turn, so that a resumed run goes on with them; None keeps nothing."""
 

@@ -24,6 +24,7 @@ from polyturn.core.errors import (
     SchedulerError,
     TemplateError,
     one_line,
+    raised_at,
 )
 from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import RequestState, StopReason
@@ -147,8 +148,7 @@ async def _run_and_score(context: RolloutContext, episode: Episode, flight: Flig
     except BROKEN:
         raise
     except PolyturnError as problem:
-        stop, error = StopReason.ERROR, one_line(problem)
-        logger.warning("trajectory %s failed: %s", episode.id, error)
+        stop, error = StopReason.ERROR, _told(context, episode.id, problem)
     finally:
         problems = await close_episode(episode, scheduler)
     if problems:
@@ -163,7 +163,18 @@ async def _run_and_score(context: RolloutContext, episode: Episode, flight: Flig
         except BROKEN:
             raise
         except PolyturnError as problem:
-            trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=one_line(problem))
+            failed = _told(context, episode.id, problem)
+            trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=failed)
     if narration.is_on():
         narration.ended(trajectory)
     return trajectory
+
+
+def _told(context: RolloutContext, episode_id: str, problem: PolyturnError) -> str:
+    """Log why an episode failed, with the traceback of a plug-in's exception once for each line that raises; return why."""
+    where = raised_at(problem)
+    error = one_line(problem) + where
+    is_news = bool(where) and where not in context.told
+    context.told.add(where)
+    logger.warning("trajectory %s failed: %s", episode_id, error, exc_info=problem if is_news else None)
+    return error

@@ -52,6 +52,7 @@ class RolloutPool:
         with first_error():
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.run_one(spec), name=spec.id) for spec in specs]
+        self.failures.require_any()
         return [task.result() for task in running]
 
 
@@ -70,6 +71,8 @@ class FailureBudget:
         self.max_share = max_share
         self._latest: deque[str | None] = deque(maxlen=self.WINDOW)
         """Why each of them failed; None where it did not."""
+        self._has_one = False
+        """Whether any trajectory did not fail."""
 
     def count(self, group: TrajectoryGroup) -> None:
         """Count one group.
@@ -81,11 +84,23 @@ class FailureBudget:
             # Without the trajectory's own id, so that one cause of many failures reads as one.
             reason = (trajectory.error or trajectory.stop_reason.value).replace(trajectory.id, "…")
             self._latest.append(reason if trajectory.is_failed else None)
-        reasons = Counter(reason for reason in self._latest if reason is not None)
-        num_failed, num_total = reasons.total(), len(self._latest)
+            self._has_one |= not trajectory.is_failed
+        num_failed, num_total = sum(reason is not None for reason in self._latest), len(self._latest)
         if num_total >= self.MIN_COUNT and num_failed > self.max_share * num_total:
-            common = "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))
             raise RolloutError(
                 f"{num_failed} of the latest {num_total} trajectories failed, more than rollout.max_failed_share = "
-                f"{self.max_share:g} allows. Most common: {common}"
+                f"{self.max_share:g} allows. Most common: {self._common()}"
             )
+
+    def require_any(self) -> None:
+        """Refuse to go on, or to end well, where not one trajectory came to anything, however few there were.
+
+        Raises:
+            RolloutError: all that were counted failed; the message has the most common reasons.
+        """
+        if self._latest and not self._has_one:
+            raise RolloutError(f"all {len(self._latest)} trajectories failed. Most common: {self._common()}")
+
+    def _common(self) -> str:
+        reasons = Counter(reason for reason in self._latest if reason is not None)
+        return "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyturn.core.errors import ConfigError, DataError, RolloutError, did_you_mean
+from polyturn.core.errors import ConfigError, DataError, RolloutError, did_you_mean, one_line, raised_at
 from polyturn.core.messages import Origin
 from polyturn.core.protocols import Tool
 from polyturn.core.snapshots import Seam
 from polyturn.core.task import Task, select_tools
+from polyturn.core.trajectory import RAISED_AT, ToolResult
 from polyturn.tokens.codec import Codec
 from polyturn.tools.base import BaseTool, check_names
 from polyturn.tools.bounded import Bounded
@@ -99,6 +101,11 @@ class ToolBox:
         self.late: set[asyncio.Task[None]] = set()
         """Releases of creates that came back after their episode had ended."""
 
+    @property
+    def scoring(self) -> frozenset[str]:
+        """The names of the tools that may give a reward: for a call, or for the episode."""
+        return frozenset(name for name, tool in self.tools.items() if not isinstance(tool, FunctionTool) or tool.may_score)
+
     def select(self, task: Task) -> tuple[str, ...]:
         """Return the names of the tools that a task may call; a name that it skips is warned of once in a run.
 
@@ -147,6 +154,14 @@ class ToolBox:
             self._warned.add(f"{name}: texts")
             logger.warning("tool %r: calc_reward returned a list of texts, which is no reward; none is counted", name)
         return None
+
+    def crashed(self, result: ToolResult, problem: Exception) -> ToolResult:
+        """Log what a tool raised, with its traceback once for each line that raises; return its result with that line."""
+        where = raised_at(problem)
+        if f"{result.name}{where}" not in self._warned:
+            self._warned.add(f"{result.name}{where}")
+            logger.warning("tool %r raised %s%s", result.name, one_line(problem), where, exc_info=problem)
+        return dataclasses.replace(result, metrics={**result.metrics, RAISED_AT: where.strip(" ()")}) if where else result
 
     def check_abandoned(self) -> None:
         """Check that the tools keep their deadlines on the whole.

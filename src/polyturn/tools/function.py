@@ -57,6 +57,13 @@ class FunctionTool(BaseTool):
         self._given: dict[str, dict[str, Any]] = {}
         functools.update_wrapper(self, function)
 
+    @property
+    def may_score(self) -> bool:
+        """Whether it may return a step reward, (answer, reward): unless its annotation says that it returns no tuple."""
+        returns = inspect.signature(self.function).return_annotation
+        words = ("tuple", "any", "outcome")
+        return returns is inspect.Signature.empty or any(word in str(returns).lower() for word in words)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 

@@ -283,7 +283,9 @@ class ToolSession:
         except ToolUnavailableError as problem:
             raise ToolUnavailableError(f"tool {call.name!r}: {problem}") from problem
         except Exception as problem:
-            return self._failed(call, kind_of(problem), reason_of(problem, tool=call.name), began=began)
+            kind = kind_of(problem)
+            failed = self._failed(call, kind, reason_of(problem, tool=call.name), began=began)
+            return failed if kind is not ToolFailure.EXCEPTION else self._box.crashed(failed, problem)
         if outcome.reward is not None and self._agent_data is not None:
             self._agent_data.tool_rewards.append(outcome.reward)
         return ToolResult(

@@ -83,6 +83,8 @@ class Alarms:
         self._rules = _rules(self._thresholds)
         self._watches = {rule.name: _Watch() for rule in self._rules}
         self._disagreement: str | None = None
+        self._num_idle = 0
+        """Steps in a row in which nothing was trained."""
 
     def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
         """Take in the metrics of a step and return the alarms that it raises; each once, until its number has recovered.
@@ -96,12 +98,32 @@ class Alarms:
                 early = statistics.median(self._watches[rule.name].early)
                 what = f"{self._thresholds.patience} steps in a row " + rule.what.format(early=f"{early:.3g}")
                 raised.append(Alarm(rule.name, f"step {step}: {rule.metric} is {value:.3g}, for {what}; {rule.look}"))
+        raised += self._nothing_trained(step, metrics)
         if "policy/rollout_difference" in metrics:
             found = diagnose(metrics, self._thresholds)
             if found is not None and found.name != self._disagreement:
                 raised.append(Alarm(found.name, f"step {step}: {found.message}"))
             self._disagreement = None if found is None else found.name
         return raised
+
+    def _nothing_trained(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
+        """Tell of steps in a row that moved no weight: no group was left, or all advantages were 0."""
+        kept, moved = metrics.get("buffer/samples_kept"), metrics.get("loss/grad_norm")
+        if kept is None and moved is None:
+            return []
+        if kept != 0 and moved != 0:
+            self._num_idle = 0
+            return []
+        self._num_idle += 1
+        if self._num_idle != self._thresholds.patience:
+            return []
+        flat, failed = (int(metrics.get(f"buffer/{n}") or 0) for n in ("groups_zero_variance", "failed_trajectories"))
+        reward = metrics.get("reward/mean")
+        mean = "" if reward is None else f", the mean reward is {reward:.3g}"
+        what = f"{flat} groups have equal rewards, {failed} trajectories failed{mean}"
+        look = "read some trajectories and what their rewards are made of, and give tasks that the policy solves sometimes"
+        told = f"step {step}: {self._num_idle} steps in a row trained nothing; in this one {what}; {look}"
+        return [Alarm("nothing_trained", told)]
 
     def _is_news(self, rule: _Rule, value: float) -> bool:
         watch = self._watches[rule.name]

@@ -42,6 +42,10 @@ class ConsoleTracker:
         """Return the line: what of success, reward, turns, speed, loss and evaluations there is, and the time left."""
         parts = [f"step {step}" + (f"/{self._total}" if self._total is not None else "")]
         parts += [f"{word} {values[name]:{form}}" for name, word, form in _SHOWN if name in values]
+        if failed := values.get("buffer/failed_trajectories"):
+            parts.append(
+                f"FAILED {failed:.0f}" + (f" of {failed / share:.0f}" if (share := values.get("rollout/failed")) else "")
+            )
         parts += [f"{name} {values[name]:.3f}" for name in values if name.startswith("eval/") and name.endswith("/success")]
         seconds = values.get("time/step_s", 0.0)
         if seconds > 0 and "tokens/sampled" in values:

@@ -126,6 +126,7 @@ class Trainer:
                 with first_error():
                     async with asyncio.TaskGroup() as tasks:
                         await self._train(tasks)
+                self._pool.failures.require_any()
             results = await self._evaluate(self._eval_sets)
             self.state.reports["after"] = _reports(results)
         except BaseException:
@@ -191,6 +192,8 @@ class Trainer:
             while state.step < settings.steps:
                 clock = _StepClock(self._engine_busy_s)
                 groups, self._training, left = await buffer.take()
+                if self._pool.failures.max_share < 1:
+                    self._pool.failures.require_any()
                 producer.cut(left, tasks)
                 check_staleness(groups, step=state.step, max_staleness=settings.max_staleness)
                 replayed = self._replay.draw(settings.replayed_groups, step=state.step)

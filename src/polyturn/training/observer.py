@@ -32,6 +32,7 @@ from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.fan_out import Trackers, TrackerSpec
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 from polyturn.tracking.live import LiveStatus
+from polyturn.tracking.plugin_alarms import PluginAlarms
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class RunObserver:
         about = RunInfo(name=folder.resolve().name, folder=folder, environ=self._also.environ)
         self._trackers = Trackers(self._also.trackers, about)
         self._alarms = Alarms()
+        self._plugin_alarms = PluginAlarms()
         self._progress: Progress | None = None
 
     def __enter__(self) -> Self:
@@ -157,7 +159,7 @@ class RunObserver:
         if self._live is not None:
             left = self._console.eta(step, metrics.get("time/step_s", 0.0))
             self._live.step(step, metrics, eta="" if left is None else duration(left))
-        for alarm in self._alarms.feed(step, metrics):
+        for alarm in (*self._alarms.feed(step, metrics), *self._plugin_alarms.feed(step, groups)):
             logger.warning("%s", alarm.message)
             with (self._folder / "alarms.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "alarm": alarm.name, "message": alarm.message}) + "\n")
@@ -177,9 +179,11 @@ class RunObserver:
         self._trackers.record(step, f"eval/{name}", groups)
         calls = "" if math.isnan(report.valid_tool_calls) else f"  valid calls {report.valid_tool_calls:.3f}"
         repairs = f"  repaired {report.repaired:.3f} (of {report.num_repairable})" if report.num_repairable else ""
+        ended = [trajectory.is_failed for group in groups for trajectory in group.trajectories]
+        failed = f"  FAILED {sum(ended)} of {len(ended)}" if any(ended) else ""
         logger.info(
-            "eval %-10s success %.3f  first turn %.3f  turns %.2f%s%s",
-            name, report.success, report.first_turn_success, report.mean_turns, calls, repairs,
+            "eval %-10s success %.3f  first turn %.3f  turns %.2f%s%s%s",
+            name, report.success, report.first_turn_success, report.mean_turns, calls, repairs, failed,
         )  # fmt: skip
 
     def _tracker(self) -> JsonlTracker:

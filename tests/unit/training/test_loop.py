@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from polyturn.algorithms.advantages import grpo
-from polyturn.core.errors import CheckpointError, RolloutError, TrainingError
+from polyturn.core.errors import CheckpointError, EngineError, RolloutError, TrainingError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
 from polyturn.core.metrics import Mean, Metrics
@@ -537,3 +537,21 @@ def test_a_run_that_ends_leaves_no_journal(tmp_path: Path, max_staleness: int):
     folder = tmp_path / "flights"
     Rig(tmp_path / "checkpoints", flights=Flights(folder), max_staleness=max_staleness).run()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(("steps", "size"), [(1, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_a_run_in_which_every_trajectory_fails_ends_with_an_error_whatever_its_length(
+    tmp_path: Path, steps: int, size: int, share: float
+):
+    rig = Rig(
+        tmp_path,
+        is_right=lambda request, version: EngineError("it is gone"),
+        steps=steps,
+        groups_per_step=1,
+        group_size=size,
+        max_failed_share=share,
+    )
+    with pytest.raises(RolloutError, match=r"all \d+ trajectories failed.*it is gone"):
+        rig.run()
+    assert not rig.of("optim_step")

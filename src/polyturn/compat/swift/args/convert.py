@@ -5,6 +5,7 @@ Each function reads arguments from a `Source` and writes native keys to it; `key
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from polyturn.compat.swift.args.convert_loss import (
     teacher,
 )
 from polyturn.compat.verl_config.source import Source
+
+logger = logging.getLogger(__name__)
 
 NO_LIMIT_TURNS = 100
 """What `max_turns: null` becomes: an episode must end."""
@@ -218,7 +221,11 @@ def every(s: Source) -> None:
     """Set how often a run saves and is judged."""
     per_rollout = int(s.native.get("train", {}).get("minibatches", 1))
     for key, native in (("save_steps", "train.checkpoint_every"), ("eval_steps", "evaluation.every")):
-        if (value := s.get(key)) is not None:
+        if (value := s.get(key)) is None:
+            continue
+        if key == "eval_steps" and not as_list(s.get("val_dataset")):
+            logger.warning("eval_steps is %s and val_dataset is not set: nothing is evaluated during training", value)
+        else:
             s.put(native, max(1, int(value) // per_rollout), by=key)
 
 

@@ -1,0 +1,217 @@
+"""What fails is said: in the line of a step, in an alarm with the line of the plug-in's code, and by how a run ends."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import polyturn
+from polyturn.build.place import Place
+from polyturn.build.tasks import build_run_tasks
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError, DataError, RewardError, RolloutError, raised_at
+from polyturn.core.metrics import reduce
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.interactions.base import BaseInteraction
+from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.tools.executor import ToolBox
+from polyturn.tracking.alarms import Alarms
+from polyturn.tracking.console import ConsoleTracker
+from polyturn.tracking.plugin_alarms import MIN_CALLS, PluginAlarms
+from polyturn.training.rollout_metrics import rollout_metrics
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
+
+
+def broken() -> Any:
+    return {}["nothing is here"]
+
+
+LINE = inspect.getsourcelines(broken)[1] + 1
+HERE = f"({Path(__file__).name}, line {LINE})"
+
+
+class Tutor(BaseInteraction):
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        return broken()
+
+
+class PlainTutor(BaseInteraction):
+    def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return broken()
+
+
+class Stepper(MultiTurnScheduler):
+    def step(self, episode: Any, turn: Any) -> Any:
+        return broken()
+
+
+def score(trajectory: Any) -> float:
+    return float(broken())
+
+
+@polyturn.tool
+def look(key: str) -> str:
+    """Look something up.
+
+    Args:
+        key: What.
+    """
+    return str(broken())
+
+
+async def groups_of(num: int, size: int, says: Any = ("x",), *, share: float = 1.0, **options: Any) -> list[TrajectoryGroup]:
+    fields = options.pop("task", {})
+    context = scripted_context(says, **options)
+    pool = RolloutPool(context, max_failed_share=share)
+    pool.failures.require_any = lambda: None  # type: ignore[method-assign]
+    return await pool.run([GroupSpec(id=f"g{i}", task=task(id=f"t{i}", **fields), size=size) for i in range(num)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"interactions": {"tutor": Tutor({})}, "task": {"interaction": "tutor", "data_source": None}},
+        {"interactions": {"tutor": PlainTutor({})}, "task": {"interaction": "tutor", "data_source": None}},
+        {"scheduler": Stepper()},
+        {"rewards": {"openai/gsm8k": score}},
+    ],
+    ids=["interaction", "plain interaction", "scheduler", "reward"],
+)
+async def test_a_failure_names_the_line_of_the_plugin_and_its_traceback_is_logged_once(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    (group,) = await groups_of(1, 4, **options)
+    assert all(HERE in (t.error or "") for t in group.trajectories), group.trajectories[0].error
+    traces = [r for r in caplog.records if r.exc_info and "failed" in r.getMessage()]
+    assert len(traces) == 1 and "nothing is here" in str(traces[0].exc_info)
+    (alarm,) = PluginAlarms().feed(3, [group])
+    assert alarm.message.startswith("step 3: 4 of 4 trajectories failed and are in no loss; 4 times: ")
+    assert HERE in alarm.message and "KeyError" in alarm.message
+
+
+def test_an_error_that_passed_through_no_code_of_a_user_names_no_line() -> None:
+    assert raised_at(RewardError("never raised")) == ""
+    with pytest.raises(KeyError) as caught:
+        broken()
+    assert raised_at(caught.value) == f" {HERE}"
+
+
+async def test_a_tool_that_fails_on_every_call_raises_an_alarm_once_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    alarms = PluginAlarms()
+    groups = await groups_of(3, 3, [CALL, "#### 4"], tools=[look])
+    raised = alarms.feed(1, groups) + alarms.feed(2, groups)
+    assert [a.name for a in raised] == ["failing_tool"]
+    assert f"the latest {MIN_CALLS} calls of the tool 'look' all failed" in raised[0].message
+    assert "KeyError" in raised[0].message and HERE in raised[0].message
+    assert sum("tool 'look' raised" in r.getMessage() and r.exc_info is not None for r in caplog.records) == 1
+    (result,) = groups[0].trajectories[0].turns[0].tool_results
+    assert Path(__file__).name not in str(result.content), "the model is told nothing of our files"
+
+
+async def test_a_call_that_works_ends_the_alarm() -> None:
+    @polyturn.tool
+    def look(key: str) -> str:
+        """Look something up.
+
+        Args:
+            key: What.
+        """
+        return key
+
+    failing = await groups_of(3, 3, [CALL, "#### 4"], tools=[globals()["look"]])
+    working = await groups_of(1, 1, [CALL, "#### 4"], tools=[look])
+    alarms = PluginAlarms()
+    steps = [failing, failing, working, failing, failing]
+    assert [len(alarms.feed(step, groups)) for step, groups in enumerate(steps)] == [1, 0, 0, 1, 0]
+
+
+async def test_seven_of_eight_that_failed_stand_in_the_line_of_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    class Some(BaseInteraction):
+        async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+            return (True, "", 1.0, {}) if instance_id.endswith("/0") else broken()
+
+    groups = await groups_of(
+        1, 8, ["#### 4"], interactions={"some": Some({})}, task={"interaction": "some", "data_source": None}
+    )
+    metrics = {**reduce(rollout_metrics(groups, version=0)), "buffer/failed_trajectories": 7.0}
+    line = ConsoleTracker(3).line(1, metrics)
+    assert "success 1.000" in line and "FAILED 7 of 8" in line
+    assert "FAILED" not in ConsoleTracker(3).line(1, {**metrics, "buffer/failed_trajectories": 0.0})
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 15, 16, 40])
+@pytest.mark.parametrize("share", [0.1, 0.99])
+async def test_where_all_fail_the_end_is_an_error_however_few_they_are(count: int, share: float) -> None:
+    context = scripted_context(["x"], rewards={"openai/gsm8k": score})
+    with pytest.raises(RolloutError, match=r"trajectories failed.*KeyError.*test_failures_are_told"):
+        await RolloutPool(context, max_failed_share=share).run(
+            [GroupSpec(id=f"g{i}", task=task(id=f"t{i}")) for i in range(count)]
+        )
+
+
+async def test_where_one_came_to_something_a_small_number_that_failed_is_no_error() -> None:
+    def some(trajectory: Any) -> float:
+        return 1.0 if trajectory.id == "g0/0" else broken()
+
+    context = scripted_context(["x"], rewards={"openai/gsm8k": some})
+    groups = await RolloutPool(context).run([GroupSpec(id=f"g{i}", task=task(id=f"t{i}")) for i in range(3)])
+    assert [g.trajectories[0].is_failed for g in groups] == [False, True, True]
+
+
+def steps(metrics: Sequence[dict[str, float]]) -> list[tuple[int, str]]:
+    alarms = Alarms()
+    return [(i, a.name) for i, m in enumerate(metrics) for a in alarms.feed(i, m)]
+
+
+@pytest.mark.parametrize("idle", [{"buffer/samples_kept": 0.0}, {"buffer/samples_kept": 8.0, "loss/grad_norm": 0.0}])
+def test_steps_in_a_row_that_train_nothing_raise_one_alarm(idle: dict[str, float]) -> None:
+    busy = {"buffer/samples_kept": 8.0, "loss/grad_norm": 0.3}
+    assert steps([idle] * 17) == [(2, "nothing_trained")]
+    assert steps([idle, idle, busy] * 6) == []
+    assert [i for i, _ in steps([busy, *[idle] * 4, busy, *[idle] * 4])] == [3, 8]
+
+
+def test_a_row_that_nothing_scores_is_refused_although_tools_only_answer() -> None:
+    @polyturn.tool
+    def paid(key: str) -> tuple[str, float]:
+        """Look something up, for a reward.
+
+        Args:
+            key: What.
+        """
+        return key, 1.0
+
+    silent, paying = ToolBox([look]), ToolBox([look, paid])
+    row = task(data_source=None)
+    assert (silent.scoring, paying.scoring) == (frozenset(), {"paid"})
+    with pytest.raises(DataError, match=r"task 't0' has nothing that scores it.*'look' return answers and no rewards"):
+        RewardRouter().check([row], tools=silent.tools, scoring=silent.scoring)
+    RewardRouter().check([row], tools=paying.tools, scoring=paying.scoring)
+    with pytest.raises(DataError, match="nothing that scores it"):
+        RewardRouter().check([task(data_source=None, tools=("look",))], tools=paying.tools, scoring=paying.scoring)
+    RewardRouter(function=score).check([row], tools=silent.tools, scoring=silent.scoring)
+
+
+@pytest.mark.parametrize("setting", ["every=5", "patience=2", "stop_at=0.9"])
+def test_an_evaluation_without_anything_to_evaluate_on_is_refused(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi", "data_source": "openai/gsm8k", "ground_truth": "4"}\n')
+    overrides = ["model.path=m", "data.train.files=rows.jsonl"]
+
+    def tasks(*more: str) -> Any:
+        return build_run_tasks(Place(config=load_config(RunConfig, None, [*overrides, *more]).config, base=tmp_path))
+
+    name, _, value = setting.partition("=")
+    with pytest.raises(ConfigError, match=rf"evaluation\.{name} is {value} and there is nothing to evaluate on"):
+        tasks(f"evaluation.{setting}")
+    assert len(tasks().train) == 1
+    assert len(tasks(f"evaluation.{setting}", "evaluation.data.files=rows.jsonl").eval_sets) == 1
