@@ -141,7 +141,7 @@ def _shown(signature: inspect.Signature) -> str:
     return f"({', '.join(names)})"
 
 
-_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+_STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 def _defines(cls: type, name: str, shape: Shape) -> bool:
