@@ -1,9 +1,8 @@
-"""What classes written for ms-swift define: schedulers, environments and context managers, checked before a run."""
+"""What schedulers written for ms-swift define, checked before a run."""
 
 from __future__ import annotations
 
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
-from polyturn.compat.swift.gym_env import Env, envs
 from polyturn.core.plugin_class import Call, Shape, check_class
 
 _BASES = (RolloutScheduler, MultiTurnScheduler)
@@ -15,25 +14,12 @@ _CALLS = {
 SINGLE_TURN = Shape(what="a scheduler of ms-swift", needs=(), bases=_BASES, calls=_CALLS)
 """A scheduler of one turn is whole as its base class has it."""
 MULTI_TURN = Shape(what="a multi-turn scheduler of ms-swift", needs=(("step", "run"),), bases=_BASES, calls=_CALLS)
-ENV = Shape(
-    what="an environment of ms-swift",
-    needs=(("reset",), ("step",), ("close",)),
-    bases=(Env,),
-    calls={
-        "reset": Call(num=1, write="async def reset(self, config)"),
-        "step": Call(num=1, write="async def step(self, action)"),
-        "close": Call(num=0, write="async def close(self)"),
-    },
-)
 
 
 def check_scheduler(cls: type, *, where: str) -> None:
-    """Refuse a scheduler's class that leaves its turns to the base class, and environments that lack a method.
+    """Refuse a scheduler's class that leaves its turns to the base class, or misspells a method.
 
     Raises:
         ConfigError: the first problem found.
     """
     check_class(cls, MULTI_TURN if issubclass(cls, MultiTurnScheduler) else SINGLE_TURN, where=where)
-    for name, env in envs.items():
-        if isinstance(env, type):
-            check_class(env, ENV, where=f"the environment {name!r}")
