@@ -195,9 +195,10 @@ def check_plugins(place: Place) -> None:
     config = place.config
     load_plugins(config.plugins, base=place.base)
     source = config.rollout.interactions
-    if source is not None:
-        is_file = isinstance(source, str)
-        check_interactions(place.base / source if is_file else {"interaction": source}, base=None if is_file else place.base)
+    if isinstance(source, str):
+        check_interactions(place.base / source)
+    elif source is not None:
+        check_interactions({"interaction": source}, base=place.base)
     if config.rollout.tools.file is not None:
         check_tools(place.base / config.rollout.tools.file)
     _function_tools(place)
