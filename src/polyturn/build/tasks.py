@@ -120,7 +120,7 @@ def check_before_weights(place: Place, tasks: RunTasks, plugins: Plugins, tools:
     check_warm_start(place)
 
     def check(task: Task) -> None:
-        plugins.rewarder.check([task], tools=tools.tools)
+        plugins.rewarder.check([task], tools=tools.tools, scoring=tools.scoring)
         plugins.scheduler.check_task(task)
         check_row(plugins.interactions, task)
 
