@@ -1,6 +1,6 @@
 """The quick start for one seed, by the command of `make demo`: from random weights to an agent that uses its turns.
 
-docs/demo.md promises 90 % of every seed under every rounding; this asks for a little less, because another processor rounds
+docs/demo.md aims at 90 % for every seed and rounding; this asks for a little less, because another processor rounds
 in another way. Other seeds, roundings and the controls run in `make verify` (`benchmarks/_demo_seeds.py`).
 """
 
