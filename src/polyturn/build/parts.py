@@ -318,6 +318,7 @@ def build_rewarder(
             rate=_rate_limit(reward.rate),
             batch_size=reward.batch_size,
             batch_wait_s=reward.batch_wait_s,
+            num_processes=reward.num_processes,
         ),
         overlong=_overlong(reward.overlong, place.config.rollout.limits),
         sandbox=Sandbox(

@@ -76,6 +76,8 @@ class CallOptions:
     """Trajectories in one call of a function of `solution_strs`; None is no bound."""
     batch_wait_s: float | None = 0.05
     """How long such a call waits for more of them; None until every episode that runs has ended."""
+    num_processes: int | None = None
+    """Processes that call a plain function that is named by its file or module; None calls it in threads."""
 
 
 class Running:

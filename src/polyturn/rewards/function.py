@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn.core.errors import ConfigError, RewardError, one_line
@@ -27,6 +28,7 @@ from polyturn.core.signature import lacks
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards.calls import Batch, CallOptions, Running
+from polyturn.rewards.processes import Processes
 from polyturn.rewards.registry import CHECKS, QUICK
 from polyturn.rewards.written import written
 from polyturn.tools.bounded import Bounded
@@ -57,6 +59,8 @@ class RewardFunction:
         supplies: Mapping[str, Any] | None = None,
         options: CallOptions | None = None,
         running: Running | None = None,
+        source: str | None = None,
+        base: Path | None = None,
     ) -> None:
         """Read the function's form off its parameters.
 
@@ -67,6 +71,8 @@ class RewardFunction:
             supplies: What the run can give to a function that has a parameter of that name and no value for it.
             options: How it is called.
             running: The episodes that run, for a function of many that waits for all of them.
+            source: Its `file.py:name` or `pkg.mod:name`, where a process can import it.
+            base: The folder that a relative file path starts from.
 
         Raises:
             ConfigError: it is no function, or its parameters fit no form.
@@ -81,6 +87,15 @@ class RewardFunction:
         self._is_quick = any(function is quick for quick in QUICK)
         self._bounded = Bounded(name=f"reward-{name}", timeout_s=self._options.timeout_s)
         self._accepted = _told(parameters, self._kwargs, name=name)
+        self._called = function
+        num_processes = self._options.num_processes
+        if source and num_processes and self._accepted is not None and not inspect.iscoroutinefunction(function):
+            if supplied := sorted(k for k in supplies or {} if k in self._kwargs and k not in (kwargs or {})):
+                raise ConfigError(
+                    f"reward {name!r}: its parameter {supplied[0]!r} is an object of this process, and reward.num_processes "
+                    f"({num_processes}) calls it in another; set that to null, or the parameter in its kwargs"
+                )
+            self._called = Processes(source, base=base, num=num_processes, timeout_s=self._options.timeout_s)
         self._batch: Batch[dict[str, Any]] | None = None
         if self._accepted is not None and "solution_strs" in self._accepted:
             size, wait_s = self._options.batch_size, self._options.batch_wait_s
@@ -141,7 +156,7 @@ class RewardFunction:
 
     async def _run(self, *args: Any, **told: Any) -> Any:
         async with self._options.rate or contextlib.nullcontext():
-            call = functools.partial(self._function, *args, **told, **self._kwargs)
+            call = functools.partial(self._called, *args, **told, **self._kwargs)
             return await self._bounded.run_for(call, clock=OwnTime())
 
 

@@ -289,7 +289,14 @@ class _Resolver:
             name = target.__name__ if inspect.isfunction(target) else type(target).__name__
         supplies = {"sandbox": self._sandbox, "judges": self._judges, "policies": self._policies}
         return RewardFunction(
-            function, name=name, kwargs=kwargs, supplies=supplies, options=self._options, running=self._running
+            function,
+            name=name,
+            kwargs=kwargs,
+            supplies=supplies,
+            options=self._options,
+            running=self._running,
+            source=target if isinstance(target, str) and ":" in target and target not in rewards else None,
+            base=self._base,
         )
 
 

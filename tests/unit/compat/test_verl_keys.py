@@ -527,6 +527,7 @@ def test_a_custom_reward_gets_its_arguments_and_reads_what_the_model_wrote():
         "custom_reward_function.path=r.py", "custom_reward_function.name=mine", "+custom_reward_function.reward_kwargs={a:1}"
     ).native["reward"]
     assert reward["function"] == {"name": "r.py:mine", "kwargs": {"a": 1}} and reward["text"] == "turns"
+    assert reward["num_processes"] == 4, "signals work where it is called, as in verl"
     assert translated().native["reward"]["text"] == "turns", "the shipped functions read the same"
 
 

@@ -310,6 +310,7 @@ def reward_function(s: Source) -> None:
     where = str(where).removeprefix("pkg://")
     name = f"{Path(where).expanduser()}:{s.get('custom_reward_function.name', 'compute_score')}"
     s.put("reward.function.name", name, by=key)
+    s.put("reward.num_processes", 4, by=key)  # verl calls it in the main thread of a process, so it may use signals
     if where.endswith(".py"):
         s.paths.append(("reward", "function", "name"))
     if kwargs := s.get("custom_reward_function.reward_kwargs"):

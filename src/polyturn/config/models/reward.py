@@ -81,6 +81,9 @@ class RewardConfig(Section):
     """Trajectories in one call of a function of `solution_strs`; null is no bound."""
     batch_wait_s: float | None = Field(0.05, ge=0)
     """How long such a call waits for more of them; null until every episode that runs has ended."""
+    num_processes: int | None = Field(None, ge=1)
+    """Processes that call each plain function of `solution_str` or `solution_strs` that is named by its file or module, in
+    their main thread, where time-outs that are built on signals work; null calls them in threads of this process."""
     sandbox: SandboxConfig = SandboxConfig()
     weights: dict[str, float] | None = None
     """Weight of each named score; null keeps the default: 1 for `outcome` and for `tool_step`."""

@@ -1,0 +1,42 @@
+"""The process that calls a reward function in its main thread: keyword arguments in, (has it returned, its result) out.
+
+Run by `rewards.processes` as `python -m polyturn.rewards.process_worker`. It may be killed at any moment, and ends by itself
+when its input does. It imports what the process that asks imports: from the same path, with the same stand-ins.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+from multiprocessing.connection import Connection
+
+from polyturn.core.errors import one_line
+from polyturn.core.registry import import_attr
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    connection = Connection(int(sys.argv[1]))
+    path, stand_ins, name, base = connection.recv()
+    sys.path[:] = path
+    for root in stand_ins:
+        entry_points(group="polyturn.namespaces")[root].load()()
+    function = import_attr(name, base=base)
+    connection.send("ready")
+    while True:
+        try:
+            told = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, function(**told)
+        except Exception as problem:
+            answer = False, one_line(problem)
+        try:
+            connection.send(answer)
+        except Exception as problem:
+            connection.send((False, f"its result cannot be sent from its process: {one_line(problem)}"))
+
+
+if __name__ == "__main__":
+    main()

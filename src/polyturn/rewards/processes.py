@@ -1,0 +1,116 @@
+"""Processes: a plain reward function called in the main thread of a process of its own, where signals work.
+
+    scorer = Processes("grade.py:compute_score", num=4, timeout_s=60.0)
+    scorer(solution_str="…", ground_truth="4")        in a thread; blocks until a process has answered
+
+A time-out that is built on signals, as that of math-verify, raises in every other thread; a function that takes such an
+error for a wrong answer then scores 0.0 whatever the model wrote. A call past its deadline is killed, and leaves nothing
+behind. What a function keeps in its module is kept by process: a function of this form must not count on it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import subprocess
+import sys
+import threading
+from importlib.metadata import entry_points
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import RewardError
+from polyturn.core.own_time import OwnTime
+
+START_S = 300.0
+"""How long a process may take to import the function's module."""
+
+
+class Processes:
+    """At most `num` processes that call one function, started when they are needed and used again."""
+
+    def __init__(self, function: str, *, base: Path | None = None, num: int, timeout_s: float) -> None:
+        """Name the function; nothing starts yet.
+
+        Args:
+            function: `file.py:name` or `pkg.mod:name`.
+            base: The folder that a relative file path starts from.
+            num: Calls at once.
+            timeout_s: How long one call may take.
+        """
+        self._function = function
+        self._base = base
+        self._timeout_s = timeout_s
+        self._free = threading.Semaphore(num)
+        self._idle: list[_Process] = []
+        atexit.register(self.close)
+
+    def __call__(self, **told: Any) -> Any:
+        """Return what the function returns.
+
+        Raises:
+            TimeoutError: it takes longer than it may.
+            RewardError: it raised, its process ended, or arguments or result cannot be sent to or from a process.
+        """
+        with OwnTime.asked(), self._free:
+            process = self._idle.pop() if self._idle else _Process(self._function, self._base)
+            try:
+                is_returned, value = process.call(told, timeout_s=self._timeout_s)
+            except BaseException:
+                process.close()
+                raise
+            self._idle.append(process)
+        if not is_returned:
+            raise RewardError(str(value))
+        return value
+
+    def close(self) -> None:
+        """End the processes that wait for a call."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+class _Process:
+    """One process that calls a function; see `process_worker`."""
+
+    def __init__(self, function: str, base: Path | None) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "polyturn.rewards.process_worker", str(number)],
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+            )
+        self._connection = Connection(ours.detach())
+        stand_ins = [root for root in entry_points(group="polyturn.namespaces").names if root in sys.modules]
+        try:
+            self._exchange((sys.path, stand_ins, function, base), timeout_s=START_S, what="to import its module")
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, told: dict[str, Any], *, timeout_s: float) -> tuple[bool, Any]:
+        """Return whether the function returned, and what; or else what it raised, as text."""
+        answer: tuple[bool, Any] = self._exchange(told, timeout_s=timeout_s)
+        return answer
+
+    def _exchange(self, message: Any, *, timeout_s: float, what: str = "") -> Any:
+        try:
+            self._connection.send(message)
+            if not self._connection.poll(timeout_s):
+                raise TimeoutError(f"it took longer than {timeout_s:g} s{' ' if what else ''}{what}")
+            answer = self._connection.recv()
+        except (EOFError, ConnectionError) as problem:
+            code = self._process.wait()
+            raise RewardError(
+                f"the process that called it ended with exit code {code}; what it printed says why"
+            ) from problem
+        return answer
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()

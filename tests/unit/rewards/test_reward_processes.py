@@ -1,0 +1,128 @@
+"""Reward functions in processes of their own: signals work there, and a call past its deadline is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyturn.core.errors import ConfigError, RewardError
+from polyturn.core.generation import FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message
+from polyturn.core.reward import Reward
+from polyturn.core.task import Task
+from polyturn.core.trajectory import Trajectory, Turn
+from polyturn.rewards.calls import CallOptions
+from polyturn.rewards.processes import Processes
+from polyturn.rewards.router import RewardRouter
+
+SWALLOWS = r"""
+import contextlib
+from math_verify.metric import math_metric
+from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    verify = math_metric(
+        gold_extraction_target=(LatexExtractionConfig(),),
+        pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()),
+    )
+    with contextlib.suppress(Exception):
+        return verify(["\\boxed{" + ground_truth + "}"], [solution_str])[0]
+    return 0.0
+"""
+"""A reward in the manner of verl's recipe for reasoning: every error is a wrong answer."""
+
+PLAIN = """
+import signal, os, time
+
+
+def main_thread(solution_str, ground_truth=None):
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return {"score": len(solution_str), "pid": os.getpid()}
+
+
+def many(solution_strs, ground_truths):
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return [len(s) for s in solution_strs]
+
+
+def raises(solution_str):
+    raise KeyError("no such answer")
+
+
+def ends(solution_str):
+    os._exit(3)
+
+
+def hangs(solution_str):
+    time.sleep(3600)
+
+
+def unsendable(solution_str):
+    return {"score": 1.0, "why": lambda: 0}
+
+
+def judged(solution_str, judges):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "swallows.py").write_text(SWALLOWS)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    return tmp_path
+
+
+async def scored(folder: Path, function: str, text: str, **options: Any) -> Reward:
+    router = RewardRouter(function=function, base=folder, calls=CallOptions(num_processes=1, **options))
+    task = Task(id="t", prompt=(Message(role="user", content="?"),), ground_truth="3")
+    turn = Turn(index=0, message=Message(role="assistant", content=text), finish_reason=FinishReason.STOP)
+    return await router.score(Trajectory(id="t/0", task=task, segments=(), turns=(turn,), stop_reason=StopReason.STOP))
+
+
+async def test_a_reward_that_takes_every_error_for_a_wrong_answer_finds_the_right_ones(folder: Path) -> None:
+    assert (await scored(folder, "swallows.py:compute_score", r"So it is \boxed{3}.")).total == 1.0
+    assert (await scored(folder, "swallows.py:compute_score", r"So it is \boxed{4}.")).total == 0.0
+
+
+async def test_one_answer_and_many_are_scored_in_a_main_thread(folder: Path) -> None:
+    assert (await scored(folder, "plain.py:main_thread", "abc")).total == 3.0
+    assert (await scored(folder, "plain.py:many", "abcd")).total == 4.0
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("raises", "KeyError: 'no such answer'"),
+        ("ends", "ended with exit code 3"),
+        ("unsendable", "its result cannot be sent"),
+    ],
+)
+async def test_what_goes_wrong_in_the_process_is_said(folder: Path, function: str, said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        await scored(folder, f"plain.py:{function}", "abc")
+
+
+def test_a_call_past_its_deadline_is_killed_and_the_next_one_answers(folder: Path) -> None:
+    hangs = Processes("plain.py:hangs", base=folder, num=1, timeout_s=0.2)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match=r"longer than 0\.2 s"):
+            hangs(solution_str="abc")
+
+
+def test_a_process_is_used_again_also_after_an_error_of_the_function(folder: Path) -> None:
+    scorer = Processes("plain.py:main_thread", base=folder, num=1, timeout_s=60.0)
+    first = scorer(solution_str="abc")
+    with pytest.raises(RewardError, match="NoneType"):
+        scorer(solution_str=None)
+    assert scorer(solution_str="abc") == first
+    scorer.close()
+
+
+def test_objects_of_this_process_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="num_processes"):
+        RewardRouter(function="plain.py:judged", base=folder, calls=CallOptions(num_processes=1))
