@@ -40,7 +40,7 @@ def extract_solution(solution_str: Any, method: str = "strict") -> str | None:
 def compute_score(
     solution_str: Any, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """Return `score` for the right answer, `format_score` for another one, 0.0 where there is none.
+    """Return `score` for the right answer, `format_score` for another one, 0 where there is none.
 
     Args:
         solution_str: What the model wrote; anything but text has no answer in it.
@@ -51,5 +51,5 @@ def compute_score(
     """
     answer = extract_solution(solution_str, method)
     if answer is None:
-        return 0.0
+        return 0  # a whole number, as texts that show the score have it
     return score if answer == str(ground_truth) else format_score

@@ -94,3 +94,8 @@ def test_a_hostile_text_costs_no_time() -> None:
         extract_solution(text)
         extract_solution(text, "flexible")
     assert time.perf_counter() - began < 1.0
+
+
+def test_no_answer_is_shown_as_a_whole_number_and_a_wrong_one_is_not() -> None:
+    """Texts that models read hold the score as it is printed, and policies were trained on them."""
+    assert [str(compute_score(text, "72")) for text in ("none", "#### 71", "#### 72")] == ["0", "0.0", "1.0"]
