@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,13 +167,32 @@ def test_estimators_that_look_at_one_group_give_the_same_for_a_group_alone(name:
         ("token-sum", 21.0),
         ("seq-mean-token-sum", 21 / 2),
         ("seq-mean-token-mean", (2 + 5) / 2),
-        ("seq-mean-token-sum-norm", 21 / 4),
+        ("seq-mean-token-sum-norm", 21 / 2 / 4),
     ],
 )
 def test_losses_are_aggregated_over_rows_that_have_tokens(mode: str, value: float) -> None:
     matrix = torch.tensor([[1.0, 2, 3, 99], [4, 5, 6, 99], [99, 99, 99, float("nan")]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]])
     assert float(algos.agg_loss(matrix, mask, mode)) == pytest.approx(value)
+
+
+def test_one_process_of_several_gives_its_share_of_the_whole_batch() -> None:
+    matrix, mask = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1, 1], [1, 0]])
+    for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
+        whole = algos.agg_loss(matrix, mask, mode, loss_scale_factor=2)
+        counts = {"dp_size": 2, "batch_num_tokens": 3, "global_batch_size": 2, "loss_scale_factor": 2}
+        parts = [algos.agg_loss(matrix[[i]], mask[[i]], mode, **counts) for i in range(2)]  # type: ignore[arg-type]
+        assert float(sum(parts) / 2) == pytest.approx(float(whole)), mode
+        if mode != "token-sum":
+            with pytest.raises(ValueError, match="is required when dp_size > 1"):
+                algos.agg_loss(matrix, mask, mode, dp_size=2)
+
+
+@pytest.mark.parametrize("config", [{"gamma": 0.5}, SimpleNamespace(gamma=0.5)])
+def test_returns_are_discounted_by_what_a_mapping_or_an_object_says(config: Any) -> None:
+    rewards, mask = torch.tensor([[0.0, 0.0, 4.0]]), torch.tensor([[1, 0, 1]])
+    _, returns = algos.get_adv_estimator_fn("reinforce_plus_plus")(rewards, mask, config=config)
+    assert returns.tolist() == [[2.0, 0.0, 4.0]]
 
 
 def test_an_unknown_mode_is_told() -> None:

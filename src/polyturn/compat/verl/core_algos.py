@@ -217,10 +217,12 @@ def agg_loss(
     """Return [B, R] losses as one number.
 
     token-mean: over all unmasked tokens. seq-mean-token-sum and seq-mean-token-mean: over rows with any unmasked token, of
-    the row's sum or mean. seq-mean-token-sum-norm: the sum over `loss_scale_factor`, by default the width. token-sum: sum.
+    the row's sum or mean. seq-mean-token-sum-norm: the first of these over `loss_scale_factor`, by default the width.
+    token-sum: the sum. Each is `dp_size` times as large, so that the mean over so many processes is that of the whole batch.
 
     Raises:
         UnknownNameError: there is no such mode.
+        ConfigError: there are several processes, and the mean needs a count of the whole batch that is not given.
     """
     value = _aggregate(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
     if (seen := _captured.get()) is not None:
@@ -240,19 +242,28 @@ def _aggregate(
     mask = loss_mask.to(loss_mat.dtype)
     masked = torch.where(loss_mask.bool(), loss_mat, torch.zeros_like(loss_mat))
     sums_B, counts_B = masked.sum(-1), mask.sum(-1)
-    num_rows = (counts_B > 0).sum() if global_batch_size is None else global_batch_size
-    if loss_agg_mode == "token-mean":
-        return masked.sum() / (mask.sum() if batch_num_tokens is None else batch_num_tokens) * dp_size
     if loss_agg_mode == "token-sum":
-        return masked.sum()
-    if loss_agg_mode == "seq-mean-token-sum":
-        return sums_B.sum() / num_rows * dp_size
-    if loss_agg_mode == "seq-mean-token-mean":
-        return (sums_B / counts_B.clamp(min=1)).sum() / num_rows * dp_size
-    if loss_agg_mode == "seq-mean-token-sum-norm":
-        return masked.sum() / (loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+        return masked.sum() * dp_size
+    if loss_agg_mode == "token-mean":
+        return masked.sum() / _count(batch_num_tokens, mask.sum(), dp_size, name="batch_num_tokens") * dp_size
+    if loss_agg_mode.startswith("seq-mean-"):
+        num_rows = _count(global_batch_size, (counts_B > 0).sum(), dp_size, name="global_batch_size")
+        if loss_agg_mode == "seq-mean-token-sum":
+            return sums_B.sum() / num_rows * dp_size
+        if loss_agg_mode == "seq-mean-token-mean":
+            return (sums_B / counts_B.clamp(min=1)).sum() / num_rows * dp_size
+        if loss_agg_mode == "seq-mean-token-sum-norm":
+            scale = loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor
+            return sums_B.sum() / num_rows / scale * dp_size
     modes = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     raise UnknownNameError(f"Invalid loss_agg_mode: {loss_agg_mode}.{did_you_mean(loss_agg_mode, modes)}")
+
+
+def _count(given: int | None, here: Tensor, dp_size: int, *, name: str) -> int | Tensor:
+    """Return how many tokens or rows a mean is over: those of the whole batch, which one process of many cannot count."""
+    if given is None and dp_size > 1:
+        raise ConfigError(f"(global) {name} is required when dp_size > 1; dp_size is {dp_size}")
+    return here if given is None else given
 
 
 _SHIPPED: dict[AdvantageEstimator, AdvFn] = {

@@ -9,6 +9,7 @@ A row's score is the sum of its rewards, `scores_B`; what a group of one is comp
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Take discounted returns and normalise them over all tokens; returns are carried across observations."""
-    gamma = 1.0 if config is None or config.get("gamma") is None else config.get("gamma")
+    given = config.get("gamma") if isinstance(config, Mapping) else None if config is None else config.gamma
+    gamma = 1.0 if given is None else given
     returns, running = torch.zeros_like(token_level_rewards), torch.zeros_like(token_level_rewards[:, 0])
     mask = response_mask.bool()
     for t in reversed(range(token_level_rewards.shape[1])):
