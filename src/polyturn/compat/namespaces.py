@@ -46,6 +46,13 @@ _HERE = {
     "verl.trainer.ppo.core_algos": "polyturn.compat.verl.core_algos",
     "verl.experimental.agent_loop.agent_loop": "polyturn.compat.verl.agent_loop",
     "verl.experimental.agent_loop.tool_parser": "polyturn.compat.verl.tool_parser",
+    "verl.experimental.agent_loop.tool_agent_loop": "polyturn.compat.verl.tool_agent_loop",
+    "verl.experimental.agent_loop.utils": "polyturn.compat.verl.agent_loop_utils",
+    "verl.protocol": "polyturn.compat.verl.protocol",
+    "verl.utils.hdfs_io": "polyturn.compat.verl.hdfs_io",
+    "verl.utils.tokenizer": "polyturn.compat.verl.tokenizer",
+    "verl.workers.reward_manager.registry": "polyturn.compat.verl.reward_manager",
+    "verl.workers.reward_manager.abstract": "polyturn.compat.verl.reward_manager",
 }
 """Modules that only code written for verl needs."""
 
@@ -53,6 +60,9 @@ VERL = Namespace(
     root="verl",
     modules={**_NATIVE, **_HERE},
     packages={
+        "verl": "polyturn.compat.verl.protocol",
+        "verl.utils": "polyturn.compat.verl.tokenizer",
+        "verl.workers.reward_manager": "polyturn.compat.verl.reward_manager",
         "verl.utils.reward_score": "polyturn.rewards.default",
         "verl.experimental.agent_loop": "polyturn.compat.verl.agent_loop",
     },

@@ -18,7 +18,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -162,6 +162,9 @@ class AsyncLLMServerManager(ABC):
 
 class AgentLoopBase(ABC):
     """An agent that owns its loop. One object runs one trajectory."""
+
+    _class_initialized: ClassVar[bool] = False
+    """Whether `init_class` has run, for classes that keep it so."""
 
     def __init__(
         self,

@@ -22,7 +22,8 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
 logger = logging.getLogger(__name__)
 
-_REGISTERED: dict[str, FunctionTool] = {}
+FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
+"""Name -> tool."""
 
 Schema = OpenAIFunctionToolSchema | Mapping[str, Any] | None
 
@@ -43,11 +44,11 @@ class FunctionTool(native.FunctionTool):
         """Whether the function is a coroutine function."""
         return self._is_async
 
-    async def call(self, parameters: dict[str, Any]) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Call the function; a plain one runs in a thread."""
+    async def call(self, parameters: dict[str, Any]) -> Any:
+        """Return what the function returns; a plain one runs in a thread."""
         if self._is_async:
-            return normalize_function_tool_return(await self.function(**parameters))
-        return normalize_function_tool_return(await self.threads.run(functools.partial(self.function, **parameters)))
+            return await self.function(**parameters)
+        return await self.threads.run(functools.partial(self.function, **parameters))
 
 
 def function_tool(name: Callable[..., Any] | str | None = None, schema: Schema = None) -> Any:
@@ -67,9 +68,9 @@ def function_tool(name: Callable[..., Any] | str | None = None, schema: Schema =
 
 def _register(fn: Callable[..., Any], name: str | None, schema: Schema) -> FunctionTool:
     chosen = name or fn.__name__
-    if chosen in _REGISTERED and _REGISTERED[chosen].function is not fn:
+    if chosen in FUNCTION_TOOL_REGISTRY and FUNCTION_TOOL_REGISTRY[chosen].function is not fn:
         raise ConfigError(f"function tool {chosen!r} is already registered; give this one another name")
-    tool = _REGISTERED[chosen] = FunctionTool(chosen, fn, schema)
+    tool = FUNCTION_TOOL_REGISTRY[chosen] = FunctionTool(chosen, fn, schema)
     return tool
 
 
@@ -79,9 +80,9 @@ def get_function_tool(name: str) -> FunctionTool:
     Raises:
         UnknownNameError: there is none of that name.
     """
-    if name not in _REGISTERED:
-        raise UnknownNameError(f"there is no function tool {name!r}.{did_you_mean(name, _REGISTERED)}")
-    return _REGISTERED[name]
+    if name not in FUNCTION_TOOL_REGISTRY:
+        raise UnknownNameError(f"there is no function tool {name!r}.{did_you_mean(name, FUNCTION_TOOL_REGISTRY)}")
+    return FUNCTION_TOOL_REGISTRY[name]
 
 
 @functools.cache
@@ -122,4 +123,4 @@ def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[
 
 def clear() -> None:
     """Forget every registered tool."""
-    _REGISTERED.clear()
+    FUNCTION_TOOL_REGISTRY.clear()

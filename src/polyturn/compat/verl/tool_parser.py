@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from polyturn.core.errors import UnknownNameError, did_you_mean
 from polyturn.tokens.parsers import parsers
+from polyturn.tools.schema import OpenAIFunctionToolSchema
 
 _Class = TypeVar("_Class", bound="type[ToolParser]")
 
@@ -80,10 +81,32 @@ class NativeToolParser(ToolParser):
         ids = list(responses_ids)
         if ids and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
-        parsed = self._parser.parse(self.tokenizer.decode(ids, skip_special_tokens=False))
+        schemas = [t.to_dict() if isinstance(t, OpenAIFunctionToolSchema) else t for t in tools or ()]
+        parsed = self._parser.parse(self.tokenizer.decode(ids, skip_special_tokens=False), tools=schemas)
         calls = [
             FunctionCall(name=c.name, arguments=json.dumps(dict(c.arguments), ensure_ascii=False), tool_call_id=c.id)
             for c in parsed.tool_calls
             if c.error is None
         ]
         return parsed.content, calls
+
+
+class HermesToolParser(NativeToolParser):
+    """Calls as JSON in `<tool_call>`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, "hermes")
+
+
+class GptOssToolParser(NativeToolParser):
+    """Calls in the channels of gpt-oss."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, "gpt-oss")
+
+
+class Qwen3XMLToolParser(NativeToolParser):
+    """Calls as `<function=name><parameter=key>…`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, "qwen3_coder")
