@@ -16,9 +16,10 @@ from engine_servers import launch_spec
 from faulty_proxy import FaultyProxy
 
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
-from polyturn.engines.launcher import signal_session
+from polyturn.engines.launcher import session_of, signal_session
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.sglang import SglangEngine
+from polyturn.engines.shared_memory import held, shared_files
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.training.local import LocalPolicy
@@ -105,7 +106,11 @@ async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_
         asked = start_all(pool, 8, max_tokens=250)
         await until(lambda: pool.replicas[1].load == 4)
         await asyncio.sleep(0.15)
-        signal_session(launched._keeper.server.pid, signal.SIGKILL)
+        killed = launched._keeper.server
+        inodes = held(session_of(killed.pid))
+        memory = {path for inode, path in shared_files().items() if inode in inodes}
+        assert memory  # both servers share memory between their processes
+        signal_session(killed.pid, signal.SIGKILL)
         answers = [await task for task in asked]
         for answer in answers:
             check(answer, model=trainer.model, length=250)
@@ -118,6 +123,7 @@ async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_
         check(await launched.generate(ask("after")), model=trainer.model)
         assert len(lines(caplog, "replica 1 is back, with the weights of policy version 3 sent anew and verified")) == 1
         assert launched.num_restarts == 1
+        assert not memory & set(shared_files().values())
 
         signal_session(launched._keeper.server.pid, signal.SIGKILL)  # more often than it may
         for answer in [await task for task in start_all(pool, 4, prefix="new")]:

@@ -5,14 +5,16 @@
     await server.stop()
 
 A server gets a session of its own, so that stopping it reaches every process that it started and nothing else. Where the
-kernel offers it, the server is told to end when this process dies, however it dies. A server that does not come up fails
-with the last lines of its log, which is where the reason is.
+kernel offers it, the server is told to end when this process dies, however it dies. Shared memory that its processes leave
+behind, as they do when they are killed, is removed. A server that does not come up fails with the last lines of its log,
+which is where the reason is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -26,6 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polyturn.core.errors import EngineError, one_line
+from polyturn.engines.shared_memory import SessionMemory
+
+logger = logging.getLogger(__name__)
 
 _TAIL_LINES = 20
 _KILLED_S = 5.0
@@ -58,11 +63,14 @@ class LaunchSpec:
 class Server:
     """A server that this process started."""
 
-    def __init__(self, spec: LaunchSpec, process: subprocess.Popen[bytes], *, port: int, log: Path) -> None:
+    def __init__(
+        self, spec: LaunchSpec, process: subprocess.Popen[bytes], *, port: int, log: Path, memory: SessionMemory
+    ) -> None:
         self.spec = spec
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._process = process
+        self._memory = memory
 
     @classmethod
     async def start(cls, spec: LaunchSpec) -> Server:
@@ -80,11 +88,12 @@ class Server:
             log = Path(name)
         command = [part.replace("{port}", str(port)) for part in spec.command]
         command = dies_with_parent(command)
+        memory = SessionMemory()
         try:
             process = _spawn(command, env=spec.env, log=log)
         except OSError as problem:
             raise EngineError(f"the server {spec.command[0]!r} cannot be started ({one_line(problem)})") from problem
-        server = cls(spec, process, port=port, log=log)
+        server = cls(spec, process, port=port, log=log, memory=memory)
         try:
             await server._wait_until_ready()
         except BaseException:
@@ -110,17 +119,24 @@ class Server:
         except OSError:
             return ""
 
+    def look_at_memory(self) -> None:
+        """Note what shared memory its processes hold, to be removed should they leave it behind. For while it is healthy."""
+        self._memory.look(self._members())
+
     async def stop(self) -> None:
         """End the server and every process of its session; kill what has not ended in time. Stopping twice is fine."""
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
         """Do the same and wait for it here: for a process that is ending and can start no thread."""
+        self.look_at_memory()
         self._signal(signal.SIGTERM)
         self._wait_for_end(self.spec.stop_timeout_s)
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._wait_for_end(_KILLED_S)
+        if removed := self._memory.remove_unheld():
+            logger.info("removed the shared memory that the server %d left behind: %s", self.pid, ", ".join(removed))
         if self.spec.log is None:
             self.log.unlink(missing_ok=True)
 
@@ -148,9 +164,11 @@ class Server:
                         f"the server {self.spec.command[0]!r} ended with status {self._process.returncode} before it was "
                         f"ready; its last lines:\n{self.tail()}"
                     )
+                self.look_at_memory()
                 with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
                     async with session.get(self.url + self.spec.health, allow_redirects=False) as reply:
                         if reply.status == 200:
+                            self.look_at_memory()
                             return
                 await asyncio.sleep(0.2)
         raise EngineError(

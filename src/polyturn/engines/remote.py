@@ -424,6 +424,8 @@ class RemoteEngine(ABC):
                 async with asyncio.timeout(self._health_s):
                     await self._look_once()
                 failed = 0
+                if self._keeper is not None and self._keeper.server is not None:
+                    self._keeper.server.look_at_memory()
             except (EngineError, TimeoutError):
                 failed = failed + 1 if self._is_open.is_set() else 0
             if failed >= _NUM_LOOKS:

@@ -1,17 +1,19 @@
 """A server is started, waited for and stopped, and nothing of it stays behind. Real processes, a real HTTP server."""
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from polyturn.core.errors import EngineError
-from polyturn.engines.launcher import LaunchSpec, Server
+from polyturn.engines.launcher import LaunchSpec, Server, signal_session
 
 SERVE = """
 import http.server, subprocess, sys
@@ -82,6 +84,65 @@ async def test_the_log_is_kept_where_one_is_named(tmp_path):
     server = await Server.start(spec(log=tmp_path / "server.log"))
     await server.stop()
     assert (tmp_path / "server.log").read_text() == "serving\n"
+
+
+CHILD_WITH_MEMORY = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+block = SharedMemory(create=True, size=7000)
+print(block.name, flush=True)
+time.sleep(600)
+"""
+MEMORY = f"""
+import multiprocessing
+from multiprocessing.shared_memory import SharedMemory
+block = SharedMemory(create=True, size=5000)
+lock = multiprocessing.get_context("spawn").Lock()
+child = subprocess.Popen([sys.executable, "-c", {CHILD_WITH_MEMORY!r}], stdout=subprocess.PIPE, text=True)
+print(block.name, child.stdout.readline().strip(), lock._semlock.name.replace("/", "sem."), flush=True)
+"""
+SERVE_WITH_MEMORY = SERVE.replace('print("serving", flush=True)', MEMORY)
+SHM = Path("/dev/shm")
+
+
+def there(*names: str) -> list[bool]:
+    return [(SHM / name).exists() for name in names]
+
+
+@pytest.fixture
+def block_of():
+    """Return a function that makes shared memory of this process, removed at the end."""
+    blocks = []
+
+    def make() -> SharedMemory:
+        blocks.append(SharedMemory(create=True, size=100))
+        return blocks[-1]
+
+    yield make
+    for block in blocks:
+        block.close()
+        block.unlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows shared memory as files")
+async def test_shared_memory_of_a_killed_server_is_removed_and_that_of_others_stays(block_of, caplog):
+    caplog.set_level(logging.INFO, logger="polyturn.engines.launcher")
+    before = block_of()
+    server = await Server.start(spec(SERVE_WITH_MEMORY))
+    during, unheld = block_of(), block_of()
+    unheld.close()
+    names = server.tail().split()
+    in_use = (SHM / names[0]).open("rb")
+    signal_session(server.pid, signal.SIGKILL)
+    server._wait_for_end(60)
+    assert there(*names) == [True, True, True]  # what a kill leaves behind: of the server, of its child, and a semaphore
+    await server.stop()
+    assert there(*names) == [True, False, False]
+    assert there(before.name, during.name, unheld.name) == [True, True, True]
+    in_use.close()
+    await server.stop()
+    assert there(*names) == [False, False, False]
+    assert caplog.messages[-1] == f"removed the shared memory that the server {server.pid} left behind: {names[0]}"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
