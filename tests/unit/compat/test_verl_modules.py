@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import polyturn.compat.verl  # noqa: F401  (answers for `verl`)
+import polyturn.compat.verl
 from polyturn.compat.verl import hdfs_io, reward_manager
 from polyturn.compat.verl.protocol import DataProto, collate_fn
 from polyturn.compat.verl.tokenizer import normalize_token_ids
@@ -35,6 +38,12 @@ def test_users_files_find_their_names() -> None:
         names,
     )
     assert names["DataProto"] is DataProto
+
+
+def test_a_process_that_runs_as_verl_finds_the_batch() -> None:
+    shims = Path(polyturn.compat.__file__).parent / "shims"
+    code = "from verl import DataProto; import verl.protocol; assert DataProto is verl.protocol.DataProto"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(shims)}, check=True)
 
 
 def test_a_batch_gives_rows_and_parts() -> None:

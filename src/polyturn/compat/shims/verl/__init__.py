@@ -3,3 +3,7 @@
 from polyturn.compat import install
 
 install("verl")
+
+from polyturn.compat.verl.protocol import DataProto, DataProtoItem  # noqa: E402
+
+__all__ = ["DataProto", "DataProtoItem"]
