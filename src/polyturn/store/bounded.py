@@ -55,7 +55,9 @@ class BoundedFile:
         """
         chosen = range(len(self.rows_of_groups)) if groups is None else list(groups)
         self._check(sum(self._size(number, frozenset(columns)) for number in chosen))
-        return self._file.read_row_groups(list(chosen), columns=list(columns))
+        # One at a time: each group has dictionaries of its own, and nested texts of several cannot be read together.
+        read = [self._file.read_row_group(number, columns=list(columns)) for number in chosen]
+        return pa.concat_tables(read) if read else self._file.schema_arrow.empty_table().select(list(columns))
 
     def plain(self, table: pa.Table) -> pa.Table:
         """Return rows that `read` gave, once it is known what they take with every text written out.

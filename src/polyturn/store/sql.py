@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -57,8 +56,6 @@ def run_query(
     given.seek(0, os.SEEK_END)
     with pa.ipc.new_stream(given, table.schema) as writer:
         writer.write_table(table)
-    data: bytes | None = given.getvalue()
-    deadline = time.monotonic() + timeout_s
     environment = {"PATH": os.environ.get("PATH", ""), "HOME": "/nonexistent", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         [sys.executable, "-P", str(_WORKER)],
@@ -67,21 +64,25 @@ def run_query(
         stderr=subprocess.PIPE,
         env=environment,
     ) as child:
+        if stop is not None:
+            threading.Thread(target=_kill_when, args=(stop, child), name="polyturn-query", daemon=True).start()
         try:
-            while True:
-                if stop is not None and stop.is_set():
-                    raise DataError("the query was stopped: nobody waits for its answer")
-                if time.monotonic() > deadline:
-                    raise DataError(f"the condition or query took longer than {timeout_s:g} s; ask for less")
-                try:
-                    out, errors = child.communicate(data, timeout=_POLL_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    data = None  # it is remembered, and may be given once
+            out, errors = child.communicate(given.getvalue(), timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise DataError(f"the condition or query took longer than {timeout_s:g} s; ask for less") from None
         finally:
             child.kill()
+    if stop is not None and stop.is_set():
+        raise DataError("the query was stopped: nobody waits for its answer")
     if child.returncode:
         said = errors.decode(errors="replace").strip().splitlines() or [f"its process ended with {child.returncode}"]
         raise DataError(f"the condition or query is not valid: {said[-1]}. Columns: {', '.join(table.column_names)}")
     with pa.ipc.open_stream(out) as stream:
         return stream.read_all()
+
+
+def _kill_when(stop: threading.Event, child: subprocess.Popen[bytes]) -> None:
+    while child.poll() is None:
+        if stop.wait(_POLL_S):
+            child.kill()
+            return

@@ -30,7 +30,7 @@ from polyturn.core.trajectory import (
     TrajectoryGroup,
     Turn,
 )
-from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.parquet_store import ROW_GROUP, ParquetStore
 from polyturn.store.stored_run import open_store
 
 TASK = Task(
@@ -202,9 +202,23 @@ def test_a_damaged_part_is_skipped_with_a_warning_and_costs_no_other(
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
-    with pytest.raises(DataError, match=r"holds no recorded trajectories .*it holds \['config.yaml'\]"):
+    with pytest.raises(DataError, match=r"holds no recorded trajectories .*It holds config.yaml"):
         open_store(tmp_path)
     with ParquetStore(tmp_path) as store:
         store.add(group(), step=0, split="train")
     with pytest.raises(DataError, match=r"no trajectory 'g0/9', step 0 is recorded in .* Did you mean 'g0/"):
         open_store(tmp_path).trajectory("g0/9", step=0)
+
+
+def test_a_step_of_several_row_groups_is_read_whole_and_conditions_see_all_of_it(tmp_path: Path) -> None:
+    """Each row group has dictionaries of its own, and the table that a condition is asked of outgrows a pipe."""
+    store, size = ParquetStore(tmp_path), 3 * ROW_GROUP
+    for number in range(size):
+        store.add(group(f"g{number}-{'x' * 200}", size=1, reward=float(number % 2)), step=0, split="greedy")
+    store.close()
+    (part,) = (tmp_path / "trajectories").iterdir()
+    assert pq.read_metadata(part).num_row_groups == 3
+    run = open_store(tmp_path)
+    assert len(run) == size and not run.problems
+    assert len(run.filter("reward > 0.5")) == size // 2
+    assert sum(1 for _ in run.trajectories()) == size
