@@ -176,7 +176,7 @@ def upgrade(table: pa.Table) -> pa.Table:
     for name, kind in INDEX.items():
         if name not in table.column_names and name not in KEY:
             columns.append(pa.nulls(table.num_rows, kind))
-        elif name == "components" and pa.types.is_string(table[name].type):
+        elif name == "components" and not pa.types.is_map(table[name].type):
             read = [None if v is None else list(read_floats(v).items()) for v in table[name].to_pylist()]
             columns.append(pa.array(read, kind))
         else:
