@@ -194,7 +194,7 @@ def test_show_lists_trajectories_and_shows_one_as_a_conversation(trained: tuple[
     config, _ = trained
     listed = call("show", run_of(config), "--split", "train", "-n", 4)
     assert listed.code == 0 and len([x for x in listed.out.splitlines() if x.startswith("g")]) == 4
-    assert "18 trajectories; one of them: polyturn show" in listed.out
+    assert re.search(r"18 trajectories; one of them: \S*polyturn show", listed.out)
     assert re.search(r"of these: (\d+ \w+(, )?)+", listed.out), "why they ended, and how many"
     one = call("show", run_of(config), "g0/0")
     assert "How loud is mouse" in one.out and "turn 0" in one.out and "reward" in one.out
@@ -206,7 +206,7 @@ def test_show_lists_trajectories_and_shows_one_as_a_conversation(trained: tuple[
     unknown = call("show", run_of(config), "g0/9")
     assert unknown.code == 2 and "no trajectory 'g0/9'" in unknown.err
     nowhere = call("show", config.parent / "nothing")
-    assert nowhere.code == 2 and "holds no recorded trajectories" in nowhere.err
+    assert nowhere.code == 2 and "there is no folder" in nowhere.err
 
 
 def test_check_says_what_a_template_does(trained: tuple[Path, Called]):

@@ -98,7 +98,7 @@ async def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path: Path)
     (folder / "trajectories" / "part-00000.parquet").write_bytes(b"half")
     (folder / "config.yaml").unlink()
     text = write_report([folder], tmp_path / "report.html").read_text()
-    assert "part-00000.parquet is damaged" in text and "its config cannot be read" in text and "<polyline" in text
+    assert "part-00000.parquet is damaged" in text and "it has no config.yaml" in text and "<polyline" in text
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no metrics and no trajectories"):
         write_report([tmp_path / "empty"], tmp_path / "report.html")

@@ -15,11 +15,12 @@ import pytest
 from polyturn.core.run_loop import run_loop
 
 PROGRAM = """
-import asyncio, atexit, logging, os, sys, threading, time
+import asyncio, atexit, logging, os, signal, sys, threading, time
 from polyturn.cli.end_process import end_process
 from polyturn.core.run_loop import run_loop
 
 LEFT = []
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
 async def ignores():
     while True:

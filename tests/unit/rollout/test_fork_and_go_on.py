@@ -236,7 +236,7 @@ async def test_a_branch_that_fails_ends_the_others_and_the_trajectory():
                 raise
 
     t = await run_episode(scripted_context(["x"], scheduler=OneFails()), task(), id="e")
-    assert t.error == "SchedulerError: the scheduler's step raised ValueError: this branch"
+    assert (t.error or "").startswith("SchedulerError: the scheduler's step raised ValueError: this branch")
     assert sorted(waited) == ["e#2", "e#3"]
 
 

@@ -108,7 +108,7 @@ async def test_a_few_failures_are_data():
 async def test_only_the_latest_trajectories_count(monkeypatch: pytest.MonkeyPatch):
     """After a long good time, an engine that breaks ends the run as soon as it would have at the start."""
     good, bad = [
-        (await RolloutPool(scripted_context([say]), max_failed_share=1).run(specs(1)))[0] for say in ("x", OSError("gone"))
+        await RolloutPool(scripted_context([say]), max_failed_share=1).run_one(specs(1)[0]) for say in ("x", OSError("gone"))
     ]
     monkeypatch.setattr(FailureBudget, "WINDOW", 50)
     budget = FailureBudget(max_share=0.1)
