@@ -331,5 +331,5 @@ async def test_a_function_that_does_nothing_in_time_by_itself_fails_though_it_as
 
 
 async def test_a_whole_number_without_end_is_no_reward() -> None:
-    with pytest.raises(RewardError, match="return a number"):
+    with pytest.raises(RewardError, match="return a finite number"):
         await RewardRouter(function=lambda trajectory: 10**400).score(trajectory(turn()))

@@ -129,14 +129,13 @@ async def test_calls_that_are_late_or_cancelled_are_cancelled_at_the_server() ->
     assert heard == "2"
 
     naps = [asyncio.create_task(ask("nap", seconds=0.5)) for _ in range(64)]
-    began = time.monotonic()
-    assert await ask("count") == "1" and time.monotonic() - began < 0.4, "a quick call does not wait for slow ones"
-    assert await asyncio.gather(*naps) == ["awake"] * 64 and time.monotonic() - began < 3.0
+    assert await ask("count") == "1" and not any(nap.done() for nap in naps), "a quick call does not wait for slow ones"
+    assert await asyncio.gather(*naps) == ["awake"] * 64
 
     assert "the disk is full" in await ask("broken")
     assert "Unknown tool" in await ask("nowhere")
     assert (await ask("lie")).startswith("error: ")
-    assert len(await ask("large", size=10_000_000)) == 10_000_000
+    assert len(await ask("large", size=7_000_000)) == 7_000_000
     with pytest.raises(TooLargeError, match=r"of 7000\d{4} bytes is too large; ask for less"):
         await ask("large", size=70_000_000)
     assert int(await ask("pid")) == pid, "none of this broke the connection"
@@ -197,7 +196,7 @@ async def test_a_server_behind_a_url_may_change_its_tools_and_be_killed_and_star
     server.open("e")
     ask = asker(server)
     try:
-        size = 900_000 if transport == "sse" else 10_000_000  # the SDK takes 1 MiB at once by SSE
+        size = 900_000 if transport == "sse" else 7_000_000  # the SDK takes 1 MiB at once by SSE
         assert len(await ask("large", size=size)) == size
         assert "the disk is full" in await ask("broken")
         assert await ask("learn") == "learnt" and await ask("fresh") == "new"

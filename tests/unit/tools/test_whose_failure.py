@@ -179,7 +179,7 @@ async def test_an_open_breaker_is_a_failure_where_a_lost_connection_is_one():
 async def test_a_tool_of_ones_own_can_say_that_it_is_not_the_models_fault():
     assert polyturn.ToolUnavailableError is ToolUnavailableError
     trajectory = await play(ToolBox([Gone(ToolUnavailableError)]), "gone")
-    assert trajectory.error == "ToolUnavailableError: tool 'gone': nobody listens"
+    assert (trajectory.error or "").startswith("ToolUnavailableError: tool 'gone': nobody listens")
     refused = await play(ToolBox([Gone(polyturn.ToolError)], fails_unreachable=True), "gone")
     assert not refused.is_failed, "a refusal is the model's to mend"
 
