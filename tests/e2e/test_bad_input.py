@@ -249,4 +249,4 @@ def test_failures_of_the_run_itself_are_one_sentence_too(tmp_path: Path):
     called = call("train", config, "rollout.scheduler=plugins.py:Asks", "train.steps=9", "evaluation.data=null")
     assert called.code == 2
     sentence = called.err.splitlines()[-1]
-    assert "rollout.max_failed_share" in sentence and "no such room" in sentence
+    assert "all 6 trajectories failed" in sentence and "no such room" in sentence

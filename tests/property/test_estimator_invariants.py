@@ -309,25 +309,21 @@ def one_number(number: Callable[[list[Seen], Seen, float | None], float]) -> Cal
 
 
 def grpo(group, m, greedy, norm_by_std=True):
-    if len(group) == 1:
-        return m.total / (1 + 1e-6) if norm_by_std else m.total
     return standing(m.total, [x.total for x in group], divided=norm_by_std)
 
 
 def rloo(group, m, greedy):
     others = [x.total for x in group if x is not m]
-    return m.total - (statistics.fmean(others) if others else 0.0)
+    return m.total - statistics.fmean(others) if others else 0.0
 
 
 def opo(group, m, greedy):
     """The mean over the tokens of the group of what their trajectory earned."""
     earned = [x.total for x in group for _ in x.tokens] or [x.total for x in group]
-    return m.total - (statistics.fmean(earned) if len(group) > 1 else 0.0)
+    return m.total - statistics.fmean(earned)
 
 
 def grpo_passk(group, m, greedy, k=None, norm_by_std=True):
-    if len(group) == 1:
-        return 0.0
     totals = [x.total for x in group]
     if k is None:  # what the maximum loses without this one, and of several best ones nothing
         lead = max(totals) - max(x.total for x in group if x is not m)
@@ -347,9 +343,9 @@ def remax(group, m, greedy):
 
 def gpg(groups, greedy, f_norm=1.0):
     members = [(group, m) for group in groups for m in group]
-    live = [m for group, m in members if len(group) == 1 or len({x.total for x in group}) > 1]
+    live = [m for group, m in members if len({x.total for x in group}) > 1]
     alpha = len(members) / len(live) if live else 1.0
-    centred = one_number(lambda group, m, _: m.total - (statistics.fmean(x.total for x in group) if len(group) > 1 else 0.0))
+    centred = one_number(lambda group, m, _: m.total - statistics.fmean(x.total for x in group))
     return [[[alpha / f_norm * a for a in m] for m in group] for group in centred(groups, greedy)]
 
 
@@ -362,7 +358,7 @@ def whitened(found: list[list[list[float]]], eps: float = 1e-8) -> list[list[lis
 
 
 def reinforce_plus_plus_baseline(groups, greedy):
-    one = one_number(lambda group, m, _: m.total - (statistics.fmean(x.total for x in group) if len(group) > 1 else 0.0))
+    one = one_number(lambda group, m, _: m.total - statistics.fmean(x.total for x in group))
     return whitened(one(groups, greedy))
 
 
@@ -509,6 +505,18 @@ DEFINITIONS: dict[str, Callable[..., list[list[list[float]]]]] = {
     "turn_gae": turn_gae,
     "bilevel_gae": bilevel_gae,
 }
+COMPARE = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline", "gdpo", "mt_grpo", "gigpo")
+"""Those for which a member that is alone in its group is 0, and in no statistics."""
+
+
+def defined(name, groups, greedy, **options):
+    if name not in COMPARE:
+        return DEFINITIONS[name](groups, greedy, **options)
+    kept = [(group, base) for group, base in zip(groups, greedy, strict=True) if len(group) > 1]
+    found = iter(DEFINITIONS[name]([group for group, _ in kept], [base for _, base in kept], **options))
+    return [next(found) if len(group) > 1 else [[0.0] * len(m.tokens) for m in group] for group in groups]
+
+
 FLAG, PART, OUTCOME = [True, False], [0.0, 0.5, 1.0], ["rest", "add", "ignore", "end"]
 GAE: dict[str, list[Any]] = {"gamma": PART, "lam": PART, "outcome": OUTCOME, "whiten_batch": FLAG}
 OPTIONS: dict[str, dict[str, list[Any]]] = {
@@ -558,11 +566,11 @@ def test_it_is_what_its_definition_says(name: str, seed: int) -> None:
     groups, greedy = seen(game)
     expected: Found = {(g, m): [] for g, plays in enumerate(game.groups) for m in range(len(plays))}
     told: dict[tuple[int, int], list[tuple[int, float]]] = {place: [] for place in expected}
-    for group, of_group in zip(groups, DEFINITIONS[name](groups, greedy, **options), strict=True):
+    for group, of_group in zip(groups, defined(name, groups, greedy, **options), strict=True):
         for m, numbers in zip(group, of_group, strict=True):
             told[m.place] += [(k, a) for (k, _, _), a in zip(m.tokens, numbers, strict=True)]
     expected |= {place: [a for _, a in sorted(pairs, key=lambda pair: pair[0])] for place, pairs in told.items()}
-    members = [m for group in groups for m in group]
+    members = [m for group in groups if name not in COMPARE or len(group) > 1 for m in group]
     lacks_scores = not any(s is not None for m in members for s in m.scores)
     lacks_states = not any(s is not None for m in members for s in m.states[1:]) and any(m.states[1:] for m in members)
     if members and ((name in BY_SCORES and lacks_scores) or (name == "gigpo" and lacks_states)):
