@@ -43,17 +43,26 @@ PLUGINS = {
         class Stubborn(BaseTool):
             async def create(self, instance_id=None, **kwargs):
                 await ignore_cancellation()
+
+            async def execute(self, instance_id, parameters, **kwargs):
+                return "never"
     """,
     "interaction": """
         class Coach(BaseInteraction):
             async def start_interaction(self, instance_id=None, **kwargs):
                 await ignore_cancellation()
+
+            async def generate_response(self, instance_id, messages, **kwargs):
+                return True, "", 0.0, {}
     """,
     "interaction that stays": """
         class Coach(BaseInteraction):
             async def start_interaction(self, instance_id=None, **kwargs):
                 self.left = asyncio.get_running_loop().create_task(ignore_cancellation())
                 return instance_id
+
+            async def generate_response(self, instance_id, messages, **kwargs):
+                return True, "", 0.0, {}
     """,
     "reward": """
         LEFT = []
@@ -115,10 +124,10 @@ def check_named(said: str) -> None:
 @pytest.mark.parametrize(
     ("command", "kind", "code", "words"),
     [
-        (("train", "train.groups_per_step=6"), "tool", 2, "more than rollout.max_failed_share"),
+        (("train", "train.groups_per_step=6"), "tool", 2, "trajectories failed"),
         (("train", "train.steps=1"), "interaction that stays", 0, "before and after"),
-        (("rollout",), "interaction", 2, "more than rollout.max_failed_share"),
-        (("eval",), "scheduler", 0, "report.json"),
+        (("rollout",), "interaction", 2, "trajectories failed"),
+        (("eval",), "scheduler", 2, "all 2 trajectories failed"),
     ],
 )
 def test_a_command_ends_with_its_summary_or_its_error(
