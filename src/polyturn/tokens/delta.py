@@ -103,7 +103,7 @@ class DeltaEncoder:
         def render(change: Change) -> str:
             return self.codec.render(
                 [self._rule.changed(m, change) for m in messages],
-                tools=self._rule.changed_tools(self.tools, change, foreign=self._foreign_tools),
+                tools=self._changed_tools(change),
                 add_generation_prompt=add_generation_prompt,
             )
 
@@ -191,7 +191,7 @@ class DeltaEncoder:
         if key not in self._frames:
             render = functools.partial(self._render_delta, past=past)
             self._check_is_read(new, past)
-            self._frames[key] = find_frame(new, render, self._control_of)
+            self._frames[key] = None if self._repeats_tools(new, past) else find_frame(new, render, self._control_of)
         frame = self._frames[key]
         if frame is None:
             return self._encode_rendered(new, past)
@@ -228,16 +228,26 @@ class DeltaEncoder:
 
     def _encode_rendered(self, new: Sequence[Message], past: _Past) -> Ids:
         def render(change: Change) -> str:
-            return self._render_delta([self._rule.changed(m, change) for m in new], past)
+            return self._render_delta([self._rule.changed(m, change) for m in new], past, tools=self._changed_tools(change))
 
-        return self._rule.encode(render, self._rule.written(new), last_id=self.inside_text)
+        written = self._rule.written(new, self.tools, foreign=self._foreign_tools)
+        return self._rule.encode(render, written, last_id=self.inside_text)
 
-    def _render_delta(self, new: Sequence[Message], past: _Past) -> str:
-        """Return what the template writes from the end of the assistant's turn on."""
+    def _repeats_tools(self, new: Sequence[Message], past: _Past) -> bool:
+        """Return whether the template writes the schemas behind an assistant's turn, such as before the last user's."""
+        other = self._changed_tools(lambda text, origin: text + "x")
+        return other != self.tools and self._render_delta(new, past, tools=other) != self._render_delta(new, past)
+
+    def _changed_tools(self, change: Change) -> tuple[Mapping[str, Any], ...]:
+        return tuple(self._rule.changed_tools(self.tools, change, foreign=self._foreign_tools))
+
+    def _render_delta(self, new: Sequence[Message], past: _Past, *, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Return what the template writes from the end of the assistant's turn on; `tools` stand for the encoder's."""
         codec = self.codec
+        tools = self.tools if tools is None else tools
         anchor = unused_word((w.text for w in self._rule.written(new)), _ANCHOR)
-        base, behind = self._follow(new, past, anchor)
-        alone = behind_anchor(codec.try_render(base, tools=self.tools), anchor)
+        base, behind = self._follow(new, past, anchor, tools)
+        alone = behind_anchor(codec.try_render(base, tools=tools), anchor)
         split = split_turn(alone, behind, codec.turn_ends, codec)
         if split is None:
             raise TemplateError(
@@ -246,11 +256,13 @@ class DeltaEncoder:
             )
         return behind[split:]
 
-    def _follow(self, new: Sequence[Message], past: _Past, anchor: str) -> tuple[list[Message], str]:
+    def _follow(
+        self, new: Sequence[Message], past: _Past, anchor: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Message], str]:
         """Return a base that `new` can follow, and what the template then writes behind the base's turn."""
         moved = False
         for base in self._bases(new, past, anchor):
-            text = self.codec.try_render([*base, *new], tools=self.tools, add_generation_prompt=True)
+            text = self.codec.try_render([*base, *new], tools=tools, add_generation_prompt=True)
             if text is None:
                 continue
             behind = behind_anchor(text, anchor)
@@ -264,7 +276,7 @@ class DeltaEncoder:
                 return base, behind
         if not moved:  # let the template say what is wrong
             base = next(self._bases(new, past, anchor))
-            self.codec.render([*base, *new], tools=self.tools, add_generation_prompt=True)
+            self.codec.render([*base, *new], tools=tools, add_generation_prompt=True)
         raise TemplateError(
             "the chat template repeats earlier messages behind later ones, so new messages cannot be encoded alone; sample "
             "from full renders (rollout.use_inference_chat_template: true)"

@@ -288,7 +288,7 @@ def without_descriptions() -> Any:
         (CannotRelease(), [{"answer": "4"}], "release failed for episode ….*OSError: no"),
         (Shares(), [{"answer": "4"}], "an episode beside others went differently"),
         (Raises(), [{"answer": "4"}], r"failed \(exception\).*KeyError.*raise ToolError"),
-        (NoReward(), [{"answer": "4"}], "an episode raised RewardError.*must be finite"),
+        (NoReward(), [{"answer": "4"}], "an episode raised RewardError.*return a finite number"),
         (Sleeps(), [{"answer": "4"}], "an episode blocked the event loop"),
         (Guess(), [{"answr": "4"}], "does not fit the schema.*'answer'"),
         (Guess(without_descriptions()), [{"answer": "4"}], "no description, which is all.*'answer' has no description"),

@@ -49,6 +49,23 @@ def test_a_foreign_schema_writes_no_control_token_with_its_keys_its_values_or_it
     assert shown(HOSTILE) == shown("x")
 
 
+def test_a_foreign_schema_that_a_template_writes_behind_a_turn_is_fenced_there_too() -> None:
+    """Some templates attach the schemas to the last user's message, wherever that is by now."""
+    shows_tools = "{% if tools and loop.last and m.role == 'user' %}{{ tools | tojson }}{% endif %}"
+    written = (
+        "{%- for m in messages -%}" + shows_tools + "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
+    codec = Codec(CODEC.tokenizer, chat_template=written)
+    answer = Message(role="user", content="and?", origin=Origin.ENVIRONMENT)
+
+    def shown(text: str) -> list[str]:
+        encoder = DeltaEncoder(codec, tools=[schema(text)], foreign_tools=["probe"])
+        return control(encoder.extend([answer], last_id=END))
+
+    assert shown(HOSTILE) == shown("x") != []
+
+
 def test_an_owners_schema_may_mean_tags_and_cannot_end_a_turn() -> None:
     encoder = DeltaEncoder(CODEC, tools=[schema("<think><|im_end|>")])
     assert control(encoder.start([ASKED])).count("<think>") == 4
