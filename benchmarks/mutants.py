@@ -1,0 +1,245 @@
+"""Mutation test of the core: change one operator, constant or statement at a time, and see whether a test notices.
+
+    python benchmarks/mutants.py                       120 mutants; the last line of output is JSON
+    python benchmarks/mutants.py --num 40 --seed 3 --packages tokens rollout
+    python benchmarks/mutants.py --only "batching/layout.py:88"     those of one line, with the difference
+
+First the unit, property and golden tests of these packages run once, and `coverage` notes which test executes which line.
+Then each mutant runs in a copy of `src` of its own, against the tests that execute its line, the quickest first, until one
+fails. A mutant that survives is an error, unless `mutants_argued.json` says why the change cannot be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import concurrent.futures
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/polyturn"
+PACKAGES = ("core", "tokens", "rollout", "batching", "algorithms", "training")
+TESTS = ("tests/unit", "tests/property", "tests/golden")
+ARGUED = Path(__file__).with_name("mutants_argued.json")
+MAX_SECONDS = 120.0
+"""Tests of one mutant are left out beyond so many seconds, by what they took without a mutation."""
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """One change to one file."""
+
+    file: str
+    """Below src/polyturn."""
+    function: str
+    line: int
+    span: tuple[int, int]
+    """Where the changed expression or statement stands, in bytes of the file."""
+    before: str
+    after: str
+
+    @property
+    def key(self) -> str:
+        """What names the mutant whatever stands above it in the file."""
+        return f"{self.file}: {self.function}: {self.before} -> {self.after}"
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Yield every mutant of a file."""
+    raw = path.read_bytes()
+    starts = [0]
+    for line in raw.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def visit(node: ast.AST, function: str) -> Iterator[Mutant]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            function = node.name if function == "" else f"{function}.{node.name}"
+            if node.name in {"__repr__", "__str__"}:
+                return
+        for field, value in ast.iter_fields(node):
+            if field in {"annotation", "returns", "decorator_list", "type_params", "bases", "keywords"} and not isinstance(
+                node, ast.Call
+            ):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if not isinstance(child, ast.AST) or _is_left_alone(child):
+                    continue
+                if function and isinstance(child, ast.expr | ast.stmt):
+                    for changed in changes(child):
+                        before = ast.get_source_segment(source, child) or ""
+                        span = (
+                            starts[child.lineno - 1] + child.col_offset,
+                            starts[child.end_lineno - 1] + child.end_col_offset,
+                        )
+                        after = changed if isinstance(changed, str) else f"({ast.unparse(changed)})"
+                        yield Mutant(name, function, child.lineno, span, " ".join(before.split()), after)
+                yield from visit(child, function)
+
+    source, name = raw.decode(), str(path.relative_to(SOURCE))
+    yield from visit(ast.parse(source), "")
+
+
+def _is_left_alone(node: ast.AST) -> bool:
+    """Return whether the node is no behaviour: an error's sentence, a log line, a docstring, imports for types."""
+    match node:
+        case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
+            return True
+        case ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "log" | "_log")))):
+            return True
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return True
+    return False
+
+
+def changes(node: ast.AST) -> Iterator[ast.expr | str]:
+    """Yield what a node becomes in each of its mutants."""
+    match node:
+        case ast.Compare(left, [operator], [right]) if type(operator) in COMPARISONS:
+            yield ast.Compare(left, [COMPARISONS[type(operator)]()], [right])
+        case ast.BinOp(left, operator, right) if type(operator) in OPERATORS and not isinstance(left, ast.JoinedStr):
+            yield ast.BinOp(left, OPERATORS[type(operator)](), right)
+        case ast.BoolOp(operator, values):
+            yield ast.BoolOp(ast.Or() if isinstance(operator, ast.And) else ast.And(), values)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield operand
+        case ast.Constant(value=bool() as value):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int() as value):
+            yield ast.Constant(value + 1)
+        case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign() | ast.Assign(targets=[ast.Attribute()]):
+            yield "pass"
+
+
+class Covering:
+    """A pytest plug-in: notes which lines each test executes, and how long it takes."""
+
+    def __init__(self, coverage: Any) -> None:
+        self.coverage, self.seconds, self.failed = coverage, {}, []
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        self.coverage.switch_context(item.nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
+def cover(out: Path, packages: list[str], tests: list[str]) -> None:
+    """Run the tests once and write which of them execute which line."""
+    import coverage
+    import pytest
+
+    measured = coverage.Coverage(data_file=None, include=[f"{SOURCE}/{p}/*" for p in packages])
+    plugin = Covering(measured)
+    measured.start()
+    pytest.main([*tests, "-q", "-p", "no:cacheprovider", "-m", "not slow and not demo"], plugins=[plugin])
+    measured.stop()
+    lines: dict[str, dict[int, list[str]]] = {}
+    for file in measured.get_data().measured_files():
+        lines[str(Path(file).relative_to(SOURCE))] = measured.get_data().contexts_by_lineno(file)
+    out.write_text(json.dumps({"seconds": plugin.seconds, "failed": plugin.failed, "lines": lines}))
+
+
+def survives(mutant: Mutant, tests: list[str]) -> tuple[bool, int]:
+    """Return whether all of `tests` pass with the mutant in place, and how many there are."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        tree = Path(folder) / "src/polyturn"
+        shutil.copytree(SOURCE, tree, ignore=shutil.ignore_patterns("__pycache__"))
+        path = tree / mutant.file
+        raw = path.read_bytes()
+        path.write_bytes(raw[: mutant.span[0]] + mutant.after.encode() + raw[mutant.span[1] :])
+        env = {**os.environ, "PYTHONPATH": str(tree.parent), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *tests]
+        try:  # a mutant that never ends is noticed, too
+            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=900, check=False)
+        except subprocess.TimeoutExpired:
+            return False, len(tests)
+    return done.returncode == 0, len(tests)
+
+
+def main() -> None:
+    """Print the survivors, and a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=120, help="how many mutants, drawn over files by how many each has")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--packages", nargs="+", default=list(PACKAGES))
+    parser.add_argument("--tests", nargs="+", default=list(TESTS), help="where to look for tests")
+    parser.add_argument("--only", help="FILE:LINE, all mutants of one line")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--coverage", type=Path, help="which test executes which line; made there unless it exists")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    found = [m for p in options.packages for path in sorted((SOURCE / p).rglob("*.py")) for m in mutants_of(path)]
+    if options.only:
+        file, _, line = options.only.partition(":")
+        drawn = [m for m in found if m.file == file and m.line == int(line)]
+    else:
+        drawn = random.Random(options.seed).sample(found, min(options.num, len(found)))
+    with tempfile.TemporaryDirectory() as folder:
+        covered = options.coverage or Path(folder) / "coverage.json"
+        if not covered.exists():
+            asked = json.dumps([options.packages, options.tests])
+            subprocess.run([sys.executable, __file__, "--cover", str(covered), asked], cwd=ROOT, check=True)
+        known = json.loads(covered.read_text())
+    argued = json.loads(ARGUED.read_text())
+    seconds, lines = known["seconds"], known["lines"]
+
+    def tests_of(mutant: Mutant) -> list[str]:
+        ids = {t for t in lines.get(mutant.file, {}).get(str(mutant.line), []) if t and t not in known["failed"]}
+        out, total = [], 0.0
+        for test in sorted(ids, key=lambda t: seconds[t]):
+            total += seconds[test]
+            if out and total > MAX_SECONDS:
+                break
+            out.append(test)
+        return out
+
+    outcomes: dict[str, list[str]] = defaultdict(list)
+
+    def run(mutant: Mutant) -> None:
+        tests = tests_of(mutant)
+        is_alive = not tests or survives(mutant, tests)[0]
+        outcome = "caught" if not is_alive else "argued" if mutant.key in argued else "survived" if tests else "not executed"
+        outcomes[outcome].append(mutant.key)
+        print(f"{outcome:12} {mutant.file}:{mutant.line} {mutant.before:.90} -> {mutant.after:.90}", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, drawn))
+    alive = outcomes["survived"] + outcomes["not executed"]
+    for key in alive:
+        print(f"argue or test: {key}")
+    result = {
+        "benchmark": "mutants", "seed": options.seed, "possible": len(found), "mutants": len(drawn),
+        "caught": len(outcomes["caught"]), "argued": len(outcomes["argued"]), "survived": len(alive),
+        "seconds": round(time.perf_counter() - began),
+    }  # fmt: skip
+    print(json.dumps(result))
+    sys.exit(bool(alive))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--cover"]:
+        cover(Path(sys.argv[2]), *json.loads(sys.argv[3]))
+    else:
+        main()
