@@ -78,7 +78,7 @@ async def test_a_method_that_raises_fails_its_trajectory_by_name_and_the_end_com
     if where == "on_trajectory_end":
         assert not t.is_failed and t.metrics["close_errors"] == 1, "the trajectory was over, and is kept"
     else:
-        assert t.error == f"SchedulerError: the scheduler's {where} raised KeyError: 'mine'"
+        assert (t.error or "").startswith(f"SchedulerError: the scheduler's {where} raised KeyError: 'mine'")
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
