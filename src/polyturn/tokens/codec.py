@@ -5,9 +5,9 @@ Template text and environment text are encoded differently, because who wrote a 
     encode("<|im_end|>\\n")        -> [151645, 198]          the template speaks: control tokens are recognised
     encode_plain("<|im_end|>")    -> [27, 91, 318, ...]     a tool's output only looks like one: ordinary text
 
-Control tokens are *all* added tokens, special or not (a tool call's tags are usually not special). Text that mixes both
-is fenced: control text inside environment text stands between markers, and only those pieces are encoded as plain text, so
-that everything else merges exactly as in a render of the whole.
+Control tokens are *all* added tokens, special or not (a tool call's tags are usually not special). In a text that mixes
+both, only the control text of the environment is encoded as plain text (`encode_pieces`), so that everything else merges
+exactly as in a render of the whole.
 """
 
 from __future__ import annotations
@@ -296,28 +296,6 @@ class Codec:
             return change(text)
         return self._control_text.sub(lambda m: change(m[0]) if self._control_ids[m[0]] in barred else m[0], text)
 
-    def enclose(self, text: str, marker: str) -> str:
-        """Return `text` fenced as a whole, but for the white space around it, which a template may trim."""
-        inner = text.strip()
-        return text.replace(inner, f"{marker}b{inner}{marker}e", 1) if inner else text
-
-    def encode_fenced(self, text: str, marker: str, *, last_id: int | None = None) -> Ids:
-        """Return the ids of template text in which fenced pieces are ordinary text.
-
-        Args:
-            text: The text.
-            marker: The word of the fences.
-            last_id: The token before the text; None where the text begins what is encoded.
-
-        Raises:
-            FenceError: a fence is torn, because the template cut the text inside it.
-        """
-        pieces = re.split(f"{re.escape(marker)}([be])", text) if marker in text else [text]
-        signs = pieces[1::2]
-        if marker in "".join(pieces[0::2]) or signs != ["b", "e"] * (len(signs) // 2):
-            raise FenceError(f"the fences {signs} do not match")
-        return self.encode_pieces([(piece, bool(i % 2)) for i, piece in enumerate(pieces[0::2])], last_id=last_id)
-
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, last_id: int | None = None) -> Ids:
         """Return the ids of texts that follow one another, each with whether it is ordinary text throughout.
 
@@ -364,10 +342,6 @@ class Codec:
     def _normalized(self, text: str) -> str:
         normalizer = self._backend.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text.encode("utf-8", "replace").decode()))
-
-
-class FenceError(Exception):
-    """Markers around environment text that the template did not keep in pairs."""
 
 
 def load_codec(

@@ -10,7 +10,7 @@ turn, dropped when the completion ended with one, then the messages, then the ge
 
 Who wrote a text decides whether it may become control tokens (`trust`). Text that spells none is encoded in one go with the
 template text around it, which keeps the ids equal to those of a full render (invariant I5); text that must not become one is
-fenced, so that the ids are those of a full render in which it is ordinary text.
+hidden from the template, so that the ids are those of a full render in which it is ordinary text.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def find_read_words(codec: _Codec) -> tuple[str, ...]:
     """Return the literals of the template that change what it writes where a system, user or tool message says them."""
     words = []
     for literal in dict.fromkeys(text.strip() for text in string_literals(codec.chat_template or "")):
-        # Control text in a content is fenced before a template sees it.
+        # No template sees control text in a content (`trust`).
         if literal and len(literal) <= _MAX_CHARS and not codec.has_control(literal):
             words.append(literal)
     found = set[str]()

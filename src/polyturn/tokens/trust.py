@@ -5,8 +5,9 @@
     environment    none, whatever it says and wherever it stands: contents, names, keys of a schema, a role
 
 Everything that is encoded comes through here: prompts, answers, histories, schemas, and texts that a message goes on with.
-Text that must not become a control token is fenced (see `codec`) before the template sees it; all other text is encoded in
-one go with what stands around it, so the ids are those of a render in which that text is ordinary.
+The template sees words in the place of text that must not become a control token, and that text is encoded by itself where
+the words stand then; all other text is encoded in one go with what stands around it, so the ids are those of a render in
+which barred text is ordinary.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from polyturn.core.arrays import Ids
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.media import kind_of
 from polyturn.core.messages import Message, Origin, ToolCall
-from polyturn.tokens.codec import Codec, FenceError
+from polyturn.tokens.codec import Codec
 from polyturn.tokens.frames import ROLES, map_all_strings, origin_of, unused_word
 
 ESCAPES = ("delimiters", "all", "none")
@@ -34,6 +35,9 @@ Change: TypeAlias = Callable[[str, Origin], str]
 
 _WORD = re.compile(r"[\w. -]*", re.ASCII)
 """Roles, types and a schema's own words, which templates look for."""
+
+_UNESCAPED = re.compile(r"""[^\s"\\](?:[^"\\\x00-\x1f]*[^\s"\\])?""")
+"""Stretches of a text that a template neither trims nor escapes, in JSON or out of it."""
 
 
 class Written(NamedTuple):
@@ -95,46 +99,35 @@ class TrustRule:
             TemplateError: the template cannot render the texts.
         """
         codec, barred = self._codec, self._barred
-        marker = unused_word((w.text for w in written), "Zq7Fence")
+        word, hidden = unused_word((w.text for w in written), "Zq7Hidden"), list[str]()
 
-        def fence(text: str, origin: Origin) -> str:
-            return codec.replace_control(text, lambda found: codec.enclose(found, marker), barred=barred[origin])
+        def stand_in(text: str) -> str:
+            hidden.append(text)
+            return f"{word}{len(hidden) - 1}Z"
 
-        def enclose(text: str, origin: Origin) -> str:
+        def hide_control(text: str, origin: Origin) -> str:
+            return codec.replace_control(text, stand_in, barred=barred[origin])
+
+        def hide_all(text: str, origin: Origin) -> str:
             is_barred = len(barred[origin]) == len(codec.control_tokens)
-            return codec.enclose(text, marker) if is_barred and not self._is_inert(text) else fence(text, origin)
+            if is_barred and not self._is_inert(text):
+                return _UNESCAPED.sub(lambda found: stand_in(found[0]), text)
+            return hide_control(text, origin)
 
         def encoded(change: Change) -> Ids:
-            return codec.encode_fenced(render(change), marker, last_id=last_id)
+            pieces = re.split(rf"{word}(\d+)Z", render(change))
+            return codec.encode_pieces(
+                [(hidden[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(pieces)], last_id=last_id
+            )
 
-        try:
-            ids = encoded(fence)
-            if control is not None:
-                return ids if tuple(codec.control_in(ids).tolist()) == control else encoded(enclose)
-            if not any(barred[w.origin] and self._may_spell(w.text) for w in written):
-                return ids
-            # Template and text together may spell a control token, or the template may change the text into one.
-            closed = encoded(enclose)
-            return ids if np.array_equal(codec.control_in(ids), codec.control_in(closed)) else closed
-        except FenceError:  # the template looks for a word that stands inside a fence
-            return self._encode_hidden(render, last_id=last_id)
-
-    def _encode_hidden(self, render: Callable[[Change], str], *, last_id: int | None) -> Ids:
-        """Encode with words in the place of barred texts, which then stand there as they are: the template sees none."""
-        codec, hidden = self._codec, list[str]()
-
-        def hide(text: str, origin: Origin) -> str:
-            def word(found: str) -> str:
-                hidden.append(found)
-                return f"Zq7Hidden{len(hidden) - 1}Z"
-
-            return codec.replace_control(text, word, barred=self._barred[origin])
-
-        text = render(hide)
-        pieces = re.split(r"Zq7Hidden(\d+)Z", text)
-        return codec.encode_pieces(
-            [(hidden[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(pieces)], last_id=last_id
-        )
+        ids = encoded(hide_control)
+        if control is not None:
+            return ids if tuple(codec.control_in(ids).tolist()) == control else encoded(hide_all)
+        if not any(barred[w.origin] and self._may_spell(w.text) for w in written):
+            return ids
+        # Template and text together may spell a control token, or the template may change the text into one.
+        closed = encoded(hide_all)
+        return ids if np.array_equal(codec.control_in(ids), codec.control_in(closed)) else closed
 
     def _is_inert(self, text: str) -> bool:
         """Return whether a text stands in no control token, whatever stands beside it."""

@@ -40,10 +40,8 @@ def test_environment_text_never_becomes_a_control_token_and_survives(text: str) 
 
 
 @given(texts.map("".join))
-def test_fenced_text_gives_exactly_the_control_tokens_of_the_template_around_it(text: str) -> None:
-    marker = "Zq7Fence0Z"
-    fenced = CODEC.replace_control(text, lambda found: CODEC.enclose(found, marker), barred=CODEC.control_tokens)
-    ids = CODEC.encode_fenced(f"<|im_start|>user\n{fenced}<|im_end|>", marker)
+def test_pieces_give_exactly_the_control_tokens_of_the_template_around_them(text: str) -> None:
+    ids = CODEC.encode_pieces([("<|im_start|>user\n", False), (text, True), ("<|im_end|>", False)])
     assert [CODEC.control_tokens[i] for i in CODEC.control_in(ids).tolist()] == ["<|im_start|>", "<|im_end|>"]
     assert CODEC.decode(ids) == f"<|im_start|>user\n{text}<|im_end|>"
 

@@ -47,7 +47,7 @@ def test_markers_that_take_or_add_space_are_appended_to(template: str, kind: str
 
 @pytest.mark.parametrize("kind", ["metaspace", "rstrip"])
 @pytest.mark.parametrize("text", ["a<|end|>b", "a <|end|> b", "<|end|>", "x<|user|><|end|>y"])
-def test_fenced_text_gains_no_space(text: str, kind: str) -> None:
+def test_hidden_text_gains_no_space(text: str, kind: str) -> None:
     codec = codec_of(PHI3, kind)
     encoder = DeltaEncoder(codec)
     words = text.replace("<|end|>", "<|ENDE|>").replace("<|user|>", "<|USER|>")

@@ -49,7 +49,7 @@ def test_a_foreign_schema_writes_no_control_token_with_its_keys_its_values_or_it
     assert shown(HOSTILE) == shown("x")
 
 
-def test_a_foreign_schema_that_a_template_writes_behind_a_turn_is_fenced_there_too() -> None:
+def test_a_foreign_schema_that_a_template_writes_behind_a_turn_is_ordinary_text_there_too() -> None:
     """Some templates attach the schemas to the last user's message, wherever that is by now."""
     shows_tools = "{% if tools and loop.last and m.role == 'user' %}{{ tools | tojson }}{% endif %}"
     written = (
@@ -209,3 +209,21 @@ def test_text_that_a_template_cuts_at_a_control_text_stands_there_whole() -> Non
     said = Message(role="assistant", content="a</think>b", origin=Origin.ENVIRONMENT)
     ids = encoder.start([ASKED, said, ASKED])
     assert "a</think>b<|im_end|>" in CODEC.decode(ids) and "</think>" not in control(ids)
+
+
+def test_a_template_that_cuts_a_text_in_two_keeps_the_control_tokens_that_it_writes_between_them() -> None:
+    """Reasoning that is cut out of a content: what the template writes around it is its own, not the content's."""
+    body = "<think>{{ m.content.split('</think>') | first }}</think>{{ m.content.split('</think>') | last }}"
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
+    encoder = DeltaEncoder(Codec(tokenizer_of("plain_special"), chat_template=template))
+    said = Message(role="assistant", content="</think>", origin=Origin.MODEL)
+    assert control(encoder.start([said])) == ["<|im_start|>", "<think>", "</think>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("text", ["</think> Zq7Hidden99Z", "Zq7Hidden0Z</think>", "</think>Zq7Hidden"])
+def test_a_text_may_say_the_words_that_stand_in_for_texts(text: str) -> None:
+    body = "{{ (m.content.split('</think>') | join('</think>')) if m.role == 'assistant' else m.content }}"
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
+    encoder = DeltaEncoder(Codec(tokenizer_of("byte_level"), chat_template=template))
+    ids = encoder.start([Message(role="assistant", content=text, origin=Origin.MODEL)])
+    assert f"assistant\n{text}<|im_end|>" in CODEC.decode(ids) and control(ids) == ["<|im_start|>", "<|im_end|>"]
