@@ -100,8 +100,8 @@ def test_one_reward_its_own_scores_and_numbers_of_trajectories(seed: int, count:
         if s.turn_scores is not None:
             assert np.array_equal(s.turn_scores, np.float32(expected), equal_nan=True)
         rewards = [m.reward.total for m in group.trajectories if m.reward is not None]
-        deviation = np.std(rewards, ddof=1) if len(rewards) > 1 else 1.0
-        advantage = (s.reward - (np.mean(rewards) if len(rewards) > 1 else 0.0)) / (deviation + 1e-6)
+        # Whoever is alone with a reward, its siblings having failed, teaches nothing.
+        advantage = (s.reward - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6) if len(rewards) > 1 else 0.0
         assert s.advantages is not None
         assert s.advantages[s.loss_weights != 0] == pytest.approx(np.full(s.num_weighted, advantage), abs=1e-5)
     # Every sampled token that was not cut away is trained once.

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 
-def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any) -> Any:
-    """Return a tokenizer; where it has no token to pad with, the one that ends a sequence is taken (`correct_pad_token`)."""
+def hf_tokenizer(
+    name_or_path: str,
+    correct_pad_token: bool = True,
+    correct_gemma2: bool = True,
+    trust_remote_code: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Return a tokenizer; where it has no token to pad with, the one that ends a sequence is taken (`correct_pad_token`).
+
+    Code from a model's repository is never run: `trust_remote_code` is taken and warned of.
+    """
     from transformers import AutoTokenizer
 
+    _warn_of_code(name_or_path, trust_remote_code)
     if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):  # its turns end in another token than its texts
         kwargs |= {"eos_token": "<end_of_turn>", "eos_token_id": 107}
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False, **kwargs)
     if correct_pad_token:
         set_pad_token_id(tokenizer)
     return tokenizer
 
 
-def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
+def hf_processor(name_or_path: str, trust_remote_code: bool = False, **kwargs: Any) -> Any:
     """Return the processor of a model that reads media; None where a model reads text alone."""
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
+    _warn_of_code(name_or_path, trust_remote_code)
     try:
-        processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
+        processor = AutoProcessor.from_pretrained(name_or_path, trust_remote_code=False, **kwargs)
     except (OSError, ValueError):  # what transformers raises where a model has none
         return None
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
+
+
+def _warn_of_code(name_or_path: str, trust_remote_code: bool) -> None:
+    if trust_remote_code:
+        warnings.warn(
+            f"{name_or_path}: trust_remote_code is not followed; code from a model's repository is never run", stacklevel=3
+        )
 
 
 def set_pad_token_id(tokenizer: Any) -> None:
