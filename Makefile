@@ -1,7 +1,7 @@
 # Everything a contributor runs. `make test` is what CI runs (.ci/run); `make verify` is the long form.
 #   make install   .venv with exactly the versions of constraints.txt
 #   make check     ruff, formatting, mypy
-#   make test      install, check, and every test except the slow ones
+#   make test      install, check, and every test except the slow ones, in a process for each core (four at most)
 #   make engines   environments for the real vLLM and SGLang servers, under the user's cache (about 2.5 minutes, once);
 #                  `make test` uses those that are there, and .ci/run builds them where it can
 #   make environments   an interpreter with verifiers and OpenEnv, under the user's cache, for their tests
@@ -33,7 +33,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4
 
 engines:
 	@failed=0; for engine in vllm sglang; do $(PYTHON) scripts/engines/build.py $$engine || failed=1; done; exit $$failed

@@ -1,0 +1,39 @@
+"""How tests are shared out among processes: `make test` has one for each core.
+
+A file's tests stay together, for they share fixtures; all that use the real engines' servers are one share, so that each
+server starts once. What takes longest begins first.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+FOLDERS = ("contract", "e2e", "golden", "property", "unit")
+"""By how long a file takes, the longest first."""
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many threads as cores in each of as many processes would wait for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def share_of(nodeid: str) -> str:
+    """Return what a test is run together with."""
+    path = nodeid.split("::")[0]
+    return "tests/contract" if path.startswith("tests/contract/") else path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(item.config.rootpath / "tests").parts[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByShare(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return share_of(nodeid)
+
+    return ByShare(config, log)
