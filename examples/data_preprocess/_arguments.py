@@ -22,6 +22,8 @@ def prepare(*, variant: Literal["tool", "interaction"], description: str) -> Non
         "--local_dataset_path", type=Path, help="Folder with train.jsonl and test.jsonl; without it, the Hugging Face hub."
     )
     parser.add_argument("--hdfs_dir", help="Not available: copy the folder yourself.")
+    parser.add_argument("--system", help="The system prompt, in place of the built-in one.")
+    parser.add_argument("--instruction", help="What is asked behind every question, in place of the built-in sentence.")
     arguments = parser.parse_args()
     if arguments.hdfs_dir is not None:
         parser.error(f"--hdfs_dir {arguments.hdfs_dir}: files are not copied to HDFS; copy the written folder yourself")
@@ -29,5 +31,12 @@ def prepare(*, variant: Literal["tool", "interaction"], description: str) -> Non
         logger.warning("--local_dir is deprecated; write --local_save_dir")
     folder = (arguments.local_dir or arguments.local_save_dir).expanduser()
     source = arguments.local_dataset_path
-    for path in prepare_gsm8k(None if source is None else source.expanduser(), variant=variant, out=folder):
+    written = prepare_gsm8k(
+        None if source is None else source.expanduser(),
+        variant=variant,
+        out=folder,
+        system=arguments.system,
+        instruction=arguments.instruction,
+    )
+    for path in written:
         logger.info("%s", path)

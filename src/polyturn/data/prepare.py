@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,16 +34,25 @@ _SYSTEM = {
         "answer in the form `#### <answer>`."
     ),
 }
-_REQUEST = "Let's think step by step and output the final answer after `####`."
+_INSTRUCTION = "Let's think step by step and output the final answer after `####`."
 
 
-def prepare_gsm8k(folder: Path | None, *, variant: Literal["tool", "interaction"], out: Path) -> list[Path]:
+def prepare_gsm8k(
+    folder: Path | None,
+    *,
+    variant: Literal["tool", "interaction"],
+    out: Path,
+    system: str | None = None,
+    instruction: str | None = None,
+) -> list[Path]:
     """Write GSM8K as `train.parquet` and `test.parquet`.
 
     Args:
         folder: Holds OpenAI's `train.jsonl` and `test.jsonl`; None fetches the dataset from the hub.
         variant: "tool" for rows that call `calc_gsm8k_reward`, "interaction" for rows that talk to `gsm8k`.
         out: The folder to write to; it is made.
+        system: The system prompt; None is that of the variant.
+        instruction: What is asked behind every question; None asks for the answer after `####`.
 
     Returns:
         The files written.
@@ -55,10 +64,11 @@ def prepare_gsm8k(folder: Path | None, *, variant: Literal["tool", "interaction"
     if variant not in _SYSTEM:
         raise ConfigError(f"there is no gsm8k variant {variant!r}.{did_you_mean(variant, _SYSTEM)}")
     out.mkdir(parents=True, exist_ok=True)
+    said = _Wording(_SYSTEM[variant] if system is None else system, _INSTRUCTION if instruction is None else instruction)
     written = []
     for split in ("train", "test"):
         problems = _from_hub(split) if folder is None else _from_jsonl(folder / f"{split}.jsonl")
-        rows = [_row(p, index=i, split=split, variant=variant) for i, p in enumerate(problems)]
+        rows = [_row(p, index=i, split=split, variant=variant, said=said) for i, p in enumerate(problems)]
         path = out / f"{split}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), path)
         written.append(path)
@@ -78,24 +88,30 @@ def final_answer(answer: str) -> str:
     return value
 
 
-def _row(problem: dict[str, Any], *, index: int, split: str, variant: str) -> dict[str, Any]:
+class _Wording(NamedTuple):
+    system: str
+    instruction: str
+
+
+def _row(problem: dict[str, Any], *, index: int, split: str, variant: str, said: _Wording) -> dict[str, Any]:
     question, answer = problem["question"], problem["answer"]
     try:
         truth = final_answer(answer)
     except DataError as error:
         raise DataError(f"gsm8k {split}, problem {index}: {error}") from error
+    asked = f"{question} {said.instruction}"
     extra: dict[str, Any] = {"split": split, "index": index, "answer": answer, "question": question}
     if variant == "tool":
         extra["need_tools_kwargs"] = True
         extra["tools_kwargs"] = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": truth}}}
-        extra["interaction_kwargs"] = {"query": question, "ground_truth": truth}
+        extra["interaction_kwargs"] = {"query": asked, "ground_truth": truth}
     else:
-        extra["interaction_kwargs"] = {"name": "gsm8k", "query": question, "ground_truth": truth}
+        extra["interaction_kwargs"] = {"name": "gsm8k", "query": asked, "ground_truth": truth}
     return {
         "data_source": GSM8K,
         "prompt": [
-            {"role": "system", "content": _SYSTEM[variant]},
-            {"role": "user", "content": f"{question} {_REQUEST}"},
+            {"role": "system", "content": said.system},
+            {"role": "user", "content": asked},
         ],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},

@@ -40,7 +40,7 @@ def test_the_interaction_variant_has_the_documented_columns(tmp_path: Path) -> N
         "index": 1,
         "answer": "It is 1,250.\n#### 1,250",
         "question": "test 1?",
-        "interaction_kwargs": {"name": "gsm8k", "query": "test 1?", "ground_truth": "1250"},
+        "interaction_kwargs": {"name": "gsm8k", "query": row["prompt"][1]["content"], "ground_truth": "1250"},
     }
 
 
@@ -50,7 +50,17 @@ def test_the_tool_variant_tells_the_tool_the_ground_truth(tmp_path: Path) -> Non
     assert "calc_gsm8k_reward" in row["prompt"][0]["content"]
     assert row["extra_info"]["need_tools_kwargs"] is True
     assert row["extra_info"]["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1250"}}}
-    assert row["extra_info"]["interaction_kwargs"] == {"query": "train 0?", "ground_truth": "1250"}
+    assert row["extra_info"]["interaction_kwargs"] == {"query": row["prompt"][1]["content"], "ground_truth": "1250"}
+
+
+def test_a_wording_of_ones_own_stands_in_every_row(tmp_path: Path) -> None:
+    """Rows then equal those of another project that were written with the same sentences."""
+    said = {"system": "Solve it.", "instruction": "End with ####."}
+    for path in prepare_gsm8k(source(tmp_path / "in"), variant="interaction", out=tmp_path / "out", **said):
+        for row in pq.read_table(path).to_pylist():
+            asked = f"{row['extra_info']['question']} End with ####."
+            assert row["prompt"] == [{"role": "system", "content": "Solve it."}, {"role": "user", "content": asked}]
+            assert row["extra_info"]["interaction_kwargs"]["query"] == asked
 
 
 def test_a_final_answer_loses_its_commas_and_must_be_there() -> None:

@@ -50,6 +50,10 @@ def gsm8k(
     variant: Annotated[
         Literal["tool", "interaction"], typer.Option(help="Which columns and system prompt.")
     ] = "interaction",
+    system: Annotated[str | None, typer.Option(help="The system prompt, in place of the variant's.")] = None,
+    instruction: Annotated[
+        str | None, typer.Option(help="What is asked behind every question, in place of the built-in sentence.")
+    ] = None,
 ) -> None:
     """Write GSM8K as multi-turn tasks."""
     from polyturn.cli.console import quiet_transformers
@@ -57,7 +61,7 @@ def gsm8k(
 
     quiet_transformers()
     with _all_or_nothing(out):
-        written = prepare_gsm8k(source, variant=variant, out=out)
+        written = prepare_gsm8k(source, variant=variant, out=out, system=system, instruction=instruction)
     _print(written)
 
 
