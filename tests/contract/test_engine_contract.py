@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, small_model
 
+from conftest import VOCAB, small_model
 from polyturn.core.errors import EngineError
 from polyturn.core.generation import FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.protocols import Engine

@@ -11,10 +11,10 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from conftest import VOCAB, small_model
 from engine_servers import launch_spec
 from faulty_proxy import FaultyProxy
 
+from conftest import VOCAB, small_model
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.launcher import session_of, signal_session
 from polyturn.engines.pool import EnginePool

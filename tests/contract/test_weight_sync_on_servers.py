@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import VOCAB, small_model
 from engine_servers import launch_spec, why_not
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from conftest import VOCAB, small_model
 from polyturn.core.errors import EngineError
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine

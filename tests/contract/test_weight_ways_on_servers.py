@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, small_model
 
+from conftest import VOCAB, small_model
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.remote import FOREIGN_VERSION
