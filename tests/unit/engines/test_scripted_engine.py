@@ -1,7 +1,6 @@
 """The scripted engine: where answers come from, how they are cut, and that the history costs nothing."""
 
 import asyncio
-import time
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from polyturn.core.errors import EngineError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.scripted import ScriptedEngine
+from polyturn.engines.virtual_time import run_virtual
 
 
 def request(number: int = 0, *, session: str = "s", prompt=(1, 2, 3), **sampling) -> GenerateRequest:
@@ -62,12 +62,15 @@ async def test_a_script_that_runs_out_says_so():
         await ScriptedEngine({"other": []}).generate(request())
 
 
-async def test_latency_passes_and_abort_cuts_it_short():
-    engine = ScriptedEngine(lambda r: [1], latency_s=0.02)
-    start = time.perf_counter()
-    assert (await engine.generate(request())).token_ids.tolist() == [1]
-    assert time.perf_counter() - start >= 0.02
+def test_every_request_takes_its_latency():
+    async def ask() -> tuple[list[int], float]:
+        completion = await ScriptedEngine(lambda r: [1], latency_s=20.0).generate(request())
+        return completion.token_ids.tolist(), asyncio.get_running_loop().time()
 
+    assert run_virtual(ask()) == ([1], 20.0)
+
+
+async def test_abort_cuts_the_latency_short():
     slow = ScriptedEngine(lambda r: [1], latency_s=60.0)
     running = asyncio.create_task(slow.generate(request()))
     await asyncio.sleep(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -32,10 +31,8 @@ async def timed(engine: SimulatedEngine, request: GenerateRequest) -> tuple[Comp
     return completion, asyncio.get_running_loop().time()
 
 
-def test_an_hour_of_sleep_takes_no_time() -> None:
-    began = time.perf_counter()
-    run_virtual(asyncio.sleep(3600))
-    assert time.perf_counter() - began < 1
+def test_a_thousand_hours_of_sleep_pass() -> None:
+    run_virtual(asyncio.sleep(1000 * 3600.0))
 
 
 def test_one_sequence_takes_its_prefill_and_its_steps() -> None:

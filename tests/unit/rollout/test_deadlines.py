@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -48,7 +47,7 @@ class Hangs(MultiTurnScheduler):
 @pytest.mark.parametrize("where", ["run", "step", "on_trajectory_start", "on_turn_end"])
 async def test_an_async_method_of_a_scheduler_that_hangs_ends_its_trajectory(where: str):
     context = scripted_context(["#### 4"], scheduler=Hangs(where), scheduler_timeout_s=0.1)
-    trajectory = await asyncio.wait_for(run_episode(context, task(), id="e"), 5)
+    trajectory = await run_episode(context, task(), id="e")
     said = f"SchedulerError: the scheduler's {where} took longer than 0.1 s; raise rollout.scheduler_timeout_s or make"
     assert (trajectory.error or "").startswith(said)
 
@@ -113,7 +112,7 @@ async def test_an_async_environment_that_hangs_ends_its_trajectory(where: str):
         scheduler_timeout_s=0.1,
         limits=Limits(max_turns=2),
     )
-    trajectory = await asyncio.wait_for(run_episode(context, task(data_source=None), id="e"), 5)
+    trajectory = await run_episode(context, task(data_source=None), id="e")
     if where == "close":
         assert trajectory.metrics["close_errors"] == 1
     else:
@@ -136,27 +135,26 @@ class User(BaseInteraction):
 
 
 async def test_a_plain_interaction_blocks_no_other_episode():
-    user = User(lambda: time.sleep(0.2) or (True, "bye", 1.0, {}))
+    everybody = threading.Barrier(5)
+    user = User(lambda: (everybody.wait() and None) or (True, "bye", 1.0, {}))
     context = scripted_context(["a"], interactions={"user": user})
-    began = time.perf_counter()
     done = await asyncio.gather(*(run_episode(context, task(interaction="user"), id=f"e{i}") for i in range(5)))
-    assert time.perf_counter() - began < 0.9, "one after another takes a second"
     assert [t.error for t in done] == [None] * 5
     assert sorted(user.ended) == [f"e{i}" for i in range(5)]
 
 
-@pytest.mark.parametrize("reply", [lambda: time.sleep(0.5), stubborn], ids=["plain", "async, not to be cancelled"])
+@pytest.mark.parametrize("reply", [threading.Event().wait, stubborn], ids=["plain", "async, not to be cancelled"])
 async def test_an_interaction_that_hangs_ends_its_trajectory(reply: Any):
     user = User(reply)
     context = scripted_context(["a"], interactions={"user": user}, interaction_timeout_s=0.05)
-    trajectory = await asyncio.wait_for(run_episode(context, task(interaction="user"), id="e"), 5)
+    trajectory = await run_episode(context, task(interaction="user"), id="e")
     assert "generate_response took longer than 0.05 s" in (trajectory.error or "")
     assert user.ended == ["e"]
 
 
 async def test_too_many_calls_left_behind_end_the_run():
     done = threading.Event()
-    user = User(lambda: done.wait(30))
+    user = User(done.wait)
     context = scripted_context(["a"], interactions={"user": user}, interaction_timeout_s=0.02)
     try:
         for batch in range(2):
