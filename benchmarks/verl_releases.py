@@ -8,7 +8,8 @@ folder per release, called 0.6.1 and so on. A script is run by bash with stand-i
 the command lines that it would start; each is then composed, translated and validated as `polyturn run-as verl` does it, at
 the script's place in the checkout and, outside, from a copy of examples and recipe alone. The table goes between the markers
 of the page; columns that `--tests FILE` brings, {release: {column: "12 of 13"}}, stand behind those. `--names` writes the
-names of all keys with their releases, which tell a misspelt key in a section that means nothing here from one that verl has.
+names of all keys with their releases, which tell a misspelt key in a section that means nothing here from one that verl has;
+`--modules` (of src/polyturn/compat/verl/modules.txt) those of all modules, which tell verl's own from a project's.
 """
 
 from __future__ import annotations
@@ -58,11 +59,15 @@ def main() -> None:
     parser.add_argument("--recipes", type=Path, help="a checkout of verl's recipes, for releases that hold none")
     parser.add_argument("--tests", type=Path, help="JSON: release to column to cell")
     parser.add_argument("--write", type=Path, help="a page with the markers")
+    parser.add_argument("--modules", type=Path, help="write the names of the modules to this file")
     parser.add_argument("--names", type=Path, help="write the names of the keys to this file")
     asked = parser.parse_args()
     if asked.names:
         lines = [f"{key} {' '.join(releases)}\n" for key, releases in sorted(names(asked.wheels).items())]
         asked.names.write_text("".join(lines), encoding="utf-8")
+        return
+    if asked.modules:
+        asked.modules.write_text("".join(f"{name}\n" for name in sorted(modules(asked.wheels))), encoding="utf-8")
         return
     more: dict[str, dict[str, str]] = json.loads(asked.tests.read_text()) if asked.tests else {}
     keys = {release: known_keys(wheel) for release, wheel in wheels(asked.wheels)}
@@ -104,6 +109,13 @@ def names(folder: Path) -> dict[str, list[str]]:
         for key in sorted({key for keys in tree_keys(wheel).values() for key in keys}):
             found.setdefault(key, []).append(release)
     return found
+
+
+def modules(folder: Path) -> set[str]:
+    """Return the names of the modules that the wheels hold."""
+    files = [name for _, wheel in wheels(folder) for name in zipfile.ZipFile(wheel).namelist()]
+    found = [name.removesuffix(".py").removesuffix("/__init__") for name in files if name.endswith(".py")]
+    return {name.replace("/", ".") for name in found if name.split("/")[0] == "verl"}
 
 
 def unpack(wheel: Path, where: Path) -> None:

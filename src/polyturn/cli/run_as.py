@@ -1,7 +1,7 @@
 """`polyturn run-as NAME -- COMMAND…`: run a command of another library's users, with polyturn in that library's place.
 
-A folder with a package of that name goes to the front of PYTHONPATH, for the command and for every process it starts. In a
-checkout of that very library, which `python -m` would put before it, the working directory goes to the end instead.
+A folder with a package of that name goes to the front of PYTHONPATH, for the command and for every process it starts; its
+`sitecustomize` answers for that name, also in a checkout of that very library, which `python -m` puts before it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ PROGRAMS = {"swift": "polyturn.compat.swift"}
 """Library -> the module that does what the program of its name does."""
 
 
+STANDS_IN = "POLYTURN_RUN_AS"
+"""The libraries whose place is taken, with commas between them; `shims/sitecustomize.py` reads it."""
 DRY_RUN = "POLYTURN_DRY_RUN"
 """Set for a command whose training programs only check and show what they would do."""
 OVERRIDES = "POLYTURN_OVERRIDES"
@@ -67,10 +69,8 @@ def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
     if name not in known:
         raise ConfigError(f"nothing stands in for {name!r}.{did_you_mean(name, known)}")
     former = environment.get("PYTHONPATH")
-    paths = [str(SHIMS), *([former] if former else [])]
-    if not (Path.cwd() / name / "__init__.py").is_file():
-        return {"PYTHONPATH": os.pathsep.join(paths)}
-    return {"PYTHONPATH": os.pathsep.join([*paths, str(Path.cwd())]), "PYTHONSAFEPATH": "1"}
+    names = dict.fromkeys([name, *filter(None, environment.get(STANDS_IN, "").split(","))])
+    return {"PYTHONPATH": os.pathsep.join([str(SHIMS), *([former] if former else [])]), STANDS_IN: ",".join(names)}
 
 
 def _programs(name: str) -> list[str]:

@@ -10,6 +10,7 @@ whose attributes are set through it. A root whose library is installed is left a
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -36,6 +37,8 @@ class Namespace:
     """Alias -> the module that it is another name of."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Package -> its body: the module whose names it shows. Packages without a body need no entry."""
+    library: Path | None = None
+    """A file with the names of all modules of the library itself: none of them is a project's own."""
 
     def package_names(self) -> frozenset[str]:
         """Return every package: those with a body, and all that stand above a module."""
@@ -93,19 +96,22 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         if fullname in self._packages:
             body = self.namespace.packages.get(fullname)
             return importlib.machinery.ModuleSpec(fullname, _PackageLoader(body), is_package=True)
-        # A project that lives in a checkout of the library keeps its own modules in that library's folders.
-        parts = fullname.split(".")[:-1]
-        folders = [str(folder) for entry in sys.path if (folder := Path(entry, *parts)).is_dir()]
-        if (own := importlib.machinery.PathFinder.find_spec(fullname, folders)) is not None and own.origin is not None:
+        if fullname not in self._library and (own := _find_own(fullname)) is not None:
             return own
         raise ModuleNotFoundError(self._why_not(fullname), name=fullname)
+
+    @functools.cached_property
+    def _library(self) -> frozenset[str]:
+        """Return the library's own modules."""
+        file = self.namespace.library
+        return frozenset() if file is None else frozenset(file.read_text(encoding="utf-8").split())
 
     def _why_not(self, fullname: str) -> str:
         parent = fullname.rpartition(".")[0]
         here = [n for n in self._known if n.rpartition(".")[0] == parent]
         hint = f" {parent} has {', '.join(n.rpartition('.')[2] for n in here)}." if here else ""
         return (
-            f"No module named {fullname!r}: {self.namespace.root} is not installed, and polyturn offers a part of it only."
+            f"No module named {fullname!r}: polyturn, which stands in for {self.namespace.root}, does not offer it."
             f"{hint or did_you_mean(fullname, self._known)}"
         )
 
@@ -198,6 +204,14 @@ class _AliasLoader(importlib.abc.Loader):
         spec = importlib.util.find_spec(self._target)
         loader = None if spec is None else spec.loader
         return loader.get_source(self._target) if isinstance(loader, importlib.abc.InspectLoader) else None
+
+
+def _find_own(fullname: str) -> importlib.machinery.ModuleSpec | None:
+    """Return a project's own module: one that lives in a checkout of the library keeps some in that library's folders."""
+    parts = fullname.split(".")[:-1]
+    folders = [str(folder) for entry in sys.path if (folder := Path(entry, *parts)).is_dir()]
+    own = importlib.machinery.PathFinder.find_spec(fullname, folders)
+    return None if own is None or own.origin is None else own
 
 
 def _is_folder(module: ModuleType) -> bool:

@@ -5,6 +5,8 @@ Importing this imports none of them; that happens when user code imports their a
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from polyturn.compat.finder import Namespace
 
 _NATIVE = {
@@ -66,6 +68,7 @@ VERL = Namespace(
         "verl.utils.reward_score": "polyturn.rewards.default",
         "verl.experimental.agent_loop": "polyturn.compat.verl.agent_loop",
     },
+    library=Path(__file__).parent / "verl" / "modules.txt",
 )
 
 _SWIFT = "polyturn.compat.swift"

@@ -18,15 +18,57 @@ from polyturn.testing.runs import call_command
 
 
 def test_the_shim_goes_before_whatever_is_on_the_path():
-    assert variables("verl", {"PYTHONPATH": "/mine"}) == {"PYTHONPATH": f"{SHIMS}{os.pathsep}/mine"}
-    assert variables("verl", {}) == {"PYTHONPATH": str(SHIMS)}
+    made = {"PYTHONPATH": f"{SHIMS}{os.pathsep}/mine", "POLYTURN_RUN_AS": "verl"}
+    assert variables("verl", {"PYTHONPATH": "/mine"}) == made
+    assert variables("verl", {}) == {"PYTHONPATH": str(SHIMS), "POLYTURN_RUN_AS": "verl"}
+    assert variables("verl", {"POLYTURN_RUN_AS": "swift"})["POLYTURN_RUN_AS"] == "verl,swift"
 
 
-def test_in_a_checkout_of_the_library_the_working_directory_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "verl").mkdir()
-    (tmp_path / "verl" / "__init__.py").touch()
-    monkeypatch.chdir(tmp_path)
-    assert variables("verl", {}) == {"PYTHONPATH": f"{SHIMS}{os.pathsep}{tmp_path}", "PYTHONSAFEPATH": "1"}
+def run_as_verl(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder with polyturn in verl's place."""
+    polyturn = [sys.executable, "-c", "from polyturn.cli.main import main; main()", "run-as", "verl", "--"]
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [*polyturn, *command], capture_output=True, text=True, cwd=folder, env=environment, timeout=60, check=False
+    )
+
+
+def make_checkout(folder: Path) -> Path:
+    """Write what a checkout of verl has, none of which may be imported."""
+    for name in ("", "tools/", "utils/"):
+        (folder / "verl" / name).mkdir(parents=True, exist_ok=True)
+        (folder / "verl" / name / "__init__.py").write_text("raise RuntimeError('not this one')\n")
+    for name in ("tools/base_tool.py", "utils/megatron_utils.py"):
+        (folder / "verl" / name).write_text("raise RuntimeError('not this one')\n")
+    return folder
+
+
+@pytest.mark.parametrize("first", ["", ".", "{checkout}"])
+def test_a_checkout_that_comes_first_on_the_path_gives_way(tmp_path: Path, first: str):
+    """Programs put it there themselves: a script in its root, pytest for a folder of tests, `sys.path.insert`."""
+    checkout = make_checkout(tmp_path)
+    (checkout / "main.py").write_text(
+        f"import sys; sys.path.insert(0, {first.format(checkout=checkout)!r})\n"
+        "from verl.tools.base_tool import BaseTool\nprint(BaseTool.__module__)\n"
+    )
+    ended = run_as_verl(checkout, "python", str(checkout / "main.py"))
+    assert ended.stdout.strip() == "polyturn.tools.base", ended.stderr
+
+
+def test_a_module_of_verl_that_is_not_offered_is_never_taken_from_a_checkout(tmp_path: Path):
+    ended = run_as_verl(make_checkout(tmp_path), "python", "-c", "import verl.utils.megatron_utils")
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "ModuleNotFoundError: No module named 'verl.utils.megatron_utils': polyturn, which stands in for verl"
+    )
+    assert "verl.utils has " in last and "hdfs_io" in last
+
+
+def test_an_environments_own_sitecustomize_still_runs(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['THEIRS'] = __file__\n")
+    ended = run_as_verl(tmp_path, "python", "-c", "import os; print(os.environ['THEIRS'])", PYTHONPATH=str(tmp_path))
+    assert ended.stdout.strip() == str(tmp_path / "sitecustomize.py"), ended.stderr
 
 
 def test_the_same_as_a_runtime_environment_of_ray():
@@ -52,9 +94,7 @@ def test_a_command_and_its_children_find_verl_and_keep_their_exit_code(tmp_path:
         (tmp_path / "verl").mkdir()
         (tmp_path / "verl" / "__init__.py").write_text("raise RuntimeError('not this one')\n")
     code = "import subprocess, sys; sys.exit(7 * (subprocess.run([sys.executable, '-m', 'own']).returncode == 0))"
-    polyturn = ["-c", "from polyturn.cli.main import main; main()"]
-    command = [sys.executable, *polyturn, "run-as", "verl", "--", "python", "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    ended = run_as_verl(tmp_path, "python", "-c", code)
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.strip() == "polyturn.interactions.base"
 
@@ -71,16 +111,10 @@ def test_a_config_finds_a_projects_own_classes_in_the_working_directory(tmp_path
 
 
 def test_a_projects_own_modules_in_a_checkout_of_the_library_are_found(tmp_path: Path):
-    tools = tmp_path / "verl" / "tools"
-    tools.mkdir(parents=True)
-    for package in (tmp_path / "verl", tools):
-        (package / "__init__.py").write_text("raise RuntimeError('not this one')\n")
-    (tools / "base_tool.py").write_text("raise RuntimeError('not this one')\n")
+    tools = make_checkout(tmp_path) / "verl" / "tools"
     (tools / "mine.py").write_text("from verl.tools.base_tool import BaseTool\n\n\nclass Mine(BaseTool):\n    pass\n")
     code = "from verl.tools.mine import Mine; print(Mine.__module__, Mine.__base__.__module__)"
-    polyturn = ["-c", "from polyturn.cli.main import main; main()"]
-    command = [sys.executable, *polyturn, "run-as", "verl", "--", "python", "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    ended = run_as_verl(tmp_path, "python", "-c", code)
     assert ended.stdout.split() == ["verl.tools.mine", "polyturn.tools.base"], ended.stderr
 
 

@@ -72,7 +72,7 @@ def test_one_registry_stands_under_all_its_names() -> None:
 
 def test_a_name_that_is_not_offered_says_what_is() -> None:
     compat.install("swift")
-    with pytest.raises(ModuleNotFoundError, match=r"swift is not installed, and polyturn offers a part of it only"):
+    with pytest.raises(ModuleNotFoundError, match=r"polyturn, which stands in for swift, does not offer it"):
         importlib.import_module("swift.trainers")
 
 

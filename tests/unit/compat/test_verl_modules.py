@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import polyturn.compat.verl
+from polyturn import compat
 from polyturn.compat.verl import hdfs_io, reward_manager
 from polyturn.compat.verl.protocol import DataProto, collate_fn
 from polyturn.compat.verl.tokenizer import normalize_token_ids
@@ -23,6 +24,7 @@ def batch() -> DataProto:
 
 
 def test_users_files_find_their_names() -> None:
+    compat.install("verl")
     names: dict[str, object] = {}
     exec(
         "from verl import DataProto\n"
