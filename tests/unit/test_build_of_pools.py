@@ -68,11 +68,6 @@ async def test_the_ageing_of_the_order_is_an_option(tmp_path: Path) -> None:
     await pool.close()
 
 
-def test_sglang_in_process_needs_one_environment_with_both(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="install polyturn beside sglang"):
-        build_pool(tmp_path, "engine.kind=sglang", "engine.in_process=true")
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -81,7 +76,7 @@ def test_sglang_in_process_needs_one_environment_with_both(tmp_path: Path) -> No
         (("engine.urls=[http://192.0.2.7:1]", "engine.weights=shared_memory"), "192.0.2.7:1 is another machine"),
         (("engine.weights=disk",), "disk needs a folder"),
         (("engine.weights=disk", "engine.weights_folder=nowhere"), "which is no folder"),
-        (("engine.in_process=true",), "engine.in_process is for engine.kind: sglang alone"),
+        (("engine.in_process=true",), "leave it out: engine.kind: sglang starts a server beside the trainer"),
         (("engine.launch.replicas=3", "engine.launch.devices=['0']"), "3 replicas and names GPUs for 1"),
         (("engine.order=longest",), "longest_first"),
         (("engine.order_kwargs.age=3",), "more than 3 times its fair share"),

@@ -106,10 +106,6 @@ def _served(
     order = make_policy(config.order, base=place.base, **config.order_kwargs)
     clients: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
     folder, is_temporary = _model_folder(place, model, tokenizer=tokenizer, media=media, checkpoint=checkpoint)
-    if config.in_process:
-        vocab_size = int(model.config.get_text_config().vocab_size)
-        engines = [_in_process(place, folder, vocab_size=vocab_size, media=media, max_context=max_context)]
-        return _pool(place, engines, policy=order, files=WeightFolder(folder, owns_model=is_temporary))
     key = token_from({"token_env": config.api_key_env}, where="engine.api_key_env")
     launches = [] if config.urls else _launches(place, folder, max_context=max_context, sees=media is not None)
     servers = [(url, None) for url in config.urls] + [("", spec) for spec in launches]
@@ -144,36 +140,6 @@ def _pool(place: Place, engines: Sequence[RemoteEngine], *, policy: OrderPolicy,
         max_tries=config.max_tries,
         patience_s=config.patience_s,
         files=files,
-    )
-
-
-def _in_process(
-    place: Place, folder: Path, *, vocab_size: int, media: MediaProcessor | None, max_context: int
-) -> RemoteEngine:
-    from polyturn.engines.serve_commands import sglang_arguments
-    from polyturn.engines.sglang_in_process import SglangInProcess
-
-    if importlib.util.find_spec("sglang") is None:
-        raise ConfigError(
-            "engine.in_process is set and sglang is not installed in this environment; install polyturn beside sglang, or "
-            "use engine.launch.python to run it as a server"
-        )
-    config = place.config.engine
-    arguments, env = sglang_arguments(
-        model=folder.resolve(),
-        max_context=max_context,
-        device="cuda" if _has_cuda() else "cpu",
-        sees=media is not None,
-    )
-    return SglangInProcess(
-        arguments,
-        env=env,
-        vocab_size=vocab_size,
-        media=media,
-        max_context=max_context,
-        max_in_flight=config.max_in_flight + _FOR_PROBES,
-        timeout_s=config.timeout_s,
-        health_s=config.health_s,
     )
 
 

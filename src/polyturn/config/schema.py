@@ -105,6 +105,12 @@ def child(annotation: Any, key: str | int) -> Any:
     return Any
 
 
+RETIRED: Mapping[str, str] = {
+    "engine.in_process": "leave it out: engine.kind: sglang starts a server beside the trainer (engine.launch)",
+}
+"""Keys that earlier configurations have, and what stands in their place."""
+
+
 def unknown_keys(model: type[BaseModel], values: Mapping[str, Any]) -> list[Unknown]:
     """Return every key of `values` that `model` or a model inside it does not know, with the nearest known key."""
     everywhere = [row.key for row in schema_table(model)]
@@ -127,7 +133,9 @@ def _unknown(annotation: Any, value: Any, path: KeyPath, everywhere: list[str]) 
 
 
 def _hint(key: str, known: Mapping[str, Any], path: KeyPath, everywhere: list[str]) -> str:
-    """Suggest this very key of another section, else a near key of the same section, else the known ones."""
+    """Say what stands in place of a retired key, or suggest this key of another section, or a near one of the same."""
+    if (successor := RETIRED.get(".".join((*map(str, path), key)))) is not None:
+        return f" It is no key any more; {successor}."
     elsewhere = sorted((k for k in everywhere if k.rpartition(".")[2] == key), key=lambda k: ("<" in k, "[" in k))
     if elsewhere:
         return f" Did you mean {' or '.join(repr(k) for k in elsewhere[:2])}?"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from polyturn.engines.launcher import LaunchSpec
 
@@ -58,42 +57,20 @@ def sglang_command(
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
     """Return how SGLang serves the model in `model`; `device` is "cuda" or "cpu", `sees` says that prompts show images."""
-    arguments, environment = sglang_arguments(model=model, max_context=max_context, device=device, sees=sees)
-    flags = ["--host", "127.0.0.1", "--port", "{port}"]
-    for name, value in arguments.items():
-        flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    flags = ["--host", "127.0.0.1", "--port", "{port}", "--model-path", str(model), "--context-length", str(max_context)]
+    flags += ["--enable-priority-scheduling", "--disable-priority-preemption"]
+    if not sees:
+        flags.append("--skip-tokenizer-init")
+    environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+    if device == "cpu":
+        flags += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph"]
+        flags += ["--disable-overlap-schedule", "--sleep-on-idle", "--mem-fraction-static", "0.1"]
+        flags += ["--max-total-tokens", "65536", "--max-running-requests", "64"]
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
     return LaunchSpec(
         command=(python, "-m", "sglang.launch_server", *flags, *args),
         env={**environment, **(env or {}), "PYTHONPATH": _python_path(env)},
     )
-
-
-def sglang_arguments(
-    *, model: Path, max_context: int, device: str, sees: bool = False
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arguments and the environment with which SGLang serves `model`, in a process of its own or here."""
-    arguments: dict[str, Any] = {
-        "model_path": str(model),
-        "context_length": max_context,
-        **({} if sees else {"skip_tokenizer_init": True}),
-        "enable_priority_scheduling": True,
-        "disable_priority_preemption": True,
-    }
-    environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
-    if device == "cpu":
-        arguments |= {
-            "device": "cpu",
-            "dtype": "float32",
-            "attention_backend": "torch_native",
-            "disable_cuda_graph": True,
-            "disable_overlap_schedule": True,
-            "sleep_on_idle": True,
-            "mem_fraction_static": 0.1,
-            "max_total_tokens": 65536,
-            "max_running_requests": 64,
-        }
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
-    return arguments, environment
 
 
 def _python_path(env: Mapping[str, str] | None) -> str:

@@ -47,8 +47,6 @@ class EngineConfig(Section):
     """The environment variable that holds the key which those servers demand (their `--api-key`)."""
     launch: LaunchConfig | None = None
     """Start a server; null does so with the defaults where `urls` is empty. Not for the embedded engine."""
-    in_process: bool = False
-    """SGLang: run it inside polyturn's own process, without HTTP; both must be installed in one environment."""
     max_in_flight: int = Field(256, ge=1)
     """Requests on a server at once; more wait here."""
     timeout_s: float = Field(600.0, gt=0)
@@ -98,14 +96,6 @@ class EngineConfig(Section):
             )
         if self.kind == "embedded" and (self.weights != "auto" or self.weights_folder is not None):
             raise ValueError("engine.weights and engine.weights_folder are for servers; the embedded engine needs no way")
-        if self.in_process and (self.kind != "sglang" or self.urls or self.launch is not None):
-            raise ValueError(
-                "engine.in_process is for engine.kind: sglang alone; drop engine.urls and engine.launch with it"
-            )
-        if self.in_process and self.weights not in {"auto", "shared_memory"}:
-            raise ValueError(
-                f"engine.weights is {self.weights}; SGLang in this process reads them from its memory: use auto"
-            )
         if (self.weights == "disk") != (self.weights_folder is not None):
             raise ValueError(
                 f"engine.weights is {self.weights} and engine.weights_folder is {self.weights_folder}; disk needs a folder "
