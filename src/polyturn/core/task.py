@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 from polyturn.core.errors import DataError, did_you_mean
 from polyturn.core.messages import Message, Origin
 
+NATIVE_AGENTS = ("single_turn_agent", "tool_agent")
+"""Values of a row's `agent_name` that stand for the native loop: one turn without tools or an interaction, and as many as it
+takes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InteractionRef:

@@ -27,7 +27,7 @@ import numpy as np
 from polyturn.core.errors import DataError, did_you_mean
 from polyturn.core.messages import Message
 from polyturn.core.nesting import MAX_DEPTH, is_deep
-from polyturn.core.task import InteractionRef, Task, ToolKwargs
+from polyturn.core.task import NATIVE_AGENTS, InteractionRef, Task, ToolKwargs
 from polyturn.data.media import COLUMNS, with_media
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -38,9 +38,6 @@ CONVERSATION_ROLES: Mapping[Any, str] = {"tool_response": "tool", "observation":
 
 DEFAULT_INTERACTION = "gsm8k"
 """The interaction of a row whose `interaction_kwargs` name none."""
-
-SINGLE_TURN_AGENT = "single_turn_agent"
-"""The `agent_name` of a row that is answered in one turn, whatever tools and interactions the run has."""
 
 _TOOL_KWARGS = tuple(f.name for f in fields(ToolKwargs))
 _TYPED = frozenset(
@@ -92,7 +89,7 @@ class _Reader:
             return self.conversation(row, index, split)
         extra = self.mapping(row, "extra_info") or {}
         truth = (self.mapping(row, "reward_model") or {}).get("ground_truth", row.get("ground_truth"))
-        is_single = _first(extra, row, "agent_name") == SINGLE_TURN_AGENT
+        is_single = _first(extra, row, "agent_name") == NATIVE_AGENTS[0]
         kwargs = self.tools_kwargs(_first(extra, row, "tools_kwargs", "tool_kwargs"))
         native = self.names(_first(extra, row, "tools"), "tools")
         chosen = self.names(_first(extra, row, "tool_selection"), "tool_selection")

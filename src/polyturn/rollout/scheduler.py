@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.aio import first_error
-from polyturn.core.errors import SchedulerError
+from polyturn.core.errors import DataError, SchedulerError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
+from polyturn.core.task import NATIVE_AGENTS
 from polyturn.rollout.calls import is_ours
 
 if TYPE_CHECKING:
@@ -112,6 +113,12 @@ class MultiTurnScheduler:
         Raises:
             DataError: something is missing in the row.
         """
+        agent = task.extra.get("agent_name")
+        if type(self) is MultiTurnScheduler and agent is not None and agent not in NATIVE_AGENTS:
+            raise DataError(
+                f"task {task.id!r} has the agent_name {agent!r}, and this run has no agent of that name; name a scheduler "
+                "that runs it, or leave the column out"
+            )
 
     async def run(self, episode: Episode) -> StopReason:
         """Drive `episode`, or a fork of one, to its end and return why it ended.

@@ -18,12 +18,14 @@ from polyturn.compat.verl.agent_loop import (
 from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 from polyturn.compat.verl.profiler import simple_timer
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
+from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, tiny_codec
 
 
@@ -183,6 +185,39 @@ async def test_a_row_chooses_its_loop_by_name() -> None:
     assert len((await run(by_row, ["a", "b"], task=a_task(agent_name="tool_agent"))).turns) == 1
     with pytest.raises(ValueError, match="Agent loop nothing not registered"):
         await run(by_row, ["a"], task=a_task(agent_name="nothing"))
+    with pytest.raises(DataError, match=r"task 't': Agent loop nothing not registered, .* agent_loop_config_path"):
+        by_row.check_task(a_task(agent_name="nothing"))
+    by_row.check_task(a_task(agent_name="two_turns_in_test"))
+    with pytest.raises(DataError, match="agent_name 'two_turns_in_test', and this run has no agent of that name"):
+        MultiTurnScheduler().check_task(a_task(agent_name="two_turns_in_test"))
+    MultiTurnScheduler().check_task(a_task(agent_name="tool_agent"))
+
+
+class Named(AgentLoopBase):
+    """Reads an argument of its own, and a key of the run's config."""
+
+    def __init__(self, *args: Any, suffix: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.suffix = suffix
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        said = await self.server_manager.generate("r", prompt_ids=ids, sampling_params=sampling_params)
+        rollout = self.config.actor_rollout_ref.rollout
+        seen = {"model": self.config.actor_rollout_ref.model.path, "format": rollout.multi_turn.format, "end": self.suffix}
+        ids_out = said.token_ids
+        return AgentLoopOutput(prompt_ids=ids, response_ids=ids_out, response_mask=[1] * len(ids_out), extra_fields=seen)
+
+
+async def test_a_file_of_loops_names_classes_their_arguments_and_the_default() -> None:
+    items = {"named": {"_target_": f"{__name__}.Named", "suffix": "!"}}
+    tree = {"actor_rollout_ref": {"model": {"path": "org/tiny"}, "rollout": {"multi_turn": {"format": None}}}}
+    for default, task in (("named", a_task()), ("single_turn_agent", a_task(agent_name="named"))):
+        scheduler = AgentLoopScheduler(loops=items, default=default, config=tree)
+        turn = (await run(scheduler, ["a", "b"], task=task)).turns[-1]
+        assert {k: turn.info[k] for k in ("model", "format", "end")} == {"model": "org/tiny", "format": "hermes", "end": "!"}
+    with pytest.raises(ConfigError, match=r"the agent loop 'wrong' names 'json.dumps', which is no class"):
+        AgentLoopScheduler(loops={"wrong": {"_target_": "json.dumps"}})
 
 
 async def test_what_stands_before_the_first_message_can_be_left_out() -> None:

@@ -595,11 +595,15 @@ def test_an_agent_loop_of_ones_own_becomes_the_scheduler(tmp_path: Path):
         "- {name: react, _target_: project.loops.React}\n- {name: b, _target_: x.B, k: 1}\n"
     )
     file, chosen = f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}", f"{ROLLOUT}.agent.default_agent_loop"
-    assert translated(file, f"{chosen}=react").native["rollout"]["scheduler"] == "project.loops.React"
-    with pytest.raises(ConfigError, match=r"'b' has the arguments \['k'\]"):
-        translated(file, f"{chosen}=b")
-    with pytest.raises(ConfigError, match="not used while default_agent_loop is single_turn_agent"):
-        translated(file)
+    for default, more in (("react", [f"{chosen}=react"]), ("single_turn_agent", [])):
+        rollout = translated(file, *more, f"{ROLLOUT}.n=3").native["rollout"]
+        assert rollout["scheduler"] == "polyturn.compat.verl.agent_scheduler:AgentLoopScheduler"
+        kwargs = rollout["scheduler_kwargs"]
+        assert kwargs["loops"] == {"react": {"_target_": "project.loops.React"}, "b": {"_target_": "x.B", "k": 1}}
+        assert kwargs["default"] == default
+        assert kwargs["config"]["actor_rollout_ref"]["rollout"]["n"] == 3
+    with pytest.raises(ConfigError, match=r"agent_loop_config_path does not name it. Did you mean 'react'"):
+        translated(file, f"{chosen}=raect")
 
 
 def test_native_keys_stand_above_everything_that_was_translated():

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.plugin_class import Call, Shape
+from polyturn.core.task import NATIVE_AGENTS
 
 __all__ = [
     "AgentData",
@@ -256,16 +257,17 @@ def register(agent_name: str) -> Callable[[_Class], _Class]:
     return add
 
 
-def get_agent_loop_class(agent_name: str) -> type[AgentLoopBase]:
-    """Return a registered class.
+def get_agent_loop_class(agent_name: str, *, also: Collection[str] = ()) -> type[AgentLoopBase]:
+    """Return a registered class; `also` are names that are known besides, for the message.
 
     Raises:
         UnknownNameError: there is none of that name; import the module that registers it.
     """
     if agent_name not in _REGISTERED:
+        known = sorted({*_REGISTERED, *also, *NATIVE_AGENTS})
         raise UnknownNameError(
-            f"Agent loop {agent_name} not registered, registered agent loops: {sorted(_REGISTERED)}."
-            f"{did_you_mean(agent_name, _REGISTERED) if _REGISTERED else ' Import the module that registers it.'}"
+            f"Agent loop {agent_name} not registered, registered agent loops: {known}.{did_you_mean(agent_name, known)} A "
+            "loop of your own is named in agent_loop_config_path, or registered by a module that is imported."
         )
     return _REGISTERED[agent_name]
 

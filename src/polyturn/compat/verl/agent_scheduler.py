@@ -1,6 +1,7 @@
 """AgentLoopScheduler: runs a user's `AgentLoopBase` as the scheduler of a native episode.
 
-    scheduler = AgentLoopScheduler(Mine)          or AgentLoopScheduler(): the row's `agent_name` chooses
+    scheduler = AgentLoopScheduler(Mine)
+    scheduler = AgentLoopScheduler(loops={"mine": {"_target_": "project.loops.Mine"}})      the row's `agent_name` chooses
 
 `run` gives the loop a server whose `generate` is one turn of the episode: the given prompt is shown as it is, the engine
 samples, the record keeps ids, logprobs and versions. When the loop returns, its masks become loss weights:
@@ -25,6 +26,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from polyturn.compat.verl.agent_loop import (
+    AGENT_LOOP,
     AgentLoopBase,
     AgentLoopOutput,
     AsyncLLMServerManager,
@@ -33,22 +35,22 @@ from polyturn.compat.verl.agent_loop import (
     get_agent_loop_class,
 )
 from polyturn.core.arrays import Ids, ids_array
-from polyturn.core.errors import PolyturnError, SchedulerError, one_line
+from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, UnknownNameError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.plugin_class import check_class
+from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter
-from polyturn.core.task import Task
+from polyturn.core.task import NATIVE_AGENTS, Task
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 
 if TYPE_CHECKING:
+    from polyturn.core.generation import SamplingParams
     from polyturn.rollout.episode import Episode
+    from polyturn.rollout.limits import Limits
     from polyturn.rollout.live_turn import LiveTurn
 
 logger = logging.getLogger(__name__)
-
-
-NATIVE_AGENTS = (None, "single_turn_agent", "tool_agent")
-"""Values of a row's `agent_name` that stand for the native loop."""
 
 
 class EpisodeOver(Exception):
@@ -115,32 +117,75 @@ class EpisodeServer(AsyncLLMServerManager):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """The class of an agent loop, and its own arguments."""
+
+    cls: type[AgentLoopBase]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, name: str, item: Mapping[str, Any]) -> _Loop:
+        """Import the class that an entry of agent_loop_config_path names."""
+        kwargs = dict(item)
+        target = str(kwargs.pop("_target_", ""))
+        found = import_attr(target)
+        if not isinstance(found, type):
+            raise ConfigError(f"the agent loop {name!r} names {target!r}, which is no class; inherit AgentLoopBase")
+        check_class(found, AGENT_LOOP, where=f"the agent loop {name!r}")
+        return _Loop(found, kwargs)
+
+
 class AgentLoopScheduler(MultiTurnScheduler):
     """Drives episodes with an agent loop."""
 
     shared = True
 
     def __init__(
-        self, loop: type[AgentLoopBase] | str | None = None, *, config: Any = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        loop: type[AgentLoopBase] | str | None = None,
+        *,
+        loops: Mapping[str, Mapping[str, Any]] | None = None,
+        default: str = NATIVE_AGENTS[0],
+        config: Any = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Choose the loop.
 
         Args:
             loop: The class, its registered name, or None: the row's `agent_name`.
+            loops: Name -> `_target_`, the import path of a class, and further arguments of that class. A class that was
+                registered under a name needs no entry.
+            default: The loop of rows without an `agent_name`.
             config: A config tree in verl's shape, for what a loop reads beside the lengths, which are the episode's.
-            kwargs: Further arguments of the class.
+            kwargs: Further arguments of the class `loop`.
+
+        Raises:
+            ConfigError: an import path leads to no agent loop.
         """
-        self._loop = get_agent_loop_class(loop) if isinstance(loop, str) else loop
-        self._config = config
-        self._kwargs = dict(kwargs or {})
+        chosen = get_agent_loop_class(loop) if isinstance(loop, str) else loop
+        self._only = None if chosen is None else _Loop(chosen, dict(kwargs or {}))
+        self._loops = {name: _Loop.read(name, item) for name, item in (loops or {}).items()}
+        self._default = default
+        self._config = OmegaConf.create(dict(config or {}))
+        self._last: tuple[Limits, SamplingParams, Any] | None = None
+        if default not in NATIVE_AGENTS:
+            self._find(default)
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a row whose loop is unknown."""
+        try:
+            self._loop_of(task)
+        except UnknownNameError as problem:
+            raise DataError(f"task {task.id!r}: {problem}") from problem
 
     async def run(self, episode: Episode) -> StopReason:
         """Run the loop to its end, then let its masks say what is trained."""
-        if self._loop is None and episode.task.extra.get("agent_name") in NATIVE_AGENTS:
+        if (loop := self._loop_of(episode.task)) is None:
             return await super().run(episode)
         server = EpisodeServer(episode)
         try:
-            output = await self._run_loop(episode, server)
+            output = await self._run_loop(loop, episode, server)
         except EpisodeOver as end:
             return end.reason
         except (PolyturnError, asyncio.CancelledError):
@@ -159,10 +204,25 @@ class AgentLoopScheduler(MultiTurnScheduler):
         _score(server.claims, outputs)
         return server.over or StopReason.STOP
 
-    async def _run_loop(self, episode: Episode, server: EpisodeServer) -> Any:
-        name = episode.task.extra.get("agent_name")
-        cls = self._loop or get_agent_loop_class(str(name))
-        config = _config(episode, self._config)
+    def _loop_of(self, task: Task) -> _Loop | None:
+        """Return the loop of a task; None is the native one."""
+        name = task.extra.get("agent_name")
+        if self._only is not None:
+            return self._only
+        name = self._default if name is None else str(name)
+        return None if name in NATIVE_AGENTS else self._find(name)
+
+    def _find(self, name: str) -> _Loop:
+        return self._loops[name] if name in self._loops else _Loop(get_agent_loop_class(name, also=self._loops), {})
+
+    def _config_of(self, episode: Episode) -> Any:
+        """Return the config tree that a loop reads, made anew only where the episode has other limits than the last one."""
+        if self._last is None or self._last[:2] != (episode.limits, episode.sampling):
+            self._last = (episode.limits, episode.sampling, _config(episode, self._config))
+        return self._last[2]
+
+    async def _run_loop(self, chosen: _Loop, episode: Episode, server: EpisodeServer) -> Any:
+        cls, config = chosen.cls, self._config_of(episode)
         tokenizer = _list_tokenizer(episode.codec.tokenizer)
         if has_parameter(cls.__init__, "trainer_config") or not has_parameter(cls.__init__, "config"):
             loop = cls(
@@ -172,11 +232,11 @@ class AgentLoopScheduler(MultiTurnScheduler):
                 processor=None,
                 dataset_cls=None,
                 dataset_config=DictConfigWrap(config.data),
-                **self._kwargs,
+                **chosen.kwargs,
             )
         else:
             old: Any = cls
-            loop = old(config, server, tokenizer, **self._kwargs)
+            loop = old(config, server, tokenizer, **chosen.kwargs)
         sampling = episode.sampling
         params = {
             "temperature": sampling.temperature,
@@ -310,8 +370,14 @@ def _config(episode: Episode, given: Any) -> Any:
         "data": {"apply_chat_template_kwargs": {}},
         "trainer": {},
     }
-    over = OmegaConf.create(dict(given)) if isinstance(given, Mapping) else given
-    return OmegaConf.merge(OmegaConf.create(own), over or {})
+    said = OmegaConf.create(_without_none(OmegaConf.to_container(given, resolve=True)))
+    return OmegaConf.merge(given, OmegaConf.create(own), said)
+
+
+def _without_none(values: Any) -> Any:
+    if not isinstance(values, Mapping):
+        return values
+    return {key: _without_none(value) for key, value in values.items() if value is not None}
 
 
 def _list_tokenizer(tokenizer: Any) -> Any:

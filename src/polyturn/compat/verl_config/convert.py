@@ -21,6 +21,7 @@ from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_r
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
 from polyturn.compat.verl_config.source import Source
 from polyturn.core.errors import did_you_mean, one_line
+from polyturn.core.task import NATIVE_AGENTS
 from polyturn.tokens.parsers import parsers
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -39,7 +40,7 @@ TRACKERS = {
 }
 """Loggers that are trackers here: the module that each needs, and its option for trainer.project_name."""
 NO_TRACKERS = ("vemlp_wandb", "swanlab", "clearml", "rl_insight")
-NATIVE_LOOPS = ("single_turn_agent", "tool_agent")
+AGENT_SCHEDULER = "polyturn.compat.verl.agent_scheduler:AgentLoopScheduler"
 
 
 def model_path(s: Source) -> None:
@@ -196,25 +197,23 @@ def turns(s: Source) -> None:
 
 
 def agent_loop(s: Source) -> None:
-    """Name the scheduler, where the loop is not one of verl's own two."""
+    """Let rows choose among the loops of the file, and the default one serve those that name none."""
     key, file_key = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.agent_loop_config_path"
     name, file = s.get(key, "single_turn_agent"), s.get(file_key)
     loops: dict[str, Any] = {}
     if file is not None:
         try:
             items = OmegaConf.to_container(OmegaConf.load(Path(file).expanduser()), resolve=True)
-            loops = {item["name"]: item for item in items}  # type: ignore[index, misc, union-attr, call-overload]
+            loops = {item.pop("name"): {**item, "_target_": item["_target_"]} for item in items}  # type: ignore[index, misc, union-attr, call-overload, dict-item]
         except (OSError, ValueError, TypeError, KeyError, OmegaConfBaseException) as problem:
             s.refuse(file_key, f"it must be a list of {{name, _target_}} ({one_line(problem)})")
             return
-    if name in loops:
-        if more := sorted(set(loops[name]) - {"name", "_target_"}):
-            s.refuse(file_key, f"{name!r} has the arguments {more}; give its class these values as defaults")
-        s.put("rollout.scheduler", loops[name]["_target_"], by=key)
-    elif name not in NATIVE_LOOPS:
-        s.refuse(key, f"agent_loop_config_path does not name it.{did_you_mean(name, [*loops, *NATIVE_LOOPS])}")
+    if name not in NATIVE_AGENTS and name not in loops:
+        s.refuse(key, f"agent_loop_config_path does not name it.{did_you_mean(name, [*loops, *NATIVE_AGENTS])}")
     elif loops:
-        s.refuse(file_key, f"it is not used while default_agent_loop is {name}; name one of {sorted(loops)} there")
+        s.put("rollout.scheduler", AGENT_SCHEDULER, by=file_key)
+        own = {"loops": loops, "default": name, "config": s.sections("actor_rollout_ref", "algorithm", "data", "trainer")}
+        s.put("rollout.scheduler_kwargs", own, by=file_key)
 
 
 def tool_response(s: Source) -> None:

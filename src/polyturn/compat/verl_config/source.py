@@ -41,6 +41,18 @@ class Source:
             at = at.get(part) if isinstance(at, Mapping) else None
         return at
 
+    def sections(self, *names: str) -> dict[str, Any]:
+        """Return whole sections of the tree as they were composed."""
+        out: dict[str, Any] = {}
+        for key, value in self.found.items():
+            *above, last = key.split(".")
+            if (above or [last])[0] in names:
+                at = out
+                for part in above:
+                    at = at.setdefault(part, {})
+                at[last] = value
+        return out
+
     def number(self, key: str, default: float) -> Any:
         """Return a value that must be a number; something else is refused."""
         value = self.get(key, default)
