@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -36,7 +35,7 @@ class RateLimit:
         slots = self._of_this_loop()
         if slots is not None:
             await slots.acquire()
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         start = self._next = max(now, self._next)
         self._next += self._interval_s
         try:

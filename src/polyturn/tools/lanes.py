@@ -9,7 +9,6 @@ part of a call's own deadline; the episode's ends it.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -100,12 +99,13 @@ class Lanes:
     async def turn(self, tool: str, *, owner: str) -> AsyncIterator[float]:
         """Hold a slot of the tool and of its host; gives the seconds that were waited."""
         held: list[FairLimit] = []
-        began = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             for limit in self._limits[tool]:  # the host's always last, so that nobody waits in a circle
                 await limit.acquire(owner)
                 held.append(limit)
-            yield time.monotonic() - began
+            yield clock() - began
         finally:
             for limit in held:
                 limit.release()

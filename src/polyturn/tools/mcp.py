@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
@@ -39,7 +38,7 @@ class Pace:
 
     async def wait(self) -> None:
         """Wait for this call's turn."""
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         turn = max(now, self._free_at)
         self._free_at = turn + self._gap_s
         if turn > now:

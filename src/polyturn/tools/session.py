@@ -274,7 +274,8 @@ class ToolSession:
             seen = self._seen_by_tools()
             seen.messages = messages()
             kwargs = {"agent_data": seen, **kwargs}
-        began = time.perf_counter()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             outcome = normalize(await bounded.run(tool.execute, self._id_of(call.name), arguments, **kwargs))
             content = results.content_of(outcome.response, limit=self._box.limit)
@@ -295,7 +296,7 @@ class ToolSession:
             reward=outcome.reward,
             metrics=_with_cut(outcome, content),
             error=results.told_failure(outcome.metrics),
-            duration_s=time.perf_counter() - began,
+            duration_s=clock() - began,
         )
 
     def _id_of(self, name: str) -> str:
@@ -318,7 +319,7 @@ class ToolSession:
 
     def _failed(self, call: ToolCall, kind: ToolFailure, reason: str, *, began: float | None = None) -> ToolResult:
         text = self._box.limit.cut(results.error_text(kind, reason))
-        duration = 0.0 if began is None else time.perf_counter() - began
+        duration = 0.0 if began is None else asyncio.get_running_loop().time() - began
         return ToolResult(call_id=call.id, name=call.name, content=text, error=kind.value, duration_s=duration)
 
 

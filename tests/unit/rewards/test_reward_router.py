@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -228,12 +227,12 @@ def leaves(trajectory: Trajectory) -> float:
 
 
 def hangs(trajectory: Trajectory) -> float:
-    time.sleep(0.1)
+    threading.Event().wait()
     return 1.0
 
 
 async def hangs_politely(trajectory: Trajectory) -> float:
-    await asyncio.sleep(10)
+    await asyncio.sleep(3600)
     return 1.0
 
 

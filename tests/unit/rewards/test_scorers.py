@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -69,19 +68,16 @@ def test_only_a_boxed_answer_of_the_model_counts() -> None:
 def test_an_answer_that_is_never_compared_is_wrong_and_its_process_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.is_equal("0.25", r"\frac{1}{4}")
     monkeypatch.setattr(math, "TIMEOUT_S", 0.3)
-    began = time.monotonic()
     assert math.compute_score(r"\boxed{9^{9^{9^{9^9}}} + 1}", "7") == 0.0
-    assert time.monotonic() - began < 3
-    monkeypatch.setattr(math, "TIMEOUT_S", 10.0)
+    monkeypatch.setattr(math, "TIMEOUT_S", 120.0)
     assert math.is_equal("0.75", r"\frac{3}{4}")
 
 
-def test_a_text_full_of_open_boxes_and_answers_takes_no_time() -> None:
-    began = time.monotonic()
-    assert math.last_boxed(r"\boxed{" * 20_000) is None
-    assert search_r1.extract_solution("<answer>" * 20_000) is None
-    assert geo3k.format_reward("<think>" * 20_000 + "</think>" + r"\boxed{" * 20_000) == 0.0
-    assert time.monotonic() - began < 0.5
+def test_a_text_full_of_open_boxes_and_answers_takes_linear_time() -> None:
+    """Looking through the rest of the text at each of them would take hours."""
+    assert math.last_boxed(r"\boxed{" * 500_000) is None
+    assert search_r1.extract_solution("<answer>" * 500_000) is None
+    assert geo3k.format_reward("<think>" * 500_000 + "</think>" + r"\boxed{" * 500_000) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def served(*, streaming: bool = True, token: str | None = None) -> Iterator[tupl
     """Serve an agent; yields its address and itself."""
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
+    bound.listen()  # who asks before it is served waits
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     ask = AgentSkill(id="ask it", name="Ask", description="Ask anything.", tags=["t"], examples=["book a flight"])
     card = AgentCard(

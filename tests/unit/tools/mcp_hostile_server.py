@@ -17,7 +17,8 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
 server = MCPServer("hostile")
-seen: dict[str, Any] = {"calls": 0, "cancelled": 0}
+seen: dict[str, Any] = {"calls": 0, "hung": 0, "cancelled": 0}
+morning = asyncio.Event()
 
 
 class Unit(Enum):
@@ -60,6 +61,7 @@ def count() -> str:
 @server.tool()
 async def hang() -> str:
     """Never answer, and count being cancelled."""
+    seen["hung"] += 1
     try:
         await asyncio.sleep(3600)
     except asyncio.CancelledError:
@@ -69,16 +71,29 @@ async def hang() -> str:
 
 
 @server.tool()
+def hung() -> str:
+    """Say how many calls never got an answer."""
+    return str(seen["hung"])
+
+
+@server.tool()
 def cancelled() -> str:
     """Say how many calls were cancelled."""
     return str(seen["cancelled"])
 
 
 @server.tool()
-async def nap(seconds: float) -> str:
-    """Wait."""
-    await asyncio.sleep(seconds)
+async def nap() -> str:
+    """Wait until all are woken."""
+    await morning.wait()
     return "awake"
+
+
+@server.tool()
+async def wake() -> str:
+    """Wake all who nap."""
+    morning.set()
+    return "morning"
 
 
 @server.tool(structured_output=False)

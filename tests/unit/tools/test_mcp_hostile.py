@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,16 @@ def held() -> tuple[int, int]:
 
 
 async def until(is_so: Callable[[], bool]) -> bool:
-    for _ in range(200):
+    for _ in range(10_000):
         if is_so():
             return True
         await asyncio.sleep(0.01)
     return False
+
+
+async def underway(server: McpServer, count: int, *, key: str = "e") -> bool:
+    """Wait until so many calls of a session wait for their answer."""
+    return await until(lambda: len(server._sessions[key]._strays) == count)
 
 
 def asker(server: McpServer, episode: str = "e") -> Callable[..., Coroutine[Any, Any, str]]:
@@ -70,7 +74,7 @@ async def test_a_server_that_is_killed_in_the_middle_of_a_call_is_started_again(
     ask = asker(server)
     first = int(await ask("pid"))
     calls = [asyncio.create_task(ask("hang")) for _ in range(3)]
-    await asyncio.sleep(0.1)
+    assert await underway(server, 3)
     os.kill(first, signal.SIGKILL)
     told = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(t) for t in told} == {ConnectionError} and "MCP server 's': " in str(told[0])
@@ -116,20 +120,21 @@ async def test_calls_that_are_late_or_cancelled_are_cancelled_at_the_server() ->
     shared.open("a")
     ask = asker(shared, "a")
     pid = int(await ask("pid"))
-    with pytest.raises(ToolTimeoutError, match=r"no answer within 0\.1 s"):
-        await ask("hang", timeout_s=0.1)
+    with pytest.raises(ToolTimeoutError, match=r"no answer within 0\.5 s"):
+        await ask("hang", timeout_s=0.5)
+    late = int(await ask("hung"))
     task = asyncio.create_task(ask("hang"))
-    await asyncio.sleep(0.05)
+    while await ask("hung") != str(late + 1):
+        pass
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    for _ in range(100):
-        if (heard := await ask("cancelled")) == "2":
-            break
-    assert heard == "2"
+    while await ask("cancelled") != str(late + 1):
+        pass
 
-    naps = [asyncio.create_task(ask("nap", seconds=0.5)) for _ in range(64)]
+    naps = [asyncio.create_task(ask("nap")) for _ in range(64)]
     assert await ask("count") == "1" and not any(nap.done() for nap in naps), "a quick call does not wait for slow ones"
+    await ask("wake")
     assert await asyncio.gather(*naps) == ["awake"] * 64
 
     assert "the disk is full" in await ask("broken")
@@ -157,15 +162,13 @@ async def test_a_server_that_freezes_is_given_up_and_one_that_is_dead_for_good_f
         with pytest.raises(ToolTimeoutError):
             await ask(tool, timeout_s=0.1)
     assert not is_alive(pid), "three calls without an answer are enough"
-    began = time.monotonic()
     with pytest.raises(ConnectionError, match=r"its standard error ends: licence expired \| ask the vendor"):
         await ask("pid")
-    assert time.monotonic() - began < 10
-    began = time.monotonic()
+    tries = server._sessions[""]._num_failures
+    server._sessions[""]._retry_at += 3600
     for _ in range(20):
-        with pytest.raises(ConnectionError, match=r"failed \d times in a row, last: .*licence expired.* tried again in"):
+        with pytest.raises(ConnectionError, match=rf"failed {tries} times in a row, last: .*licence expired.* tried again"):
             await ask("pid")
-    assert time.monotonic() - began < 0.1
     marker.unlink()
     server._sessions[""]._retry_at = 0.0
     assert (await ask("pid")).isdigit(), "and it is tried again"
@@ -183,7 +186,7 @@ async def test_a_server_behind_a_url_may_change_its_tools_and_be_killed_and_star
     async def start() -> asyncio.subprocess.Process:
         command = [sys.executable, str(SERVER), transport, str(port)]
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-        for _ in range(300):
+        for _ in range(6000):
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
@@ -205,7 +208,7 @@ async def test_a_server_behind_a_url_may_change_its_tools_and_be_killed_and_star
         with pytest.raises(ToolTimeoutError):
             await ask("hang", timeout_s=0.1)
         call = asyncio.create_task(ask("hang"))
-        await asyncio.sleep(0.1)
+        assert await underway(server, 1)
         process.kill()
         await process.wait()
         with pytest.raises(ConnectionError, match="MCP server 'web'"):
@@ -228,7 +231,7 @@ async def test_a_server_behind_a_url_may_change_its_tools_and_be_killed_and_star
 
 async def test_a_server_that_never_gets_ready_holds_nobody_up() -> None:
     before = held()
-    deaf = {"command": sys.executable, "args": ["-S", "-c", "import time; time.sleep(60)"]}
+    deaf = {"command": sys.executable, "args": ["-S", "-c", "import time; time.sleep(3600)"]}
     server = McpServer("deaf", deaf, session="episode", limits=McpLimits(connect_timeout_s=0.2))
     server.open("e")
     with pytest.raises(ConnectionError, match=r"it did not answer the handshake within 0\.2 s"):
@@ -241,9 +244,8 @@ async def test_a_server_that_never_gets_ready_holds_nobody_up() -> None:
     await asyncio.sleep(0.2)
     for call in calls:
         call.cancel()
-    began = time.monotonic()
     await asyncio.gather(*calls, *(patient.close(str(n)) for n in range(20)), return_exceptions=True)
-    assert time.monotonic() - began < 5.0 and {c.cancelled() for c in calls} == {True}
+    assert {c.cancelled() for c in calls} == {True}
     assert await until(lambda: held() == before)
 
 
@@ -251,11 +253,9 @@ def test_a_server_that_ends_at_once_is_refused_with_its_last_words() -> None:
     dying = {"command": sys.executable, "args": ["-c", "import sys; sys.exit('no key: set API_KEY')"]}
     with pytest.raises(ConfigError, match=r"server 'dying': .*its standard error ends: no key: set API_KEY; check its"):
         list_tools("dying", dying)
-    silent = {"command": sys.executable, "args": ["-c", "import time; time.sleep(60)"]}
-    began = time.monotonic()
+    silent = {"command": sys.executable, "args": ["-c", "import time; time.sleep(3600)"]}
     with pytest.raises(ConfigError, match="server 'silent': TimeoutError"):
         list_tools("silent", silent, timeout_s=0.5)
-    assert time.monotonic() - began < 8
 
 
 def test_what_the_model_sees_is_what_the_server_declared() -> None:
@@ -308,9 +308,8 @@ async def test_a_server_behind_a_url_that_does_not_answer_the_farewell_is_left(m
     server = McpServer("rude", {"url": url}, session="episode")
     server.open("e")
     assert await asker(server)("any") == "done"
-    began = time.monotonic()
     await server.close("e")
-    assert said_farewell.is_set() and time.monotonic() - began < 2.0 and server.num_connected == 0
+    assert said_farewell.is_set() and server.num_connected == 0
     over.set()
     listening.close()
     await asyncio.sleep(0.05)

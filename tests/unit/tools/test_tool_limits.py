@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import tracemalloc
 import unicodedata
 from typing import Any
 
@@ -15,6 +15,7 @@ import polyturn
 from polyturn.core.errors import ConfigError, ToolConnectionError, ToolError, ToolTimeoutError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.core.task import Task
+from polyturn.engines.virtual_time import run_virtual
 from polyturn.testing.episodes import tiny_codec
 from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import Breaker, BreakerSettings
@@ -229,24 +230,22 @@ async def test_a_tool_tells_only_failures_that_are_its_own(told: Any):
 # ---- limits ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_tools_calls_wait_for_their_turn_and_the_wait_is_not_part_of_the_deadline():
+def test_a_tools_calls_wait_for_their_turn_and_the_wait_is_not_part_of_the_deadline():
     tool = Obeys({"max_concurrency": 1})
-    box = ToolBox([tool], timeout_s=0.5)
-    found = await ask(box, *[call("tool", wait_s=0.2) for _ in range(4)])
+    box = ToolBox([tool], timeout_s=5.0)
+    found = run_virtual(ask(box, *[call("tool", wait_s=2.0) for _ in range(4)]))
     assert [r.error for r in found] == [None] * 4
     assert tool.most_running == 1
-    waits = sorted(r.metrics["waited_s"] for r in found)
-    assert waits[0] < 0.1 and waits[-1] > 0.5
+    assert sorted(r.metrics["waited_s"] for r in found) == [0.0, 2.0, 4.0, 6.0]
 
 
-async def test_tools_of_one_host_share_its_limit():
+def test_tools_of_one_host_share_its_limit():
     one = Obeys({"url": "http://h:1/a"}, name="one")
     two = Obeys({"service": "http://h:1/b"}, name="two")
     other = Obeys({"url": "http://else/"}, name="other")
     box = ToolBox([one, two, other], max_per_host=1)
-    began = time.perf_counter()
-    await ask(box, call("one", wait_s=0.1), call("two", wait_s=0.1), call("other", wait_s=0.1))
-    assert 0.19 < time.perf_counter() - began < 0.29
+    found = run_virtual(ask(box, call("one", wait_s=2.0), call("two", wait_s=2.0), call("other", wait_s=2.0)))
+    assert [r.metrics["waited_s"] for r in found] == [0.0, 2.0, 0.0]
 
 
 async def test_episodes_take_turns():
@@ -279,7 +278,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_leaves_its_place():
     first, second, third = (asyncio.create_task(use()) for _ in range(3))
     await asyncio.sleep(0)
     second.cancel()
-    await asyncio.wait_for(third, 5)
+    await third
     with pytest.raises(asyncio.CancelledError):
         await second
     await first
@@ -341,16 +340,21 @@ async def test_halves_of_a_pair_and_zeros_reach_the_model_as_text():
 
 
 async def test_a_hundred_megabytes_cost_no_copy():
+    answer = "x" * 100_000_000
+
     @polyturn.tool
     async def huge() -> str:
         """Answer too much."""
-        return "x" * 100_000_000
+        return answer
 
     box = ToolBox([huge], max_result_tokens=64, codec=tiny_codec())
-    await ask(box, call("huge"))
-    began = time.perf_counter()
-    (result,) = await ask(box, call("huge"))
-    assert time.perf_counter() - began < 0.5
+    tracemalloc.start()
+    try:
+        (result,) = await ask(box, call("huge"))
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 10_000_000
     assert len(result.content) < 8300 and result.error is None
     assert result.metrics["cut_chars"] > 99_000_000
 
@@ -373,10 +377,20 @@ async def test_what_would_take_too_long_to_write_out_is_refused(answer: Any):
     assert "at most" in result.content
 
 
+class Level(list[Any]):
+    """A list that counts how many of its kind are looked into."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Any:
+        Level.num_seen += 1
+        return super().__iter__()
+
+
 def nested(depth: int) -> Any:
-    value: Any = []
+    value = Level()
     for _ in range(depth - 1):
-        value = [value]
+        value = Level([value])
     return value
 
 
@@ -386,10 +400,9 @@ async def test_what_is_nested_too_deep_is_refused_before_it_is_gone_through(dept
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             return answer
 
-    answer = nested(depth)
-    began = time.perf_counter()
+    answer, Level.num_seen = nested(depth), 0
     (result,) = await ask(ToolBox([Deep()]), call("tool"))
-    assert time.perf_counter() - began < 0.1
+    assert 1 < Level.num_seen <= 2 * MAX_DEPTH, "once to see how deep it is, once to write it out"
     assert result.error == error
     assert error is None or f"nested more than {MAX_DEPTH} deep" in result.content
 

@@ -60,10 +60,10 @@ async def test_code_that_ends_its_sandbox_is_an_observation():
 
 
 def test_a_sandbox_is_tried_again_before_it_counts_as_broken():
-    tries: list[float] = []
+    tries: list[int] = []
 
     def start() -> Interpreter:
-        tries.append(time.monotonic())
+        tries.append(1)
         if len(tries) < 3:
             raise SandboxStartError("fork: Resource temporarily unavailable")
         return Interpreter(Limits(), walls=Walls.NONE, python=bare_python())
@@ -80,21 +80,19 @@ def test_a_sandbox_that_hangs_as_it_starts_is_given_up_in_time():
     gate = threading.Event()
 
     def start() -> Interpreter:
-        gate.wait(5)
+        gate.wait()
         raise SandboxStartError("no room")
 
     pool = WarmPool(start, size=0, keep_s=0.05)
     pool.open()
-    began = time.monotonic()
     with pytest.raises(SandboxStartError, match="in time"):
         pool.take(within_s=0.2)
-    assert time.monotonic() - began < 2
     gate.set()
     pool.close()
 
 
 def test_sandboxes_are_started_side_by_side_and_not_more_than_allowed():
-    lock, live, most = threading.Lock(), [0], [0]
+    lock, live, most, four = threading.Lock(), [0], [0], threading.Barrier(4)
 
     class Made:
         is_alive = True
@@ -106,18 +104,16 @@ def test_sandboxes_are_started_side_by_side_and_not_more_than_allowed():
         with lock:
             live[0] += 1
             most[0] = max(most[0], live[0])
-        time.sleep(0.1)
+        four.wait()
         with lock:
             live[0] -= 1
         return Made()
 
     pool = WarmPool(start, size=0, keep_s=0.05, num_starters=4)
     pool.open()
-    began = time.monotonic()
     with ThreadPoolExecutor(12) as threads:
         taken = list(threads.map(lambda _: pool.take(), range(12)))
     assert len(taken) == 12 and most[0] == 4
-    assert time.monotonic() - began < 0.9, "three rounds of four, not twelve one after the other"
     pool.close()
 
 
@@ -138,9 +134,7 @@ def test_the_threads_of_a_pool_end_together_when_nobody_uses_it():
         while not pool.num_ready:  # else there may be none to close
             time.sleep(0.001)
         pool.close()
-    until = time.monotonic() + 3
     while pool.num_ready or set(threading.enumerate()) - before:
-        assert time.monotonic() < until
         time.sleep(0.01)
     assert closed
 
