@@ -4,8 +4,8 @@
                           └──▶ it waits: until the deadline, or the caller, cancels it; a short grace lets it clean up, and
                                code that still runs is left behind and counted
 
-Each call is a task of its own, begun at once. Plain functions run in daemon threads instead of on the event loop, and their
-deadline begins when they do.
+Each call is a task of its own, begun at once where Python can (3.12). Plain functions run in daemon threads instead of on
+the event loop, and their deadline begins when they do.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from polyturn.core.own_time import OwnTime
 from polyturn.core.watchdog import calls_plugins
-from polyturn.tools.eager import begun
 from polyturn.tools.threads import DaemonThreads
 
 GRACE_S = 1.0
 """How long cancelled code may take to clean up."""
+
+
+_BEGIN_AT_ONCE: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
 
 class DeadlineError(Exception):
@@ -106,7 +109,8 @@ class Bounded:
         if not inspect.iscoroutinefunction(work):
             work = stretch.from_its_begin(work)
         with nullcontext() if clock is None else clock.running():
-            task = begun(self._guarded(work, on_late=on_late, is_owed=is_owed), name=name)
+            called = self._guarded(work, on_late=on_late, is_owed=is_owed)
+            task = asyncio.Task(called, loop=asyncio.get_running_loop(), name=name, **_BEGIN_AT_ONCE)
         try:
             if not task.done():
                 await asyncio.wait({task}, timeout=limit_s)
@@ -131,7 +135,7 @@ class Bounded:
         except SystemExit as problem:  # would end the event loop
             raise RuntimeError(f"SystemExit: {problem}") from problem
 
-    async def _stop(self, task: asyncio.Future[Any]) -> None:
+    async def _stop(self, task: asyncio.Task[Any]) -> None:
         task.cancel()
         try:
             await asyncio.wait({task}, timeout=self._grace_s)

@@ -13,7 +13,6 @@ import pytest
 
 from polyturn.core.own_time import OwnTime
 from polyturn.tools.bounded import Bounded, DeadlineError
-from polyturn.tools.eager import begun
 from polyturn.tools.threads import DaemonThreads
 
 VAR: contextvars.ContextVar[str] = contextvars.ContextVar("VAR", default="unset")
@@ -31,18 +30,6 @@ async def test_it_returns_and_raises_what_the_code_does() -> None:
     assert await bounded().run(divides, 6, by=2) == 3
     with pytest.raises(ZeroDivisionError):
         await bounded().run(divides, 6, by=0)
-
-
-async def test_code_that_does_not_wait_is_done_before_anything_else_runs() -> None:
-    events: list[str] = []
-
-    async def answers() -> str:
-        events.append("code")
-        return "an answer"
-
-    asyncio.get_running_loop().call_soon(events.append, "something else")
-    assert await bounded().run(answers) == "an answer"
-    assert events == ["code"]
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -70,22 +57,6 @@ async def test_each_call_is_a_task_of_its_own_with_the_callers_name_and_context(
     assert asyncio.current_task() is caller
 
 
-async def test_a_call_that_is_cancelled_in_the_moment_that_it_begins_to_wait_cleans_up() -> None:
-    events: list[str] = []
-
-    async def waits() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            events.append("clean")
-
-    task = begun(waits())
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert events == ["clean"]
-
-
 @pytest.mark.parametrize("of_task", [True, False])
 async def test_several_calls_may_begin_to_wait_for_one_and_the_same(of_task: bool) -> None:
     gate: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -102,57 +73,6 @@ async def test_several_calls_may_begin_to_wait_for_one_and_the_same(of_task: boo
     calls = [asyncio.create_task(one.run(waits)) for _ in range(3)]
     asyncio.get_running_loop().call_later(0.005, gate.set_result, "open")
     assert [await call for call in calls] == ["open"] * 3
-
-
-async def test_what_a_call_waits_for_is_cancelled_with_it_in_the_moment_that_it_begins_to_wait() -> None:
-    events: list[str] = []
-
-    async def part() -> None:
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            events.append("cancelled")
-            raise
-
-    parts = [asyncio.create_task(part()) for _ in range(2)]
-    await asyncio.sleep(0)
-
-    async def waits() -> None:
-        await asyncio.gather(*parts)
-
-    task = begun(waits())
-    task.cancel("enough")
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert events == ["cancelled"] * 2
-
-
-@pytest.mark.parametrize("done", [True, False])
-async def test_a_call_that_is_cancelled_as_it_begins_to_wait_ends_though_nothing_else_can_be_cancelled(done: bool) -> None:
-    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def waits() -> None:
-        await (gate if done else asyncio.sleep(0))
-        await asyncio.sleep(60)
-
-    task = begun(waits())
-    gate.set_result(None)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def test_a_call_that_waits_shows_where() -> None:
-    async def waits() -> None:
-        await asyncio.sleep(60)
-
-    task = begun(waits())
-    await asyncio.sleep(0)
-    assert "waits" in repr(task) and "test_bounded.py" in repr(task)
-    assert isinstance(task, asyncio.Task)
-    (frame,) = task.get_stack()
-    assert frame.f_code is waits.__code__
-    task.cancel()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
