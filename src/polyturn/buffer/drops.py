@@ -22,15 +22,15 @@ class Drops:
 
     def __init__(self) -> None:
         self._dropped: list[int] = []
-        self._tokens: dict[str, int] = {}
-        self._groups: dict[str, int] = {}
+        """The lengths of the trajectories of dropped groups."""
+        self._groups: dict[str, list[int]] = {}
+        """Reason -> the sampled tokens of each group that was dropped for it."""
 
     def add(self, lengths: Iterable[int], *, reason: str) -> None:
         """Count a group that is dropped, by the tokens that its trajectories had."""
         held = list(lengths)
         self._dropped += held
-        self._tokens[reason] = self._tokens.get(reason, 0) + sum(held)
-        self._groups[reason] = self._groups.get(reason, 0) + 1
+        self._groups.setdefault(reason, []).append(sum(held))
 
     def add_group(self, group: TrajectoryGroup, *, reason: str) -> None:
         """Count a complete group that is dropped."""
@@ -47,10 +47,10 @@ class Drops:
         dropped = [*self._dropped, *(t.num_sampled_tokens for g in taken for t in g.trajectories if t.id in left_out)]
         every = [*self._dropped, *lengths_of(taken)]
         metrics = {f"buffer/dropped_decile_{i}": float(n) for i, n in enumerate(deciles(dropped, of=every))}
-        for reason, number in self._groups.items():
-            metrics[f"buffer/groups_{reason}"] = float(number)
-            metrics[f"tokens/dropped_{reason}"] = float(self._tokens[reason])
-        self.__init__()  # type: ignore[misc]
+        for reason, tokens in self._groups.items():
+            metrics[f"buffer/groups_{reason}"] = float(len(tokens))
+            metrics[f"tokens/dropped_{reason}"] = float(sum(tokens))
+        self._dropped, self._groups = [], {}
         return metrics
 
 

@@ -14,6 +14,7 @@ all forks share: tools and interaction, the engine, threads that wait, the recor
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -430,8 +431,7 @@ class Episode:
         if agent is not None and messages is None:
             raise SchedulerError(f"the agent {agent!r} needs messages of its own; pass its system and user message")
         number = len(self.backstage.forks) + 1
-        other = Episode.__new__(Episode)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other.id = f"{self.backstage.id}#{number}"
         other.lifecycle = Lifecycle()
         other._seed = derive_seed(self._seed, "fork", number)

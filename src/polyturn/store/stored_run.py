@@ -12,6 +12,7 @@ taken again after a resume is recorded twice; the later record counts.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import threading
@@ -176,9 +177,8 @@ class StoredRun:
                 yield TrajectoryGroup(id=group, task=members[0].task, trajectories=tuple(members))
 
     def _narrowed(self, table: pa.Table) -> StoredRun:
-        other = StoredRun.__new__(StoredRun)
-        other.folder, other.problems = self.folder, self.problems
-        other._parts, other._stamps, other._table = {}, self._stamps, table
+        other = copy.copy(self)
+        other._parts, other._table = {}, table
         return other
 
     def _mask(self, **wanted: Any) -> pa.Array:
