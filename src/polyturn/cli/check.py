@@ -89,7 +89,7 @@ def _refuse(name: str, error: str, *, as_json: bool) -> bool:
     table = Table("property", "value", box=None, pad_edge=False)
     table.add_row("template", name)
     table.add_row("strategy", "none")
-    table.add_row("why", _plain(error))
+    table.add_row("why", error)
     Output().table(table)
     return False
 
@@ -132,21 +132,14 @@ def _print(report: TemplateReport, name: str, added: tuple[str, ...], seconds: f
     for key, value in report.properties.items():
         table.add_row(_LABELS.get(key, key.replace("_", " ")), {True: "yes", False: "no", None: "-"}[value])
     table.add_row("parser of its tool calls", report.parser)
-    table.add_row("stop tokens", _plain(" ".join(report.stop_tokens)))
+    table.add_row("stop tokens", " ".join(report.stop_tokens))
     if added:
-        table.add_row("markers added to a copy of the tokenizer", _plain(" ".join(added)))
+        table.add_row("markers added to a copy of the tokenizer", " ".join(added))
     table.add_row("dialogues tried", f"{report.num_dialogues} in {report.seconds:.2f} s ({seconds:.1f} s in all)")
     table.add_row("control tokens from text", str(report.control_tokens_from_text))
-    table.add_row("violations", "none" if not report.violations else _plain("\n".join(report.violations)))
+    table.add_row("violations", "none" if not report.violations else "\n".join(report.violations))
     if report.findings:
-        table.add_row("findings", _plain("\n".join(report.findings[:4])))
+        table.add_row("findings", "\n".join(report.findings[:4]))
     table.add_row("strategy", f"{report.strategy} (with use_inference_chat_template: {report.inference_strategy})")
-    table.add_row("why", _plain(report.reason))
+    table.add_row("why", report.reason)
     Output().table(table)
-
-
-def _plain(text: str) -> Any:
-    """Return text in which brackets are no markup."""
-    from rich.text import Text
-
-    return Text(text)

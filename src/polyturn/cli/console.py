@@ -1,6 +1,8 @@
 """Where the commands write: results to stdout, log lines and progress bars to one console on stderr.
 
-Separate because lines and bars must share a console: rich then prints a line above the bar instead of through it.
+Separate because lines and bars must share a console: rich then prints a line above the bar instead of through it. Much of
+what is printed was written by models, environments and files of others: no console here reads markup in it, and none hands
+a terminal what it would obey.
 """
 
 from __future__ import annotations
@@ -13,19 +15,44 @@ import shutil
 import sys
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 
+from polyturn.core.printable import printable
 from polyturn.core.secret import HideSecrets
 
 PLAIN_WIDTH = 160
 """Columns of a table that does not go to a terminal, where nobody knows how wide the reader's screen is."""
 
 
+class _Printable:
+    """What is printed, with nothing in its text that a terminal would obey."""
+
+    def __init__(self, inner: ConsoleRenderable) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._inner, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+class _MakePrintable(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Printable(one) for one in renderables]
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Return a console for text that anybody wrote."""
+    console = Console(stderr=stderr, highlight=False, markup=False)
+    console.push_render_hook(_MakePrintable())
+    return console
+
+
 @functools.cache
 def stderr_console() -> Console:
     """Return the console of log lines and progress bars, the same one for everybody."""
-    return Console(stderr=True, highlight=False)
+    return make_console(stderr=True)
 
 
 class ConsoleHandler(logging.Handler):
@@ -80,7 +107,7 @@ class Output:
     """Results on stdout."""
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False)
+        self.console = make_console()
         if not self.console.is_terminal:
             self.console.width = PLAIN_WIDTH
 
@@ -90,7 +117,7 @@ class Output:
 
     def text(self, text: str, *, style: str | None = None) -> None:
         """Print text as it is, on as many lines as it has."""
-        self.console.print(text, style=style, markup=False, soft_wrap=True)
+        self.console.print(text, style=style, soft_wrap=True)
 
     def fact(self, name: str, value: object) -> None:
         """Print one name with its value, for instance where something was left."""

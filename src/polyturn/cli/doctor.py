@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import NamedTuple
 
-from rich.markup import escape
 from rich.table import Table
 
 from polyturn.cli.console import Output
@@ -79,7 +78,7 @@ def run(*, as_json: bool) -> None:
     for extra in found:
         state = f"missing {', '.join(extra.missing)}: pip install 'polyturn[{extra.name}]'" if extra.missing else "ready"
         needs = ", ".join([*extra.installed, *extra.missing])
-        table.add_row(FEATURES.get(extra.name, extra.name), escape(needs), escape(state))
+        table.add_row(FEATURES.get(extra.name, extra.name), needs, state)
     for name, feature in PROGRAMS.items():
         table.add_row(feature, name, programs[name] or "not found")
     for name, feature in SERVERS.items():

@@ -18,6 +18,7 @@ import polyturn
 from polyturn.cli.commands import around, config, data, learning, recorded, serving
 from polyturn.cli.end_process import end_process
 from polyturn.core.errors import PolyturnError
+from polyturn.core.printable import printable
 from polyturn.core.secret import hide, secret_variables
 
 app = typer.Typer(
@@ -93,7 +94,7 @@ def guarded(run: Callable[[], object]) -> None:
     try:
         run()
     except PolyturnError as problem:
-        print(f"polyturn: {hide(str(problem), *secret_variables(os.environ))}", file=sys.stderr)
+        print(f"polyturn: {printable(hide(str(problem), *secret_variables(os.environ)))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("polyturn: interrupted", file=sys.stderr)

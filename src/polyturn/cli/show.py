@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -68,7 +67,7 @@ def trajectory_table(trajectories: Sequence[Trajectory]) -> Table:
     for t in trajectories:
         reward = "-" if t.reward is None else f"{t.reward.total:.2f}"
         cells = (t.id, reward, str(len(t.turns)), str(t.num_sampled_tokens), t.error or t.stop_reason.value, t.task.id)
-        table.add_row(*(Text(_clean(cell)) for cell in cells))
+        table.add_row(*cells)
     return table
 
 
@@ -96,14 +95,16 @@ def show_one(console: Console, trajectory: Trajectory) -> None:
         for message in turn.observation:
             _say(console, message.role, _with_media(message), note=failed.get(message.tool_call_id or "", ""))
     reward = trajectory.reward
-    error = f": {escape(_clean(trajectory.error))}" if trajectory.error else ""
+    error = f": {trajectory.error}" if trajectory.error else ""
     stopped = trajectory.stop_reason
-    console.print(f"[bold]stopped[/] {stopped.value}{error}[dim]  {STOPPED[stopped]}[/]", soft_wrap=True)
+    console.print(
+        Text.assemble(("stopped", "bold"), f" {stopped.value}{error}  ", (STOPPED[stopped], "dim")), soft_wrap=True
+    )
     if reward is not None:
-        parts = "  ".join(f"{escape(name)} {value:g}" for name, value in reward.components.items())
-        console.print(f"[bold]reward[/] {reward.total:g}   {parts}")
+        parts = "  ".join(f"{name} {value:g}" for name, value in reward.components.items())
+        console.print(Text.assemble(("reward", "bold"), f" {reward.total:g}   {parts}"))
     if trajectory.metrics.get("text_only"):
-        console.print("[dim]text only: the ids are not the model's tokens, so nothing of it can be trained on[/]")
+        console.print("text only: the ids are not the model's tokens, so nothing of it can be trained on", style="dim")
 
 
 def show_tokens(console: Console, record: StoredTrajectory, texts: TokenTexts) -> None:
@@ -115,11 +116,11 @@ def show_tokens(console: Console, record: StoredTrajectory, texts: TokenTexts) -
         )
     )  # fmt: skip
     if not texts.is_known:
-        console.print("[dim]the run's folder has no tokenizer, so tokens are shown as their ids[/]")
+        console.print("the run's folder has no tokenizer, so tokens are shown as their ids", style="dim")
     for number, segment in enumerate(record.trajectory.segments):
         begins = "" if segment.parent is None else f", branched off segment {segment.parent[0]} at {segment.parent[1]}"
-        of = f" of {escape(segment.agent)}" if segment.agent != "assistant" else ""
-        console.print(f"[bold]segment {number}[/]{of} {len(segment.token_ids)} tokens{begins}")
+        of = f" of {segment.agent}" if segment.agent != "assistant" else ""
+        console.print(Text.assemble((f"segment {number}", "bold"), f"{of} {len(segment.token_ids)} tokens{begins}"))
         weights, at = _trained_weights(record, number), 0
         for span in segment.spans:
             inside = weights[at : at + len(span)]
@@ -141,23 +142,21 @@ def _span(
     line = Text()
     for text, weight in zip(texts.texts(span.ids.tolist()), weights, strict=True):
         colour = TOKEN_COLOURS.get(span.source) or (TRAINED if weight else UNTRAINED)
-        line.append(_clean(text), style=colour)
+        line.append(text, style=colour)
     console.print(line, soft_wrap=True)
 
 
 def _one(out: Output, stored: StoredRun, folder: Path, trajectory: str, *, split: str | None, tokens: bool) -> None:
     record = stored.record(trajectory, split=split)
     place = f"{record.split}, step {record.step}, group {record.group}"
-    out.text(f"{_clean(record.trajectory.id)}  {_clean(place)}", style="bold")
+    out.text(f"{record.trajectory.id}  {place}", style="bold")
     if tokens:
         show_tokens(out.console, record, TokenTexts(folder))
         return
-    out.text(f"task {_clean(_task(record.trajectory.task))}", style="dim")
+    out.text(f"task {_task(record.trajectory.task)}", style="dim")
     show_one(out.console, record.trajectory)
     if record.split.startswith("train"):
-        out.text(
-            f"{_learnt(record)}; token by token: {_clean(command('show', folder, trajectory, '--tokens'))}", style="dim"
-        )
+        out.text(f"{_learnt(record)}; token by token: {command('show', folder, trajectory, '--tokens')}", style="dim")
 
 
 def _task(task: Task) -> str:
@@ -188,11 +187,11 @@ def _list(out: Output, folder: Path, rows: Sequence[dict[str, object]], *, limit
     table = Table("id", "step", "split", "reward", "turns", "tokens", "stop", "task", box=None, pad_edge=False)
     columns = ("id", "step", "split", "reward", "num_turns", "num_sampled_tokens", "stop_reason", "task_id")
     for row in rows[-limit:]:
-        table.add_row(*(Text(_cell(row[name])) for name in columns))
+        table.add_row(*(_cell(row[name]) for name in columns))
     out.table(table)
-    out.text(f"{len(rows)} trajectories; one of them: {_clean(command('show', folder, rows[-1]['id']))}")
+    out.text(f"{len(rows)} trajectories; one of them: {command('show', folder, rows[-1]['id'])}")
     ends = Counter(str(row["stop_reason"]) for row in rows)
-    facts = [f"{number} {_clean(reason)}" for reason, number in ends.most_common()]
+    facts = [f"{number} {reason}" for reason, number in ends.most_common()]
     for name, column, condition in BAD:
         if number := sum(bool(row[column]) for row in rows):
             facts.append(f'{number} {name} (--where "{condition}")')
@@ -200,7 +199,7 @@ def _list(out: Output, folder: Path, rows: Sequence[dict[str, object]], *, limit
 
 
 def _cell(value: object) -> str:
-    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else _clean(str(value))
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def _nothing(folder: Path, stored: StoredRun, *, split: str | None, where: str | None) -> str:
@@ -233,11 +232,6 @@ def _with_media(message: Message) -> str:
     return "".join(f"[{medium.kind}] " for medium in message.media) + message.text
 
 
-def _clean(text: str) -> str:
-    """Return text without what a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
-
-
 def _say(console: Console, role: str, text: str, *, note: str = "") -> None:
-    console.print(f"[{COLOURS.get(role, 'white')} bold]{escape(_clean(role))}[/] [dim]{note}[/]")
-    console.print(Text(_clean(text), style=COLOURS.get(role, "")), soft_wrap=True)
+    console.print(Text.assemble((role, f"{COLOURS.get(role, 'white')} bold"), " ", (note, "dim")))
+    console.print(Text(text, style=COLOURS.get(role, "")), soft_wrap=True)

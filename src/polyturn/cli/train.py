@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from polyturn import build
@@ -281,7 +280,7 @@ def report_table(before: Mapping[str, Mapping[str, float]], after: Mapping[str, 
     table = Table(title="before and after", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("before → after", no_wrap=True)
     for name in after:
-        table.add_column(escape(name), justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for key, label in ROWS.items():
         if all(math.isnan(one.get(key, math.nan)) for one in (*before.values(), *after.values())):
             continue  # nothing that it could be measured on, such as calls where there are no tools

@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from polyturn.core.errors import DataError
+from polyturn.core.printable import printable
 from polyturn.interactions.desk import Answer
 from polyturn.interactions.roles import text_of
 
-CONTROLS = dict.fromkeys((*range(9), *range(11, 32), 127, *range(128, 160)), " ")
-"""What would move the cursor or change colours is shown as a blank: the model writes into this terminal."""
 HELP = "Answer, /end [SCORE] [TEXT] to end the conversation, /score SCORE TEXT to answer and score."
 
 
@@ -77,7 +76,7 @@ class Terminal:
         return None
 
     def _show(self, text: str) -> None:
-        self._screen.write(text.translate(CONTROLS) + "\n")
+        self._screen.write(printable(text) + "\n")
         self._screen.flush()
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from polyturn.core.printable import printable
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 
 MAX_TEXT = 4000
@@ -121,7 +122,7 @@ def conversation(trajectory: Trajectory) -> str:
     half = MAX_TEXT // 2
     if len(text) > MAX_TEXT:
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    return printable(text)
 
 
 def literal(text: str) -> str:

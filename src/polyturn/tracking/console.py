@@ -147,7 +147,7 @@ class Progress:
         return f"{self.title}: {self.done} of {self.total} ({share:.0%}), {pace:.1f}/s{left}".replace("%", " %")
 
     def _show(self) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with self._lock:
             if self._is_open:
                 self._bar = RichProgress(*columns, TimeRemainingColumn(), console=self._console, transient=True)

@@ -20,6 +20,7 @@ import yaml
 
 from polyturn.core.contained import read_contained
 from polyturn.core.errors import DataError, one_line
+from polyturn.core.printable import printable
 from polyturn.core.trajectory import SpanSource
 from polyturn.store.bounded import BoundedFile
 from polyturn.store.parquet_store import FOLDER, list_parts
@@ -275,18 +276,13 @@ def _segment(record: StoredTrajectory, number: int, texts: TokenTexts) -> str:
         note = f"{turn}{_count(len(span), 'token')}, {reason}"
         if span.source is SpanSource.SAMPLED and span.logprobs is not None and len(span):
             note += f"; mean logprob {float(np.mean(span.logprobs)):.3f}, policy version {span.policy_version}"
-        text = _clean("".join(shown))
+        text = printable("".join(shown))
         parts.append(f'<span class="{span.source.value}" title="{escape(note)}">{escape(text)}</span>')
         if left <= 0:
             parts.append(f'<span class="cut">… {len(segment)} tokens in all</span>')
             break
     title = "" if len(record.trajectory.segments) == 1 else f"<h4>segment {number}, {escape(segment.agent)}</h4>"
     return f"{title}<pre>{''.join(parts)}</pre>"
-
-
-def _clean(text: str) -> str:
-    """Return text without control characters, which could move, hide or turn around what a reader sees."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _count(number: int, word: str) -> str:

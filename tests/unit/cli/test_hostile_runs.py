@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -15,8 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 
+from polyturn.cli import console as console_module
 from polyturn.cli.main import main
 from polyturn.core.errors import DataError
+from polyturn.core.messages import Message
+from polyturn.core.trajectory import ToolResult, Trajectory
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.serving.rules import ServerRules
@@ -196,6 +201,66 @@ def test_a_small_part_that_would_take_much_memory_is_skipped_and_named(run: Path
             store.record("a")
     assert "part-00007.parquet" in store.problems
     assert store.trajectory("g0/0").id == "g0/0"
+
+
+HOSTILE = "\x1b]0;mine\x07\x1b[31m[/red][/][bold\u202e"
+"""What a terminal obeys, and what rich takes for markup."""
+
+
+def hostile(trajectory: Trajectory, part: str) -> Trajectory:
+    """Return a trajectory with such text in one part of it."""
+    (turn,) = trajectory.turns
+    message = Message(role="tool", content=HOSTILE, tool_call_id="c")
+    result = ToolResult(call_id="c", name=HOSTILE, content=HOSTILE, error=HOSTILE)
+    assert trajectory.reward is not None
+    made = {
+        "tool": {"turns": (dataclasses.replace(turn, tool_results=(result,), observation=(message,)),)},
+        "role": {"turns": (dataclasses.replace(turn, observation=(Message(role=HOSTILE, content="x"),)),)},
+        "text": {"turns": (dataclasses.replace(turn, message=Message(role="assistant", content=HOSTILE)),)},
+        "error": {"error": HOSTILE},
+        "reward": {"reward": dataclasses.replace(trajectory.reward, components={f"tool/{HOSTILE}": 1.0})},
+        "task": {"task": dataclasses.replace(trajectory.task, id=HOSTILE, data_source=HOSTILE, ground_truth=HOSTILE)},
+        "id": {"id": HOSTILE},
+        "split": {},
+    }
+    return dataclasses.replace(trajectory, **made[part])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("part", ["tool", "role", "text", "error", "reward", "task", "id", "split"])
+def test_what_a_run_holds_is_printed_as_text_and_obeyed_by_no_terminal(run: Path, tmp_path: Path, part: str) -> None:
+    group = next(open_store(run).groups())
+    first = hostile(group.trajectories[0], part)
+    made = tmp_path / "made" / f"one{HOSTILE.replace('/', '')}"
+    with ParquetStore(made) as store:
+        store.add(dataclasses.replace(group, trajectories=(first, group.trajectories[1])), step=1,
+                  split=f"eval/{HOSTILE if part == 'split' else 'greedy'}")  # fmt: skip
+    for words in (
+        ("runs", made.parent),
+        ("show", made),
+        ("show", made, first.id),
+        ("show", made, first.id, "--tokens"),
+        ("show", made, "--where", "cast(id || task_id || split as int) > 1"),
+        ("show", made, "--split", "none"),
+        ("compare", made, made),
+        ("rescore", made, "--reward", "gsm8k"),
+        ("report", made, "-o", tmp_path / "report.html"),
+    ):
+        called = call_command(main, *words)
+        assert called.code in (0, 2), (words, called.err)
+        assert not set("\x1b\x07\u202e") & set(called.out + called.err), words
+        if words[:3] == ("show", made, first.id) and len(words) == 3 and part in ("tool", "text", "error", "id"):
+            assert "[/red][/][bold" in called.out, words
+
+
+def test_lines_of_the_log_and_results_hold_no_markup_and_nothing_to_obey(capsys: pytest.CaptureFixture[str]) -> None:
+    console_module.stderr_console.cache_clear()
+    record = logging.LogRecord("polyturn", logging.INFO, "", 0, "the tool said \x1b[2J[/red] [step, weight]", None, None)
+    console_module.ConsoleHandler().emit(record)
+    console_module.Output().fact("name", "\x1b[2J[/red] [step, weight]")
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert "\x1b" not in text and "\ufffd[2J[/red] [step, weight]" in text
+    console_module.stderr_console.cache_clear()
 
 
 def test_a_part_with_a_name_of_odd_digits_is_no_part(run: Path) -> None:

@@ -1,0 +1,17 @@
+"""Text that nobody's screen obeys, and text that is left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyturn.core.printable import printable
+
+
+@pytest.mark.parametrize("text", ["plain", "two\nlines\tand a tab", "中文\u3000和空格", "no\u00a0break", "👍 é", ""])
+def test_what_a_reader_sees_stays(text: str) -> None:
+    assert printable(text) == text
+
+
+@pytest.mark.parametrize("sign", ["\x00", "\x07", "\x08", "\r", "\x1b", "\x7f", "\x9b", "\u202e", "\u2066", "\ud800"])
+def test_what_a_screen_obeys_is_replaced(sign: str) -> None:
+    assert printable(f"a{sign}b") == "a\ufffdb"
