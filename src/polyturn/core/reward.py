@@ -31,7 +31,7 @@ def shown(value: Any, max_chars: int = 100) -> str:
     """Return what a plug-in or a judge gave in place of a score, for a sentence about it."""
     try:
         return f"{value!r:.{max_chars}}"
-    except (ValueError, RecursionError):  # more digits than are written out, or nested too deep
+    except Exception:  # more digits than are written out, nested too deep, or what an author's class raises
         return f"a {type(value).__name__} that cannot be written out"
 
 
@@ -53,8 +53,9 @@ class Reward:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The components, and the numbers that the reward function returned beside its score."""
-        return {**{k: float(v) for k, v in self.info.items() if isinstance(v, int | float)}, **self.components}
+        """The components, and the numbers that the reward function returned beside its score, where they are scores."""
+        beside = {k: as_score(v) for k, v in self.info.items() if isinstance(v, int | float)}
+        return {**{k: v for k, v in beside.items() if v is not None}, **self.components}
 
     def of(self, agent: str) -> float:
         """Return what an agent earned: its own, else the trajectory's."""

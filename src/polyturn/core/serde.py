@@ -4,7 +4,8 @@
     from_json(Span, data)    ->  Span(...)
 
 Separate so that no record writes its own parser. Arrays become lists; numbers that JSON cannot write become the strings
-"inf", "-inf" and "nan", so that a log-probability of -inf survives.
+"inf", "-inf" and "nan", so that a log-probability of -inf survives. Plug-ins and models decide what some values are: one
+that JSON cannot hold, or that is nested so deep that no reader follows, becomes a text in its place, and never an error.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
+from polyturn.core.errors import one_line
+
 _T = TypeVar("_T")
 
 
-def to_json(value: Any) -> Any:
-    """Return `value` as plain JSON data (dict, list, str, int, float, bool, None)."""
+def to_json(value: Any, depth: int = 0) -> Any:
+    """Return `value`, `depth` levels deep, as plain JSON data (dict, list, str, int, float, bool, None)."""
     kind: Any = type(value)
-    return value if kind in _PLAIN else _writer(kind)(value)
+    return value if kind in _PLAIN else _writer(kind)(value, depth)
 
 
 def from_json(cls: type[_T], data: Any) -> _T:
@@ -39,39 +42,61 @@ def from_json(cls: type[_T], data: Any) -> _T:
     return result
 
 
-_PLAIN = frozenset({str, int, bool, type(None)})
+_PLAIN = frozenset({str, bool, type(None)})
+_MAX_DEPTH = 128
+"""Our own records have about ten levels, and what comes from files and networks no more than `nesting.MAX_DEPTH`."""
+_MAX_INT = 10**4000
+"""Python writes and reads no whole number of more than 4,300 digits."""
 
 
 @functools.cache
-def _writer(kind: type[Any]) -> Callable[[Any], Any]:
+def _writer(kind: type[Any]) -> Callable[[Any, int], Any]:
     """Return how values of this type become JSON data; worked out once per type, because a step writes many values."""
     if issubclass(kind, Enum):
-        return lambda value: value.value
+        return lambda value, _: value.value
     if dataclasses.is_dataclass(kind):
         names = tuple(f.name for f in dataclasses.fields(kind))
-        return lambda value: {name: to_json(getattr(value, name)) for name in names}
+        return lambda value, depth: {name: to_json(getattr(value, name), depth + 1) for name in names}
     if issubclass(kind, np.ndarray):
         return _write_array
     if issubclass(kind, np.generic):
-        return lambda value: _number(value.item())
+        return lambda value, _: _number(value.item())
     if issubclass(kind, Mapping):
-        return lambda value: {str(k): to_json(v) for k, v in value.items()}
+        return _bounded(lambda value, depth: {str(k): to_json(v, depth + 1) for k, v in value.items()})
     if issubclass(kind, list | tuple | set | frozenset):
-        return lambda value: [to_json(v) for v in value]
-    if issubclass(kind, float):
-        return _number
-    return (lambda value: value) if issubclass(kind, bool | int | str) else repr
+        return _bounded(lambda value, depth: [to_json(v, depth + 1) for v in value])
+    if issubclass(kind, str | bool):
+        return lambda value, _: value
+    return (lambda value, _: _number(value)) if issubclass(kind, int | float) else (lambda value, _: _as_text(value))
 
 
-def _write_array(array: np.ndarray[Any, Any]) -> Any:
+def _bounded(write: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def written(value: Any, depth: int) -> Any:
+        return (
+            write(value, depth) if depth < _MAX_DEPTH else f"a {type(value).__name__}, {depth} levels deep, not written out"
+        )
+
+    return written
+
+
+def _as_text(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception as problem:  # whatever an author's class raises
+        return f"a {type(value).__name__}, which cannot be written out: {one_line(problem)}"
+
+
+def _write_array(array: np.ndarray[Any, Any], depth: int) -> Any:
     if array.dtype.kind in "iub" or (array.dtype.kind == "f" and np.isfinite(array).all()):
         return array.tolist()
-    return to_json(array.tolist())
+    return to_json(array.tolist(), depth)
 
 
 def _number(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, int) and not -_MAX_INT < value < _MAX_INT:
+        return f"a whole number of {value.bit_length()} bits"
     return value
 
 

@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polyturn.core.reward import as_score, shown
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 
+MAX_VOTE = 10_000
+"""Characters of an answer that are compared."""
 PRED = "pred"
 """Under this name a reward function returns the answer that it read."""
 NUM_DRAWS = 1000
@@ -58,8 +61,9 @@ def repeated_metrics(groups: Iterable[TrajectoryGroup], *, seed: int = 42) -> Ta
 def variables(trajectory: Trajectory) -> dict[str, float]:
     """Return the numbers of a trajectory's reward: `reward`, and those that its function returned."""
     assert trajectory.reward is not None  # only scored trajectories are asked
-    numbers = {k: float(v) for k, v in trajectory.reward.info.items() if isinstance(v, bool | int | float | np.number)}
-    return {"reward": trajectory.reward.total, **numbers}
+    info = trajectory.reward.info
+    numbers = {k: as_score(v) for k, v in info.items() if isinstance(v, bool | int | float | np.number)}
+    return {"reward": trajectory.reward.total, **{k: v for k, v in numbers.items() if v is not None}}
 
 
 def task_metrics(
@@ -104,7 +108,7 @@ def flat(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, fl
 def _majority(data: NDArray[np.float64], votes: Sequence[Any], drawn: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the value of the vote that won each draw; of equal ones, the one that was drawn first."""
     numbers: dict[str, int] = {}
-    codes = np.array([numbers.setdefault(str(vote), len(numbers)) for vote in votes])[drawn]
+    codes = np.array([numbers.setdefault(shown(vote, MAX_VOTE), len(numbers)) for vote in votes])[drawn]
     counts = (codes[:, :, None] == codes[:, None, :]).sum(axis=2)
     winners: NDArray[np.float64] = data[drawn[np.arange(len(drawn)), counts.argmax(axis=1)]]
     return winners

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polyturn.core.reward import shown
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.evaluation.repeated import PRED, sizes
+from polyturn.evaluation.repeated import MAX_VOTE, PRED, sizes
 from polyturn.evaluation.report import is_success
 
 NUM_RESAMPLES = 2000
@@ -169,4 +170,4 @@ def _of(groups: Sequence[TrajectoryGroup], *, success_at: float, seed: int) -> S
 def _pred(trajectory: Trajectory) -> str | None:
     """Return the answer that the reward function read."""
     found = None if trajectory.reward is None else trajectory.reward.info.get(PRED)
-    return None if found is None else str(found)
+    return None if found is None else shown(found, MAX_VOTE)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from polyturn.core.messages import to_openai
+from polyturn.core.serde import to_json
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup, Turn
 
 FIXED = ("input", "output", "gts", "score", "step")
@@ -48,11 +49,13 @@ class TrajectoryDump:
         path = self.folder / name / f"{step}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:  # half a pair as JSON writes it
             for group, trajectory in pairs:
                 info = {} if trajectory.reward is None else trajectory.reward.info
                 own = {**self._record(group, trajectory), "step": step}
-                told = {key: info.get(key) for key in extras if key not in FIXED}
+                told = {
+                    key: v if isinstance(v := info.get(key), float) else to_json(v) for key in extras if key not in FIXED
+                }
                 record = {**own, **told}
                 file.write(json.dumps(_plain(record), ensure_ascii=False, default=str) + "\n")
         os.replace(temporary, path)

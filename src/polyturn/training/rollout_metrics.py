@@ -12,6 +12,7 @@ import numpy as np
 
 from polyturn.core.errors import ToolUnavailableError
 from polyturn.core.metrics import Max, Mean, Metrics, Sum, merge
+from polyturn.core.reward import as_score
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.evaluation.report import is_success
 from polyturn.tools.failures import ToolFailure
@@ -91,7 +92,7 @@ def of_others(trajectory: Trajectory) -> Metrics:
 
 
 def _count(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and as_score(value) is not None else 0
 
 
 def plugin_times(trajectories: Sequence[Trajectory]) -> Metrics:
