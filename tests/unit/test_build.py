@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +189,13 @@ def test_a_prompt_that_just_fits_is_fine_and_one_token_more_is_not(parts: build.
         build.check_run(parts, [user(fitting.prompt[0].text + "9", **coach)], name="x")
 
 
-def test_checking_thousands_of_tasks_takes_about_a_second(tmp_path: Path, parts: build.Parts):
-    rows = [{"prompt": f"How loud is mouse {i}?", "data_source": "tiny", "interaction": "coach"} for i in range(4000)]
+def test_a_task_whose_bytes_fit_is_checked_without_being_encoded(
+    tmp_path: Path, parts: build.Parts, monkeypatch: pytest.MonkeyPatch
+):
+    rows = [{"prompt": f"How loud is mouse {i}?", "data_source": "tiny", "interaction": "coach"} for i in range(100)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     where = place(tmp_path, "data.train.files=many.jsonl")
     tasks = build.build_run_tasks(where)
-    began = time.process_time()
+    monkeypatch.setattr(type(parts.context.codec), "encode", lambda *args: pytest.fail("a short prompt was encoded"))
     build.check_run(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
     build.check_run(parts, list(tasks.train), name="data.train")
-    assert time.process_time() - began < 4.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -285,8 +284,7 @@ def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.Monke
     monkeypatch.setattr(console_module, "stderr_console", lambda: console)
     handler = console_module.ConsoleHandler()
     with console.capture() as captured, Progress("rollout", 3, console=console, delay_s=0.0) as bar:
-        deadline = time.monotonic() + 5
-        while bar._bar is None and time.monotonic() < deadline:
+        while bar._bar is None:
             time.sleep(0.005)
         bar.advance()
         handler.emit(logging.LogRecord("polyturn", logging.INFO, "", 0, "step 1/3 [not markup]", None, None))
@@ -294,12 +292,9 @@ def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.Monke
     assert "rollout" in text and "step 1/3 [not markup]\n" in text.replace("\x1b[0m", "")
 
 
-def test_help_is_quick_and_loads_no_torch():
+def test_help_loads_nothing_heavy():
     code = "import sys\nfrom polyturn.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-    code += "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    before = os.times().children_user
+    code += "print(sorted({'torch', 'transformers', 'numpy', 'pydantic', 'ray', 'aiohttp'} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds = os.times().children_user - before
     assert ended.stdout.splitlines()[-1] == "[]"
     assert all(command in ended.stdout for command in ("train", "sft", "eval", "rollout", "show", "check", "config", "data"))
-    assert seconds < 1.0

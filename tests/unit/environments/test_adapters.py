@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +111,18 @@ async def test_retries_are_turns_and_the_last_answer_counts() -> None:
 
 
 class Slow:
-    """An environment whose step takes longer than its deadline."""
+    """An environment whose step waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[], Any]) -> None:
         self.calls: list[str] = []
+        self.wait = wait
 
     def reset(self, *, seed: int) -> str:
         return "Wait."
 
     def step(self, action: str) -> Any:
         self.calls.append("step")
-        time.sleep(0.3)
+        self.wait()
         self.calls.append("stepped")
         return "", 0.0, False, {}
 
@@ -131,7 +134,7 @@ async def test_an_environment_past_its_deadline_is_closed_when_it_comes_back_and
     from polyturn.core.errors import SchedulerError
     from polyturn.rollout.calls import AuthorCalls
 
-    slow = Slow()
+    slow = Slow(lambda: time.sleep(0.3))
     session = EnvSession("slow", lambda: slow, {}, call=AuthorCalls(timeout_s=0.05).call)
     await session.reset(seed=0)
     with pytest.raises(SchedulerError, match="took longer than"):
@@ -157,15 +160,18 @@ async def test_an_environment_of_ones_own_may_cut_its_episodes_itself(tmp_path: 
     assert last.reward == 0.25
 
 
-class Ticks(Adapter):
+class Meets(Adapter):
+    """Eight environments, none of whose steps returns before all have begun."""
+
+    everybody = threading.Barrier(8)
+
     def make(self) -> Any:
-        return Slow()
+        return Slow(self.everybody.wait)
 
 
 async def test_a_hanging_environment_blocks_no_other_episode() -> None:
-    began = time.monotonic()
-    await asyncio.gather(*(play(Ticks("t:s", "s", {}), seed=n, actions=["x"], limits=Limits(max_turns=1)) for n in range(8)))
-    assert time.monotonic() - began < 8 * 0.3
+    many = (play(Meets("t:s", "s", {}), seed=n, actions=["x"], limits=Limits(max_turns=1)) for n in range(8))
+    assert [played.trajectory.error for played in await asyncio.gather(*many)] == [None] * 8
 
 
 async def test_a_reward_function_may_tell_agents_apart() -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import random
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -296,9 +295,8 @@ def test_a_worker_that_dies_says_why_and_the_next_request_starts_another(tmp_pat
 
     asyncio.run(use())
     assert greeted == ["hi", "hi"]
-    start = time.monotonic()
     worker.close()
     worker.close()
-    assert worker.pid is None and time.monotonic() - start < 4
+    assert worker.pid is None
     with pytest.raises(SchedulerError, match="the run has ended"):
         worker.start()

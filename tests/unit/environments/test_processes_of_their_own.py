@@ -100,12 +100,11 @@ def test_what_a_limit_cuts_short_is_truncated_and_scored_as_the_environment_scor
 @pytest.mark.slow
 def test_a_process_that_is_killed_fails_its_episodes_and_the_next_one_starts_another(talk: Verifiers):
     async def use() -> tuple[Trajectory, Trajectory]:
-        slow = scripted_context(["tea"], scheduler=talk.scheduler(), latency_s=60.0, limits=Limits(max_context=1 << 20))
+        slow = scripted_context(["tea"], scheduler=talk.scheduler(), latency_s=3600.0, limits=Limits(max_context=1 << 20))
         task = talk.tasks(split="train", seeds=range(1))[0]
         running = asyncio.create_task(run_episode(slow, task, id="slow"))
-        await asyncio.sleep(0.5)
-        pid = talk._worker.pid
-        assert pid is not None
+        while (pid := talk._worker.pid) is None:  # noqa: ASYNC110 (a thread starts it)
+            await asyncio.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
         return await running, await run(talk, ["tea", "milks"], id="next")
 
@@ -116,11 +115,9 @@ def test_a_process_that_is_killed_fails_its_episodes_and_the_next_one_starts_ano
 
 def test_a_rollout_that_takes_too_long_fails_its_episode_and_is_cancelled(talk: Verifiers, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(talk, "_timeout_s", 0.3)
-    context = scripted_context(["tea"], scheduler=talk.scheduler(), latency_s=30.0, limits=Limits(max_context=1 << 20))
-    start = time.monotonic()
+    context = scripted_context(["tea"], scheduler=talk.scheduler(), latency_s=3600.0, limits=Limits(max_context=1 << 20))
     found = asyncio.run(run_episode(context, talk.tasks(split="train", seeds=range(1))[0], id="late"))
     assert found.error is not None and "took longer than 0.3 s for a rollout" in found.error
-    assert time.monotonic() - start < 15
     monkeypatch.undo()
     assert total(asyncio.run(run(talk, ["tea", "milks"], id="after"))) == 2.0
 
@@ -185,7 +182,7 @@ def test_a_server_ends_with_the_process_that_started_it_however_that_ends(tmp_pa
     )
     done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while session_of(int(done.stdout)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not session_of(int(done.stdout))

@@ -78,6 +78,7 @@ async def served(box: ToolBox, *, token: str | None = None, idle_s: float = 60.0
     guarded(application, rules)
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
+    bound.listen()  # who asks before it is served waits
     server = uvicorn.Server(http_config(application, rules, lifespan="on", timeout_graceful_shutdown=1))
     task = asyncio.create_task(server.serve(sockets=[bound]))
     try:
@@ -129,6 +130,7 @@ async def test_a_server_of_the_older_transport_is_sent_the_token() -> None:
     guarded(application, rules)
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
+    bound.listen()  # who asks before it is served waits
     server = uvicorn.Server(http_config(application, rules, timeout_graceful_shutdown=1))
     task = asyncio.create_task(server.serve(sockets=[bound]))
     url = f"http://127.0.0.1:{bound.getsockname()[1]}/sse"

@@ -1,6 +1,4 @@
-"""The tiny tokenizer and model: deterministic, quick, and shaped like the real ones."""
-
-import time
+"""The tiny tokenizer and model: deterministic, and shaped like the real ones."""
 
 import pytest
 
@@ -10,12 +8,8 @@ from polyturn.testing.tiny import TAG_TOKENS, TURN_TOKENS, tiny_model, tiny_toke
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def test_the_tokenizer_is_made_in_under_a_second_and_always_the_same() -> None:
-    tiny_tokenizer()  # imports
-    start = time.perf_counter()
-    tokenizer = tiny_tokenizer()
-    assert time.perf_counter() - start < 1.0
-    assert tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+def test_the_tokenizer_is_always_the_same() -> None:
+    assert tiny_tokenizer().get_vocab() == tiny_tokenizer().get_vocab()
 
 
 @pytest.mark.parametrize("size", [265, 384, 600])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class Hangs(Kept):
     released = threading.Event()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.released.wait(20)
+        self.released.wait()
 
 
 class NeverOpens(Kept):
@@ -93,14 +92,11 @@ def test_a_tracker_that_fails_is_said_once_and_counted(
     assert "lost 5 records; metrics.jsonl has everything" in caplog.text
 
 
-def test_a_tracker_that_hangs_slows_nothing_and_is_left_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_tracker_that_hangs_holds_nobody_up_and_is_left_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     trackers = Trackers([spec(Hangs, [])], run_info(tmp_path), queue_size=4, close_s=0.2)
-    began = time.monotonic()
     for step in range(50):
         trackers.log(step, {})
-    assert time.monotonic() - began < 0.5
     trackers.close()
-    assert time.monotonic() - began < 2
     Hangs.released.set()
     assert trackers.lost["hangs"] >= 45 and "did not finish in time" in caplog.text
 
