@@ -1,13 +1,13 @@
 """Hermes tool calls: what is read, what is kept though broken, and that reading takes linear time."""
 
 import json
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.core.errors import UnknownNameError
+from polyturn.testing.steps import num_steps
 from polyturn.tokens.parsers import HermesParser, parsers
 
 parse = HermesParser().parse
@@ -116,16 +116,14 @@ def test_any_text_is_read_and_every_open_call_outside_reasoning_is_accounted_for
 @pytest.mark.parametrize(
     "unit", ["<tool_call>", "<think>", "</think>", '<tool_call>["</tool_call>,', "<think>a</think>", ADD]
 )
-def test_reading_takes_linear_time(unit: str) -> None:
-    def seconds(copies: int) -> float:
-        text = unit * copies
-        start = time.process_time()
-        parse(text)
-        return time.process_time() - start
+def test_ten_times_the_text_takes_ten_times_the_steps(unit: str) -> None:
+    assert num_steps(lambda: parse(unit * 2_000)) <= 11 * num_steps(lambda: parse(unit * 200))
 
-    seconds(100)
-    small = min(seconds(1_000) for _ in range(3))
-    assert seconds(30_000) < 300 * small + 1.0, "thirty times the text may not take nine hundred times as long"
+
+@pytest.mark.parametrize("unit", ["<tool_call>", "<think>", "</think>", "<think>a</think>"])
+def test_no_tag_makes_the_parser_look_through_the_rest_of_the_text(unit: str) -> None:
+    """At each of so many, that would not end in time."""
+    parse(unit * 100_000)
 
 
 def test_parsers_are_found_by_name() -> None:

@@ -2,13 +2,14 @@
 
 import json
 import random
-import time
+from functools import partial
 from typing import Any
 
 import pytest
 
 from polyturn.core.errors import UnknownNameError
 from polyturn.core.messages import ToolCall
+from polyturn.testing.steps import num_steps
 from polyturn.testing.writings import CALLS, CONTENT, PIECES, REASONING, TOOLS, VARIANTS, WRITINGS, mutate
 from polyturn.tokens.parsers import HermesParser, ParsedTurn, PlainParser, TurnParser, parsers, reasoning_formats
 
@@ -318,20 +319,13 @@ def test_damaged_turns_are_read_without_an_exception(name: str) -> None:
             json.dumps(dict(call.arguments), allow_nan=False)
 
 
-def test_parsers_take_linear_time() -> None:
-    """Ten times the text may take fifteen times as long; times below a hundredth of a second are noise."""
-    for name in FAMILIES:
-        parser = make(name, calls_in_reasoning=True)
-        for unit in PIECES:
-            text = unit * (4_000 // len(unit))
-
-            def seconds(copies: int, text: str = text, parser: TurnParser = parser) -> float:
-                start = time.process_time()
-                parser.parse(text * copies, tools=TOOLS)
-                return time.process_time() - start
-
-            if (long := seconds(10)) > 0.05:
-                assert min(long, seconds(10)) < 15 * max(seconds(1), 0.01), (name, unit)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ten_times_the_text_takes_ten_times_the_steps(name: str) -> None:
+    parser = make(name, calls_in_reasoning=True)
+    for unit in PIECES:
+        text = unit * (4_000 // len(unit))
+        short, long = (num_steps(partial(parser.parse, text * copies, tools=TOOLS)) for copies in (1, 10))
+        assert long <= 11 * short, unit
 
 
 def test_plain_parser_is_called_none() -> None:
