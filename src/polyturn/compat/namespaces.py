@@ -51,6 +51,8 @@ _HERE = {
     "verl.experimental.agent_loop.tool_agent_loop": "polyturn.compat.verl.tool_agent_loop",
     "verl.experimental.agent_loop.utils": "polyturn.compat.verl.agent_loop_utils",
     "verl.protocol": "polyturn.compat.verl.protocol",
+    "verl.utils.dataset.rl_dataset": "polyturn.compat.verl.rl_dataset",
+    "verl.utils.model": "polyturn.compat.verl.torch_functional",
     "verl.utils.hdfs_io": "polyturn.compat.verl.hdfs_io",
     "verl.utils.tokenizer": "polyturn.compat.verl.tokenizer",
     "verl.workers.reward_manager.registry": "polyturn.compat.verl.reward_manager",
@@ -64,6 +66,7 @@ VERL = Namespace(
     packages={
         "verl": "polyturn.compat.verl.protocol",
         "verl.utils": "polyturn.compat.verl.tokenizer",
+        "verl.utils.dataset": "polyturn.compat.verl.rl_dataset",
         "verl.workers.reward_manager": "polyturn.compat.verl.reward_manager",
         "verl.utils.reward_score": "polyturn.rewards.default",
         "verl.experimental.agent_loop": "polyturn.compat.verl.agent_loop",

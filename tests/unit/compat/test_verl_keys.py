@@ -268,8 +268,8 @@ REJECTED = [
     ("data.truncation=left", "filter_overlong_prompts"),
     ("data.truncation=right", "filter_overlong_prompts"),
     ("data.truncation=middle", "filter_overlong_prompts"),
-    ("data.custom_cls.path=rows.py", "generator"),
-    ("data.custom_cls.name=Rows", "generator"),
+    ("data.custom_cls.path=rows.py", "path and name belong together"),
+    ("data.custom_cls.name=Rows", "path and name belong together"),
     ("data.datagen.path=gen.py", "generator"),
     ("data.datagen.name=Gen", "generator"),
     ("data.sampler.class_path=s.py", "class_path and class_name"),
@@ -604,6 +604,20 @@ def test_an_agent_loop_of_ones_own_becomes_the_scheduler(tmp_path: Path):
         assert kwargs["config"]["actor_rollout_ref"]["rollout"]["n"] == 3
     with pytest.raises(ConfigError, match=r"agent_loop_config_path does not name it. Did you mean 'react'"):
         translated(file, f"{chosen}=raect")
+
+
+def test_a_dataset_of_ones_own_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "rows.py").touch()
+    (tmp_path / "train.parquet").touch()
+    monkeypatch.chdir(tmp_path)
+    custom = ("data.custom_cls.path=rows.py", "data.custom_cls.name=Rows", "data.train_max_samples=7")
+    made = translated(*custom, "data.train_files=[train.parquet,org/set]", "data.val_files=org/set", "data.seed=3").native
+    assert made["data"]["train"]["generator"] == "polyturn.compat.verl.rl_dataset:custom_tasks"
+    train, held_out = made["data"]["train"]["kwargs"], made["evaluation"]["data"]["kwargs"]
+    assert train["cls"] == f"{tmp_path / 'rows.py'}:Rows" and (train["max_samples"], held_out["max_samples"]) == (7, -1)
+    assert train["files"] == [str(tmp_path / "train.parquet"), "org/set"] and held_out["files"] == ["org/set"]
+    assert train["config"]["seed"] == 3 and train["config"]["return_raw_chat"] is True
+    assert (train["split"], held_out["split"]) == ("train", "validation")
 
 
 def test_native_keys_stand_above_everything_that_was_translated():

@@ -8,12 +8,15 @@ from torch.nn import functional
 
 __all__ = [
     "clip_by_value",
+    "compute_position_id_with_mask",
     "entropy_from_logits",
     "logprobs_from_logits",
     "masked_mean",
     "masked_sum",
     "masked_var",
     "masked_whiten",
+    "pad_sequence_to_length",
+    "postprocess_data",
 ]
 
 
@@ -65,3 +68,46 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     """Return [...] the entropy of [..., V] logits."""
     logprobs = functional.log_softmax(logits, dim=-1)
     return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def compute_position_id_with_mask(mask: Tensor) -> Tensor:
+    """Return [B, T], the position of each token among those with mask 1; 0 before the first."""
+    return torch.clip(mask.cumsum(dim=-1) - 1, min=0)
+
+
+def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False) -> Tensor:
+    """Return [B, max_seq_len]; rows that are as long already stay as they are."""
+    missing = max_seq_len - tensors.shape[-1]
+    if missing <= 0:
+        return tensors
+    return functional.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
+
+
+def postprocess_data(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: str = "error",
+) -> tuple[Tensor, Tensor]:
+    """Return ids and mask [B, max_length], padded, or cut on the side that `truncation` names.
+
+    Raises:
+        NotImplementedError: a row is too long and `truncation` is "error".
+    """
+    length = input_ids.shape[-1]
+    if length < max_length:
+        ids = pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad)
+        return ids, pad_sequence_to_length(attention_mask, max_length, 0, left_pad)
+    if length == max_length:
+        return input_ids, attention_mask
+    head = max_length // 2
+    kept = {
+        "left": torch.arange(length - max_length, length),
+        "right": torch.arange(max_length),
+        "middle": torch.cat([torch.arange(head), torch.arange(length - (max_length - head), length)]),
+    }
+    if truncation not in kept:
+        raise NotImplementedError(f"sequence_length={length} is larger than max_length={max_length} ({truncation=})")
+    return input_ids[..., kept[truncation]], attention_mask[..., kept[truncation]]

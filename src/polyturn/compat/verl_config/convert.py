@@ -74,7 +74,11 @@ def function_tools(s: Source) -> None:
 
 
 def files(s: Source) -> None:
-    """Set the files of tasks and how many of them are used."""
+    """Set the files of tasks, or the class that reads them, and how many of them are used."""
+    where, name = s.get("data.custom_cls.path"), s.get("data.custom_cls.name")
+    if (where is None) != (name is None):
+        s.refuse("data.custom_cls.path", "path and name belong together; set both")
+        return
     for key, most, native in (
         ("data.train_files", "data.train_max_samples", "data.train"),
         ("data.val_files", "data.val_max_samples", "evaluation.data"),
@@ -82,10 +86,31 @@ def files(s: Source) -> None:
         value = s.get(key)
         if not value:
             continue
-        names = [value] if isinstance(value, str) else list(value)
-        s.put_path(f"{native}.files", [str(Path(str(n)).expanduser()) for n in names], by=key)
-        if (limit := s.number(most, -1)) > 0:
+        names = [str(Path(str(n)).expanduser()) for n in ([value] if isinstance(value, str) else list(value))]
+        limit = s.number(most, -1)
+        if where is not None:
+            file = str(where).removeprefix("pkg://")
+            kwargs = {
+                "cls": f"{_absolute(file) if file.endswith('.py') else file}:{name}",
+                "files": [_absolute(n) for n in names],
+                "split": "train" if native == "data.train" else "validation",
+                "config": {**s.sections("data")["data"], "return_raw_chat": True},
+                "model": _absolute(str(s.get("data.tokenizer", s.get("actor_rollout_ref.model.path", "")))),
+                "template": s.get("actor_rollout_ref.model.custom_chat_template"),
+                "max_samples": limit,
+            }
+            s.put(f"{native}.generator", "polyturn.compat.verl.rl_dataset:custom_tasks", by="data.custom_cls.path")
+            s.put(f"{native}.kwargs", kwargs, by="data.custom_cls.path")
+            continue
+        s.put_path(f"{native}.files", names, by=key)
+        if limit > 0:
             s.put(f"{native}.limit", limit, by=most)
+
+
+def _absolute(name: str) -> str:
+    """Return the absolute path of what is there; what is not may be a name of the hub."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if name and path.exists() else name
 
 
 def sampler(s: Source) -> None:

@@ -1,0 +1,193 @@
+"""Datasets as verl's users subclass them: rows, batches, and the tasks that a run makes of them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from polyturn import compat
+from polyturn.compat.verl.rl_dataset import RLHFDataset, collate_fn, custom_tasks, get_dataset_class
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.testing.episodes import tiny_tokenizer
+
+CONFIG = {"max_prompt_length": 64, "filter_overlong_prompts": False, "return_raw_chat": True}
+
+CUSTOM = """
+from torch.utils.data import Dataset
+from verl.utils.dataset import RLHFDataset
+
+
+class Listed(RLHFDataset):
+    def _read_files_and_tokenize(self):
+        self.dataframe = [
+            {
+                "prompt": [{"role": "user", "content": f"{file} {self.config.max_prompt_length}?"}],
+                "data_source": "own",
+                "reward_model": {"ground_truth": str(i)},
+                "extra_info": {"index": i, "interaction_kwargs": {"name": "mine", "level": i}},
+            }
+            for i, file in enumerate(self.data_files)
+        ]
+
+    def __getitem__(self, item):
+        row = super().__getitem__(item)
+        return {**row, "agent_name": "tool_agent", "interaction_kwargs": {"name": "mine", "level": 7}}
+
+
+class Plain(Dataset):
+    def __init__(self, data_files, tokenizer, config, processor=None):
+        self.rows = [{"raw_prompt": [{"role": "user", "content": "q"}]}] * len(data_files)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, item):
+        return self.rows[item]
+
+
+class WithoutMessages(Plain):
+    def __getitem__(self, item):
+        return {"input_ids": [1]}
+
+
+class Failing(Plain):
+    def __init__(self, **kwargs):
+        raise KeyError("train")
+
+
+def not_a_class():
+    pass
+"""
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": [{"role": "user", "content": "word " * (1 + 40 * i)}],
+            "data_source": "s",
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"index": i, "tools_kwargs": {"calc": {"create_kwargs": {"ground_truth": str(i)}}}},
+        }
+        for i in range(3)
+    ]
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> str:
+    pytest.importorskip("datasets")
+    pq.write_table(pa.Table.from_pylist(rows()), tmp_path / "train.parquet")
+    return str(tmp_path / "train.parquet")
+
+
+@pytest.fixture
+def custom(tmp_path: Path) -> Path:
+    compat.install("verl")
+    (tmp_path / "own.py").write_text(CUSTOM)
+    return tmp_path / "own.py"
+
+
+def test_rows_hold_what_a_rollout_reads(parquet: str) -> None:
+    """Users' classes rely on these names, and on a row of their own each time."""
+    dataset = RLHFDataset(parquet, tiny_tokenizer(), OmegaConf.create(CONFIG), max_samples=2)
+    assert len(dataset) == 2
+    dataset[1]["raw_prompt"][0]["content"] = "changed"
+    row = dataset[1]
+    assert row["raw_prompt"] == rows()[1]["prompt"] and "prompt" not in row and "input_ids" not in row
+    assert (row["index"], row["data_source"], row["interaction_kwargs"]) == (1, "s", {})
+    assert row["tools_kwargs"] == {"calc": {"create_kwargs": {"ground_truth": "1"}}}
+
+
+def test_without_raw_chat_a_row_has_padded_ids(parquet: str) -> None:
+    tokenizer = tiny_tokenizer()
+    config = OmegaConf.create({"max_prompt_length": 400, "filter_overlong_prompts": False})
+    dataset = RLHFDataset([parquet], tokenizer, config)
+    batch = collate_fn([dataset[0], dataset[1]])
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["position_ids"].shape == (2, 400)
+    shown = tokenizer.apply_chat_template(rows()[0]["prompt"], add_generation_prompt=True, return_dict=False)
+    assert batch["raw_prompt_ids"][0] == shown == batch["input_ids"][0][-len(shown) :].tolist()
+    assert batch["position_ids"][0][-len(shown) :].tolist() == list(range(len(shown)))
+    assert batch["data_source"].dtype == object and batch["data_source"].tolist() == ["s", "s"]
+    with pytest.raises(NotImplementedError, match="larger than max_length=8"):
+        RLHFDataset([parquet], tokenizer, OmegaConf.create({**config, "max_prompt_length": 8}))[2]
+
+
+def test_rows_that_are_too_long_are_left_out_where_the_config_asks_for_it(parquet: str) -> None:
+    config = OmegaConf.create({"max_prompt_length": 150, "filter_overlong_prompts": True, "return_raw_chat": True})
+    lengths = [
+        len(tiny_tokenizer().apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False)) for r in rows()
+    ]
+    assert len(RLHFDataset(parquet, tiny_tokenizer(), config)) == sum(length <= 150 for length in lengths) < 3
+
+
+def test_columns_of_a_batch_are_tensors_or_arrays_of_objects() -> None:
+    batch = collate_fn([{"a": torch.tensor([i]), "b": [1, 2], "c": {"d": i}} for i in range(2)])
+    assert batch["a"].tolist() == [[0], [1]]
+    assert batch["b"].shape == (2,) and batch["c"].dtype == np.dtype(object)
+
+
+def test_a_class_of_ones_own_gives_the_tasks_of_a_run(custom: Path) -> None:
+    tasks = custom_tasks(cls=f"{custom}:Listed", files=["a", "b"], split="train", config=CONFIG)
+    assert [t.id for t in tasks] == ["train-0", "train-1"]
+    task = tasks[1]
+    assert (task.prompt[0].text, task.data_source, task.ground_truth) == ("b 64?", "own", "1")
+    assert task.tools is None and task.extra["agent_name"] == "tool_agent" and task.extra["index"] == 1
+    assert task.interaction is not None and dict(task.interaction.kwargs) == {"name": "mine", "level": 7}
+    assert custom_tasks(cls=f"{custom}:Plain", files=["a"], split="x", config={})[0].prompt[0].text == "q"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Failing", r"data.custom_cls .*own\.py:Failing: it failed with KeyError"),
+        ("not_a_class", "must inherit from torch.utils.data.Dataset"),
+        ("Listd", "Did you mean 'Listed'"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_said(custom: Path, name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        custom_tasks(cls=f"{custom}:{name}", files=["a"], split="train", config=CONFIG)
+
+
+def test_rows_without_messages_are_said(custom: Path) -> None:
+    with pytest.raises(DataError, match=r"row 0: it has no raw_prompt, the messages; it has \['input_ids'\]"):
+        custom_tasks(cls=f"{custom}:WithoutMessages", files=["a"], split="train", config=CONFIG)[0]
+
+
+def test_the_section_names_the_class(custom: Path) -> None:
+    assert get_dataset_class(OmegaConf.create({"custom_cls": {"path": None}})) is RLHFDataset
+    found = get_dataset_class(OmegaConf.create({"custom_cls": {"path": str(custom), "name": "Plain"}}))
+    assert found.__name__ == "Plain"
+
+
+@pytest.fixture
+def retool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """verl's own recipe, of a checkout in the folder that POLYTURN_VERL_CHECKOUTS names."""
+    if (folder := os.environ.get("POLYTURN_VERL_CHECKOUTS")) is None:
+        pytest.skip("POLYTURN_VERL_CHECKOUTS names no folder with checkouts of verl")
+    pytest.importorskip("datasets")
+    compat.install("verl")
+    monkeypatch.syspath_prepend(str(Path(folder) / "0.6.1"))
+    yield importlib.import_module("recipe.retool.retool")
+    for name in [n for n in sys.modules if n == "recipe" or n.startswith("recipe.")]:
+        del sys.modules[name]
+
+
+def test_the_dataset_of_verls_own_recipe_gives_tasks(retool: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "org" / "math"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist([*rows()] * 6), folder / "train.parquet")
+    name = f"{retool.__file__}:CustomRLHFDataset"
+    tasks = custom_tasks(cls=name, files=[str(folder)], split="train", config=CONFIG)
+    assert len(tasks) == 18 and tasks[1].extra["agent_name"] == "tool_agent"
+    assert tasks[1].prompt[0].text.endswith(retool.answer_format) and tasks[1].ground_truth == "1"
