@@ -55,6 +55,10 @@ _HERE = {
     "verl.utils.model": "polyturn.compat.verl.torch_functional",
     "verl.utils.hdfs_io": "polyturn.compat.verl.hdfs_io",
     "verl.utils.tokenizer": "polyturn.compat.verl.tokenizer",
+    "verl.workers.reward_manager.naive": "polyturn.compat.verl.reward_manager",
+    "verl.workers.reward_manager.batch": "polyturn.compat.verl.reward_manager",
+    "verl.workers.reward_manager.dapo": "polyturn.compat.verl.reward_manager",
+    "verl.workers.reward_manager.prime": "polyturn.compat.verl.reward_manager",
     "verl.workers.reward_manager.registry": "polyturn.compat.verl.reward_manager",
     "verl.workers.reward_manager.abstract": "polyturn.compat.verl.reward_manager",
 }

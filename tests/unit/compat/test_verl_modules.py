@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from polyturn import compat
 from polyturn.compat.verl import hdfs_io, reward_manager
 from polyturn.compat.verl.protocol import DataProto, collate_fn
 from polyturn.compat.verl.tokenizer import normalize_token_ids
-from polyturn.core.errors import ConfigError, UnknownNameError
+from polyturn.core.errors import ConfigError, RewardError, UnknownNameError
 
 
 def batch() -> DataProto:
@@ -31,7 +32,8 @@ def test_users_files_find_their_names() -> None:
         "from verl.protocol import DataProtoItem\n"
         "from verl.utils import hf_tokenizer, hf_processor\n"
         "from verl.utils.hdfs_io import copy, makedirs\n"
-        "from verl.workers.reward_manager import register\n"
+        "from verl.workers.reward_manager import NaiveRewardManager, register\n"
+        "from verl.workers.reward_manager.dapo import DAPORewardManager\n"
         "from verl.workers.reward_manager.abstract import AbstractRewardManager\n"
         "from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY\n"
         "from verl.experimental.agent_loop.tool_agent_loop import AgentState\n"
@@ -100,3 +102,75 @@ def test_ids_are_read_from_whatever_a_tokenizer_returns() -> None:
         assert normalize_token_ids(given) == [1, 2]
     with pytest.raises(TypeError, match="list-like"):
         normalize_token_ids("ab")
+
+
+def scored_batch(**columns: object) -> DataProto:
+    """Two rows of three prompt and four response tokens; the second response has two."""
+    tensors = {
+        "prompts": torch.full((2, 3), 9),
+        "responses": torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]),
+    }
+    truth = [{"ground_truth": "1 2 3 4"}, {"ground_truth": "other"}]
+    known = {"data_source": ["s", "s"], "reward_model": truth, "extra_info": [{"level": 1}, {"level": 2}]}
+    return DataProto.from_dict(tensors, {**known, "__num_turns__": np.array([2, 4]), **columns})
+
+
+class Words:
+    """A tokenizer whose tokens are numbers."""
+
+    eos_token = "."
+
+    def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
+        return " ".join(map(str, ids.tolist()))
+
+
+def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, object]) -> dict[str, object]:
+    return {"score": float(solution_str == ground_truth), "turns": extra_info["num_turns"], "level": extra_info["level"]}
+
+
+@pytest.mark.parametrize("name", ["naive", "prime", "dapo"])
+def test_a_manager_puts_rewards_on_the_last_token_of_a_response(name: str) -> None:
+    data = scored_batch()
+    manager = reward_manager.get_reward_manager_cls(name)(tokenizer=Words(), num_examine=1, compute_score=exact)
+    found = manager(data, return_dict=True)
+    assert found["reward_tensor"].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
+    assert {k: list(v) for k, v in found["reward_extra_info"].items()} == {"score": [1, 0], "turns": [2, 4], "level": [1, 2]}
+    assert "num_turns" not in data.non_tensor_batch["extra_info"][0]
+    assert ("acc" in data.batch) == (name == "prime")
+    given = scored_batch()
+    given.batch["rm_scores"] = torch.ones(2, 4)
+    assert manager(given) is not None and manager(given).sum() == 8
+
+
+def test_the_batch_manager_calls_its_function_once() -> None:
+    calls: list[list[str]] = []
+
+    def many(data_sources, solution_strs, ground_truths, extra_infos, scale):  # type: ignore[no-untyped-def]
+        calls.append(solution_strs)
+        return [scale * info["level"] for info in extra_infos]
+
+    manager = reward_manager.BatchRewardManager(Words(), 0, many, scale=3)
+    data = scored_batch()
+    assert manager(data).tolist() == [[0, 0, 0, 3], [0, 6, 0, 0]] and calls == [["1 2 3 4", "5 6"]]
+    assert data.batch["acc"].tolist() == [3, 6]
+    with pytest.raises(RewardError, match="for 2 answers; it needs one for each"):
+        reward_manager.BatchRewardManager(Words(), 0, lambda **columns: [1.0])(scored_batch())
+
+
+def test_the_manager_of_dapo_takes_a_penalty_off_long_responses() -> None:
+    buffer = SimpleNamespace(enable=True, len=2, penalty_factor=1.0, log=True)
+    manager = reward_manager.DAPORewardManager(Words(), 0, lambda **columns: 1.0, max_resp_len=4, overlong_buffer_cfg=buffer)
+    found = manager(scored_batch(), return_dict=True)
+    assert found["reward_tensor"].tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
+    assert found["reward_extra_info"]["overlong_reward"] == [-1, 0] and found["reward_extra_info"]["acc"] == [1, 1]
+    with pytest.raises(AssertionError, match="max_resp_len must be larger"):
+        reward_manager.DAPORewardManager(Words(), 0, max_resp_len=1, overlong_buffer_cfg=buffer)
+
+
+def test_a_function_that_raises_is_no_score() -> None:
+    def broken(**columns: object) -> float:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        reward_manager.PrimeRewardManager(Words(), 0, broken)(scored_batch())

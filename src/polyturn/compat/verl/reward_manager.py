@@ -1,18 +1,41 @@
-"""verl.workers.reward_manager: the registry of managers and their base class, for files with a manager and a function.
+"""verl.workers.reward_manager: managers, which turn a `DataProto` into rewards [B, R], their registry and base class.
 
-A run calls reward functions itself; a configuration that names a manager of one's own is refused.
+    manager = NaiveRewardManager(tokenizer, num_examine=0, compute_score=score)
+    manager(data)                       the reward of each row on the last token of its response, 0 elsewhere
+    manager(data, return_dict=True)     {"reward_tensor": …, "reward_extra_info": {"pred": [B values], …}}
+
+For scripts and tests that call one, and for subclasses. A run calls reward functions itself; a configuration that names a
+manager of one's own is refused. A function that raises is an error here too, never 0.0.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+import torch
 
-__all__ = ["REWARD_MANAGER_REGISTRY", "AbstractRewardManager", "get_reward_manager_cls", "register"]
+from polyturn.core.errors import ConfigError, RewardError, UnknownNameError, did_you_mean
+from polyturn.rewards.default import default_compute_score
 
+__all__ = [
+    "REWARD_MANAGER_REGISTRY",
+    "AbstractRewardManager",
+    "BatchRewardManager",
+    "DAPORewardManager",
+    "NaiveRewardManager",
+    "PrimeRewardManager",
+    "RawRewardFn",
+    "get_reward_manager_cls",
+    "register",
+]
+
+logger = logging.getLogger(__name__)
+
+RawRewardFn = Callable[..., Any]
 REWARD_MANAGER_REGISTRY: dict[str, type[Any]] = {}
 _Class = TypeVar("_Class", bound=type[Any])
 
@@ -54,3 +77,163 @@ def get_reward_manager_cls(name: str) -> type[Any]:
     if name not in REWARD_MANAGER_REGISTRY:
         raise UnknownNameError(f"Unknown reward manager: {name}.{did_you_mean(name, REWARD_MANAGER_REGISTRY)}")
     return REWARD_MANAGER_REGISTRY[name]
+
+
+@register("naive")
+class NaiveRewardManager(AbstractRewardManager):
+    """Calls a function of one answer for every row."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+    ) -> None:
+        """Take the function, by default verl's of all data sources, and how many answers of each source are logged."""
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = compute_score or default_compute_score
+        self.reward_fn_key = reward_fn_key
+
+    def __call__(self, data: Any, return_dict: bool = False) -> Any:
+        """Return the rewards [B, R]; those that the batch has already, in `rm_scores`, are returned as they are."""
+        if "rm_scores" in data.batch:
+            known = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
+            scored = data.batch["rm_scores"]
+            return {"reward_tensor": scored, "reward_extra_info": known} if return_dict else scored
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        info: dict[str, list[Any]] = defaultdict(list)
+        shown: Counter[Any] = Counter()
+        for i, (length, text, score) in enumerate(zip(_lengths(data), self._texts(data), self.verify(data), strict=True)):
+            if isinstance(score, Mapping):
+                for key, value in score.items():
+                    info[key].append(value)
+            value = self._reward(_value(score), length, info)
+            if length:
+                rewards[i, length - 1] = value
+            source = data.non_tensor_batch[self.reward_fn_key][i]
+            if shown[source] < self.num_examine:
+                shown[source] += 1
+                logger.info("%s: response %r, score %s", source, text, score)
+        return {"reward_tensor": rewards, "reward_extra_info": info} if return_dict else rewards
+
+    def verify(self, data: Any) -> list[Any]:
+        """Return what the function says of each row."""
+        return [
+            self.compute_score(
+                data_source=row.non_tensor_batch[self.reward_fn_key],
+                solution_str=text,
+                ground_truth=row.non_tensor_batch["reward_model"]["ground_truth"],
+                extra_info=_extra_info(row),
+            )
+            for row, text in zip((data[i] for i in range(len(data))), self._texts(data), strict=True)
+        ]
+
+    def _texts(self, data: Any) -> list[str]:
+        """Return the responses without their padding."""
+        rows = zip(data.batch["responses"], _lengths(data), strict=True)
+        return [self.tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
+
+    def _reward(self, score: float, length: int, info: dict[str, list[Any]]) -> float:
+        """Return the reward of a row that has a score and so many tokens."""
+        return score
+
+
+@register("prime")
+class PrimeRewardManager(NaiveRewardManager):
+    """The same; the scores are also the batch's `acc`."""
+
+    def verify(self, data: Any) -> list[Any]:
+        return _kept(data, super().verify(data))
+
+
+@register("batch")
+class BatchRewardManager(NaiveRewardManager):
+    """Calls a function of many answers once; the scores are also the batch's `acc`."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn,
+        reward_fn_key: str = "data_source",
+        **reward_kwargs: Any,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.reward_kwargs = reward_kwargs
+
+    def verify(self, data: Any) -> list[Any]:
+        rows = [data[i] for i in range(len(data))]
+        scores = self.compute_score(
+            data_sources=data.non_tensor_batch[self.reward_fn_key],
+            solution_strs=self._texts(data),
+            ground_truths=[row.non_tensor_batch["reward_model"].get("ground_truth") for row in rows],
+            extra_infos=[_extra_info(row) for row in rows],
+            **self.reward_kwargs,
+        )
+        if not isinstance(scores, Sequence) or len(scores) != len(rows):
+            raise RewardError(f"the reward function returned {scores!r:.200} for {len(rows)} answers; it needs one for each")
+        return _kept(data, scores)
+
+
+@register("dapo")
+class DAPORewardManager(NaiveRewardManager):
+    """Calls a function of one answer for every row, and takes a penalty off long responses (arXiv:2503.14476, 3.4)."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Any = None,
+    ) -> None:
+        """Take the buffer `len`, in which the penalty rises to `penalty_factor` at `max_resp_len` tokens."""
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.max_resp_len, self.overlong_buffer_cfg = max_resp_len, overlong_buffer_cfg
+        if overlong_buffer_cfg is None:
+            return
+        if max_resp_len is None:
+            raise AssertionError(f"max_resp_len must be provided if {overlong_buffer_cfg=}, but got None")
+        if max_resp_len < overlong_buffer_cfg.len:
+            raise AssertionError("max_resp_len must be larger than overlong_buffer.len")
+
+    def verify(self, data: Any) -> list[Any]:
+        return [s if isinstance(s, Mapping) else {"score": s, "acc": s} for s in super().verify(data)]
+
+    def _reward(self, score: float, length: int, info: dict[str, list[Any]]) -> float:
+        buffer = self.overlong_buffer_cfg
+        if buffer is None or not buffer.enable:
+            return score
+        beyond = length - ((self.max_resp_len or 0) - buffer.len)
+        penalty = min(-beyond / buffer.len * buffer.penalty_factor, 0)
+        if buffer.log:
+            info["overlong_reward"].append(penalty)
+            info["overlong"].append(penalty < 0)
+        return score + float(penalty)
+
+
+def _value(score: Any) -> float:
+    return float(score["score"] if isinstance(score, Mapping) else score)
+
+
+def _kept(data: Any, scores: Sequence[Any]) -> list[Any]:
+    """Return the scores, which the batch keeps too."""
+    data.batch["acc"] = torch.tensor([_value(score) for score in scores])
+    return list(scores)
+
+
+def _lengths(data: Any) -> list[int]:
+    """Return how many tokens each response has."""
+    num_prompt = data.batch["prompts"].shape[-1]
+    found: list[int] = data.batch["attention_mask"][:, num_prompt:].sum(dim=-1).tolist()
+    return found
+
+
+def _extra_info(row: Any) -> dict[str, Any]:
+    """Return what a function is told of a row beside its answer."""
+    columns = row.non_tensor_batch
+    told = {"num_turns": columns.get("__num_turns__"), "rollout_reward_scores": columns.get("reward_scores", {})}
+    return {**(columns.get("extra_info") or {}), **told}

@@ -66,7 +66,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         max_samples: int = -1,
     ) -> None:
         """Read the files; `config` is the section `data` of a run."""
-        files = list(data_files) if isinstance(data_files, list | tuple | ListConfig) else [data_files]
+        files: list[Any] = list(data_files) if isinstance(data_files, list | tuple | ListConfig) else [data_files]
         self.data_files, self.original_data_files = list(files), list(files)
         self.tokenizer, self.processor, self.config, self.max_samples = tokenizer, processor, config, max_samples
         self.cache_dir = str(Path(config.get("cache_dir", "~/.cache/verl/rlhf")).expanduser())
@@ -232,12 +232,13 @@ def custom_tasks(
     Raises:
         ConfigError: the name leads to no dataset, or the class cannot be made.
     """
-    tokenizer, processor = None, None
+    tokenizer: Any = None
+    processor: Any = None
     try:
         found: Any = _dataset_class(cls)
         if model is not None:
             tokenizer, processor = hf_tokenizer(model), hf_processor(model)
-        if template is not None:
+        if tokenizer is not None and template is not None:
             tokenizer.chat_template = template
         section: DictConfig = OmegaConf.create(dict(config))
         most = {"max_samples": max_samples} if has_parameter(found.__init__, "max_samples") else {}
