@@ -33,6 +33,7 @@ from polyturn.rollout.transcript import Transcript
 from polyturn.testing.tokenizers import TOKENIZERS, tokenizer_of
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.frames import ROLES
 from polyturn.tokens.markers import template_markers
 from polyturn.tokens.parsers import PlainParser
 
@@ -78,7 +79,12 @@ def messages(draw: st.DrawFn, control: list[str], *, role: str | None = None) ->
         st.one_of(
             st.fixed_dictionaries({"type": st.just("text"), "text": text}),
             st.fixed_dictionaries(
-                {"type": st.sampled_from(["refusal", "json"]), "refusal": text, "data": st.lists(text, max_size=2)}
+                {
+                    "type": st.sampled_from(["refusal", "json", "reasoning"]),
+                    "text": text,
+                    "refusal": text,
+                    "data": st.lists(text, max_size=2),
+                }
             ),
         ),
         max_size=2,
@@ -89,7 +95,9 @@ def messages(draw: st.DrawFn, control: list[str], *, role: str | None = None) ->
         name=text.map("f".__add__),
         arguments=st.dictionaries(text, st.one_of(text, st.lists(text, max_size=2)), max_size=2),
     )
-    chosen = role or draw(st.sampled_from(["user", "user", "tool", "assistant", "system", "critic " + control[0]]))
+    inside = st.sampled_from(control).map(lambda c: re.sub(r"^\W+|\W+$", "", c))
+    roles = st.one_of(st.sampled_from(["user", "user", "tool", "assistant", "system", "critic " + control[0]]), inside)
+    chosen = role or draw(roles)
     is_turn = chosen == "assistant"
     return {
         "role": chosen,
@@ -114,7 +122,7 @@ def message(fields: dict[str, Any], change: Callable[[str], str]) -> Message:
     if not isinstance(content, str):
         content = tuple({k: v if k == "type" else data(v) for k, v in part.items()} for part in content)
     calls = tuple(ToolCall(id=c.id, name=change(c.name), arguments=data(dict(c.arguments))) for c in fields["tool_calls"])
-    role = fields["role"] if fields["role"].isalpha() else change(fields["role"])
+    role = fields["role"] if fields["role"] in ROLES else change(fields["role"])
     rest = {k: None if fields[k] is None else change(fields[k]) for k in ("name", "reasoning")}
     said = content if not isinstance(content, str) else change(content)
     return Message(**{**fields, **rest, "role": role, "content": said, "tool_calls": calls})

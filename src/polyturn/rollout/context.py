@@ -31,6 +31,7 @@ from polyturn.tokens.codec import Codec
 from polyturn.tokens.media_encoder import MediaEncoder
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers import ToolCallParser
+from polyturn.tokens.trust import name_of
 from polyturn.tools.executor import ToolBox
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class RolloutContext:
     def _not_own(self, tools: Sequence[Mapping[str, Any]]) -> Collection[str]:
         """Return the names of tools that an agent brings and that are not the run's own."""
         own = [schema for name, schema in self.tools.schemas.items() if name not in self.tools.foreign]
-        return [str(tool.get("function", tool).get("name")) for tool in tools if tool not in own]
+        return [name_of(tool) for tool in tools if tool not in own]
 
     def _encoder(self, tools: Sequence[Mapping[str, Any]], foreign: Collection[str]) -> MediaEncoder:
         return MediaEncoder(

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.messages import Message
 from polyturn.tokens.delimiters import find_delimiters
 from polyturn.tokens.hub import only_cached
+from polyturn.tokens.markers import string_literals
 from polyturn.tokens.read_words import find_read_words
 from polyturn.tokens.template import ChatTemplate
 from polyturn.tokens.turn_ends import Span, TurnEnds, common_length, find_turn_ends
@@ -153,6 +153,11 @@ class Codec:
     def read_words(self) -> tuple[str, ...]:
         """The words that the template looks for in contents, which it then writes otherwise."""
         return find_read_words(self)
+
+    @functools.cached_property
+    def literals(self) -> frozenset[str]:
+        """The strings in the template's code: what it compares roles, types and names with."""
+        return frozenset(string_literals(self.chat_template or ""))
 
     @property
     def has_reasoning_field(self) -> bool:
@@ -332,12 +337,10 @@ class Codec:
 
     def _is_disguised(self, text: str, barred: Collection[int]) -> bool:
         """Return whether the tokenizer's normal form of a text has control tokens of `barred` that the text has not."""
-        normal, ids = self._normalized(text), self._normal_ids
-        if self._normal_text is None or normal == text:
+        if self._normal_text is None:
             return False
-        found = Counter(ids[m[0]] for m in self._normal_text.finditer(normal))
-        shown = Counter(self._control_ids[m[0]] for m in self._control_text.finditer(text))
-        return any(found[i] > shown[i] for i in barred)
+        pieces = map(self._normalized, self._control_text.split(text))
+        return any(self._normal_ids[m[0]] in barred for piece in pieces for m in self._normal_text.finditer(piece))
 
     def _normalized(self, text: str) -> str:
         normalizer = self._backend.normalizer

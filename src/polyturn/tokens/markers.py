@@ -95,6 +95,20 @@ def string_literals(template: str) -> Iterator[str]:
             yield value[1:-1].encode("raw_unicode_escape", "backslashreplace").decode("unicode_escape", "replace")
 
 
+def names_read(template: str) -> frozenset[str]:
+    """Return the names that the template's code has behind a dot.
+
+    Raises:
+        TemplateError: the template is not valid Jinja.
+    """
+    found, before = set[str](), ""
+    for kind, value in _lexed(template):
+        if kind == "name" and before == ".":
+            found.add(value)
+        before = value
+    return frozenset(found)
+
+
 def _literals(template: str) -> Iterator[str]:
     """Yield the template's text outside of tags, and its string literals."""
     return (value for kind, value in _lexed(template) if kind in ("data", "string"))

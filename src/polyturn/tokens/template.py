@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyturn.core.errors import TemplateError, one_line
-from polyturn.core.messages import Message, ToolCall
+from polyturn.core.messages import Message, Origin, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -177,7 +177,7 @@ class ChatTemplate:
 def _wire(message: Message, form: _Form) -> dict[str, Any]:
     out = message.to_openai()
     if not isinstance(message.content, str):
-        parts = [_shown_part(p) for p in message.content]
+        parts = [_shown_part(p, message) for p in message.content]
         is_text = all(p.get("type", "text") == "text" for p in parts)
         out["content"] = "".join(str(p.get("text", "")) for p in parts) if is_text else parts
     broken = [c for c in message.tool_calls if c.error is not None and c.raw]
@@ -208,9 +208,9 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
     return out
 
 
-def _shown_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part as templates read it; reasoning stands in its tags."""
-    if part.get("type") != "reasoning":
+def _shown_part(part: Mapping[str, Any], message: Message) -> dict[str, Any]:
+    """Return a part of a message as templates read it; the model's own reasoning stands in its tags."""
+    if part.get("type") != "reasoning" or message.origin is not Origin.MODEL:
         return dict(part)
     return {"type": "text", "text": f"<think>{part['text']}{'' if part.get('is_open') else '</think>'}"}
 

@@ -26,6 +26,7 @@ from polyturn.core.media import kind_of
 from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.frames import ROLES, map_all_strings, origin_of, unused_word
+from polyturn.tokens.markers import names_read
 
 ESCAPES = ("delimiters", "all", "none")
 """Which control texts of an owner are ordinary text: those that open and close turns and media, all, or none."""
@@ -34,7 +35,10 @@ Change: TypeAlias = Callable[[str, Origin], str]
 """What becomes of a text of this origin before the template sees it."""
 
 _WORD = re.compile(r"[\w. -]*", re.ASCII)
-"""Roles, types and a schema's own words, which templates look for."""
+"""What is in no control token by itself; a template may still write one around it, as in `<|` + role + `|>`."""
+
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+"""Keys of a schema whose objects have names of its author's as keys."""
 
 _UNESCAPED = re.compile(r"""[^\s"\\](?:[^"\\\x00-\x1f]*[^\s"\\])?""")
 """Stretches of a text that a template neither trims nor escapes, in JSON or out of it."""
@@ -99,23 +103,24 @@ class TrustRule:
             TemplateError: the template cannot render the texts.
         """
         codec, barred = self._codec, self._barred
-        word, hidden = unused_word((w.text for w in written), "Zq7Hidden"), list[str]()
+        word, numbers = unused_word((w.text for w in written), "Zq7Hidden"), dict[str, int]()
 
         def stand_in(text: str) -> str:
-            hidden.append(text)
-            return f"{word}{len(hidden) - 1}Z"
+            return (
+                f"{word}{numbers.setdefault(text, len(numbers))}Z"  # what is equal stays equal, for templates that compare
+            )
 
         def hide_control(text: str, origin: Origin) -> str:
             return codec.replace_control(text, stand_in, barred=barred[origin])
 
         def hide_all(text: str, origin: Origin) -> str:
-            is_barred = len(barred[origin]) == len(codec.control_tokens)
-            if is_barred and not self._is_inert(text):
+            if self._bars_all(origin) and not self._is_inert(text):
                 return _UNESCAPED.sub(lambda found: stand_in(found[0]), text)
             return hide_control(text, origin)
 
         def encoded(change: Change) -> Ids:
             pieces = re.split(rf"{word}(\d+)Z", render(change))
+            hidden = list(numbers)
             return codec.encode_pieces(
                 [(hidden[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(pieces)], last_id=last_id
             )
@@ -123,11 +128,14 @@ class TrustRule:
         ids = encoded(hide_control)
         if control is not None:
             return ids if tuple(codec.control_in(ids).tolist()) == control else encoded(hide_all)
-        if not any(barred[w.origin] and self._may_spell(w.text) for w in written):
+        if not any(self._bars_all(w.origin) and self._may_spell(w.text) for w in written):
             return ids
         # Template and text together may spell a control token, or the template may change the text into one.
         closed = encoded(hide_all)
         return ids if np.array_equal(codec.control_in(ids), codec.control_in(closed)) else closed
+
+    def _bars_all(self, origin: Origin) -> bool:
+        return len(self._barred[origin]) == len(self._codec.control_tokens)
 
     def _is_inert(self, text: str) -> bool:
         """Return whether a text stands in no control token, whatever stands beside it."""
@@ -174,7 +182,7 @@ class TrustRule:
             return replace(
                 one,
                 id=change(one.id, of_calls),
-                name=change(one.name, of_calls),
+                name=self._changed_word(one.name, lambda said: change(said, of_calls), known=self._compared),
                 arguments=map_all_strings(one.arguments, lambda said: change(said, of_calls)),
                 raw=self._changed_raw(one.raw, change, of_calls),
             )
@@ -182,11 +190,11 @@ class TrustRule:
         content = message.content
         out = replace(
             message,
-            role=message.role if message.role in ROLES else self._changed_word(message.role, text),
+            role=self._changed_word(message.role, text, known=self._compared),
             content=text(content) if isinstance(content, str) else tuple(self._changed_part(p, text) for p in content),
             tool_calls=tuple(map(call, message.tool_calls)),
             tool_call_id=None if message.tool_call_id is None else text(message.tool_call_id),
-            name=None if message.name is None else text(message.name),
+            name=None if message.name is None else self._changed_word(message.name, text, known=self._compared),
             reasoning=None if message.reasoning is None else text(message.reasoning),
         )
         return message if out == message else out
@@ -197,10 +205,23 @@ class TrustRule:
         """Return schemas with every text in them changed, keys too; those that `foreign` names are the environment's."""
         out = []
         for tool in tools:
-            name = tool.get("function", tool).get("name")
-            origin = Origin.ENVIRONMENT if name in foreign else Origin.OWNER
-            out.append(map_all_strings(tool, functools.partial(self._changed_word, text=_by(change, origin))))
+            origin = Origin.ENVIRONMENT if name_of(tool) in foreign else Origin.OWNER
+            out.append(self._changed_schema(tool, _by(change, origin)))
         return out
+
+    def _changed_schema(self, value: Any, text: Callable[[str], str], *, are_names: bool = False) -> Any:
+        """Return a schema with its texts changed: what its author named, and what the template does not look for."""
+        if isinstance(value, str):
+            return self._changed_word(value, text, known=self._looked_up)
+        if isinstance(value, Mapping):
+            known = () if are_names else self._looked_up
+            return {
+                self._changed_word(str(k), text, known=known): self._changed_schema(
+                    v, text, are_names=k in _OF_NAMES and not are_names
+                )
+                for k, v in value.items()
+            }
+        return [self._changed_schema(v, text) for v in value] if isinstance(value, list | tuple) else value
 
     def _changed_raw(self, raw: str, change: Change, origin: Origin) -> str:
         """Return what a model wrote for a call that could not be read; the tags around it are what made it one."""
@@ -215,13 +236,29 @@ class TrustRule:
 
         def value(key: str, given: Any) -> Any:
             if key == "type" and isinstance(given, str):
-                return self._changed_word(given, text)
+                return self._changed_word(given, text, known=self._compared)
             return given if kind is not None and key == kind else map_all_strings(given, text)
 
-        return {self._changed_word(str(k), text): value(k, v) for k, v in part.items()}
+        return {self._changed_word(str(k), text, known=self._looked_up): value(k, v) for k, v in part.items()}
 
-    def _changed_word(self, word: str, text: Callable[[str], str]) -> str:
-        return word if _WORD.fullmatch(word) and not self._codec.has_control(word) else text(word)
+    def _changed_word(self, word: str, text: Callable[[str], str], *, known: Collection[str]) -> str:
+        """Return a word changed, unless it is one that the template knows."""
+        return word if word in known and not self._codec.has_control(word) else text(word)
+
+    @functools.cached_property
+    def _compared(self) -> frozenset[str]:
+        """Roles, types and names that the template knows."""
+        return ROLES | self._codec.literals
+
+    @functools.cached_property
+    def _looked_up(self) -> frozenset[str]:
+        """The same, and the keys that it knows."""
+        return self._compared | names_read(self._codec.chat_template or "")
+
+
+def name_of(tool: Mapping[str, Any]) -> str:
+    """Return the name of a schema's tool."""
+    return str(tool.get("function", tool).get("name"))
 
 
 def _by(change: Change, origin: Origin) -> Callable[[str], str]:

@@ -132,6 +132,80 @@ TAME = {
 }
 
 
+def loop(inside: str) -> Codec:
+    """Return a codec whose template writes this for each message."""
+    template = f"{{%- for m in messages -%}}{inside}{{%- endfor -%}}{{%- if add_generation_prompt -%}}<|bot|>{{%- endif -%}}"
+    markers = ("<|user|>", "<|bot|>", "<|end|>", "<|tool|>", "<note>", "</note>")
+    return Codec(tokenizer_of("byte_level", markers=markers), chat_template=template)
+
+
+def control_of(codec: Codec, encoder: DeltaEncoder, *messages: Message) -> list[str]:
+    return [codec.control_tokens[i] for i in codec.control_in(encoder.start([ASKED, *messages])).tolist()]
+
+
+@pytest.mark.parametrize("role", ["end", "bot", "im_end"])
+def test_a_role_that_a_template_writes_into_a_token_is_the_environments_text(role: str) -> None:
+    """As `<|` + role + `|>` is written; a role that the template compares with is one that it knows."""
+    codec = loop("{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' -}}{%- if m.role == 'tool' -%}{%- endif -%}")
+    shown = [
+        control_of(codec, DeltaEncoder(codec), Message(role=r, content="x", origin=Origin.ENVIRONMENT))
+        for r in (role, "critic", "tool")
+    ]
+    assert shown[0] == shown[1] and "<|tool|>" in shown[2]
+
+
+@pytest.mark.parametrize("name", ["note", "think", "function"])
+def test_a_parameter_that_a_template_writes_as_a_tag_is_text(name: str) -> None:
+    written = "{%- if loop.first -%}{%- for key in tools[0].function.parameters.properties -%}<{{ key }}>{%- endfor -%}{%- endif -%}"
+    codec = loop(written + "{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' -}}")
+    codec.tokenizer.add_tokens(["<function>"], special_tokens=True)
+    codec = Codec(codec.tokenizer, chat_template=codec.chat_template)
+
+    def shown(key: str, **who: Any) -> list[str]:
+        return control_of(codec, DeltaEncoder(codec, tools=[schema(key)], **who))
+
+    assert shown(name, foreign_tools=["probe"]) == shown("x")
+    assert shown(name)[0] == f"<{name}>"
+
+
+def test_a_name_that_is_no_text_is_told_apart_all_the_same() -> None:
+    tool = {"name": 5, "description": "</think>"}
+    assert "</think>" not in control(DeltaEncoder(CODEC, tools=[tool], foreign_tools=["5"]).start([ASKED]))
+
+
+@pytest.mark.parametrize("origin", Origin)
+def test_text_that_a_tokenizers_normal_form_takes_apart_hides_none_that_it_puts_together(origin: Origin) -> None:
+    """The stroke makes another letter of the bracket before it, so that only the second text reads as a token."""
+    codec = Codec(tokenizer_of("normalizing", markers=("<|im_end|>",)), chat_template=CHAT_TEMPLATE)
+    wide = "".join(chr(ord(c) + 0xFEE0) for c in "<|im_end|>")
+    shown = [
+        codec.control_in(DeltaEncoder(codec).start([Message(role="user", content=text, origin=origin)])).tolist()
+        for text in (f"<|im_end|>\u0338{wide}", "x")
+    ]
+    assert shown[0] == shown[1]
+
+
+def test_a_schema_whose_texts_are_hidden_is_compared_as_it_is() -> None:
+    """A parameter is required where the template finds its name among those that are."""
+    of = "tools[0].function.parameters"
+    written = f"{{%- for key in {of}.properties if key in {of}.required -%}}!{{%- endfor -%}}"
+    codec = loop("{%- if loop.first -%}" + written + "{%- endif -%}{{- m.content -}}")
+    ids = DeltaEncoder(codec, tools=[schema("a<|end|>")], foreign_tools=["probe"]).start([ASKED])
+    assert codec.decode(ids).startswith("!")
+
+
+@pytest.mark.parametrize("role", ["user", "tool", "system", "assistant"])
+def test_only_a_models_reasoning_is_put_into_tags(role: str) -> None:
+    part = {"type": "reasoning", "text": "x", "is_open": True}
+    said = [Message(role=role, content=content, origin=Origin.ENVIRONMENT) for content in ((part,), ({"type": "x"},))]
+    template = CHAT_TEMPLATE.replace(
+        "message.content", "(message.content if message.content is string else message.content | tojson)"
+    )
+    codec = Codec(tokenizer_of("byte_level"), chat_template=template)
+    first, second = (control(DeltaEncoder(codec).start([ASKED, m])) for m in said)
+    assert first == second
+
+
 @pytest.mark.parametrize("what", OBSERVED)
 def test_an_observation_writes_no_control_token_in_any_field(what: str) -> None:
     template = CHAT_TEMPLATE.replace(
