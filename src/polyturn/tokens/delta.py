@@ -201,8 +201,11 @@ class DeltaEncoder:
         )
 
     def _is_read(self, new: Sequence[Message]) -> bool:
-        """Return whether one of `new` has a word that the template looks for in contents."""
-        return any(word in m.text for word in self.codec.read_words for m in new)
+        """Return whether one of `new` has a name, or a word in its content, that the template may look for."""
+        if any(m.name in self.codec.literals for m in new):
+            return True
+        said = [m.text.casefold() for m in new]  # a template may look for it in small letters
+        return any(word.casefold() in text for word in self.codec.read_words for text in said)
 
     @functools.cached_property
     def inside_text(self) -> int:

@@ -104,6 +104,7 @@ _TRIALS = (
     '{"a": [1, null]}',
     "  padded\n\n",
     "\n\nnewlines\n",
+    "12",
 )
 """Contents that show whether a template trims, escapes or otherwise changes what it is given."""
 

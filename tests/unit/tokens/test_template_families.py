@@ -93,6 +93,26 @@ def test_ids_do_not_depend_on_what_was_encoded_before(first: str) -> None:
     assert certify(codec, num_random=20).strategy == "append"
 
 
+READ = CHATML.replace("{BODY}", "{% if READS %}!{% endif %}{{ m.content }}{{ m.tool_calls | default('') }}")
+
+
+@pytest.mark.parametrize(
+    ("reads", "name", "content"),
+    [
+        ("m.name == 'python'", "python", "4"),
+        ("'ERROR' in m.content | upper", "f", "An error."),
+        ("m.content is string and m.content.isdigit()", "f", "4"),
+    ],
+)
+def test_what_a_template_reads_is_read_whatever_was_encoded_before(reads: str, name: str, content: str) -> None:
+    codec = codec_of(READ.replace("READS", reads))
+    encoder = DeltaEncoder(codec)
+    for said, called in (("Nothing of it.", "f"), (content, name)):
+        result = Message(role="tool", content=said, name=called, tool_call_id="c", origin=Origin.ENVIRONMENT)
+        shown = codec.decode(encoder.extend([result], last_id=codec.stop_token_ids[0]))
+    assert f"tool\n!{content}" in shown
+
+
 PARTS = CHATML.replace(
     "{BODY}",
     "{% for part in m.content %}{% if part.type == 'image' %}<image>{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
