@@ -154,17 +154,15 @@ class Transcript:
     def typed(self, messages: Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
         """Return messages for this history as values, each with who wrote it.
 
-        Where nobody says it, a message that says what one of this history says is that one, and any other is the
-        environment's.
+        Where nobody says it, a message that says what one of this history says is that one, each of them once, and any
+        other is the environment's.
         """
         read = [Message.from_openai(m) for m in messages]
         if any(m.origin is None for m in read):
-            known: dict[str, Message] = {}
+            known: dict[str, list[Message]] = {}
             for held in (*self._messages, *self._pending):
-                key = repr(held.to_openai())
-                if key not in known or held.origin is Origin.ENVIRONMENT:  # of two that say the same, the less trusted one
-                    known[key] = held
-            read = [m if m.origin is not None else known.get(repr(m.to_openai()), m) for m in read]
+                known.setdefault(repr(held.to_openai()), []).append(held)
+            read = [m if m.origin is not None else _taken(known, m) for m in read]
         return with_origin(read, Origin.ENVIRONMENT)
 
     def answer(self, messages: tuple[Message, ...]) -> None:
@@ -444,6 +442,16 @@ class Transcript:
         return np.array_equal(codec.control_in(kept), codec.control_in(rendered)) and codec.decode(kept) == codec.decode(
             rendered
         )
+
+
+def _taken(known: Mapping[str, list[Message]], message: Message) -> Message:
+    """Return the message of a history that says what this one says, which is then taken; this one where there is none.
+
+    Of those that say the same, none is trusted more than the others.
+    """
+    same = known.get(repr(message.to_openai()), [])
+    least = next((m for m in same if m.origin is Origin.ENVIRONMENT), None)
+    return least or (same.pop(0) if same else message)
 
 
 def _media(messages: Sequence[Message]) -> tuple[Media, ...]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from polyturn.core.arrays import Ids
 from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.core.media import kind_of
+from polyturn.core.media import KINDS, kind_of
 from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.frames import ROLES, map_all_strings, origin_of, unused_word
@@ -36,6 +36,9 @@ Change: TypeAlias = Callable[[str, Origin], str]
 
 _WORD = re.compile(r"[\w. -]*", re.ASCII)
 """What is in no control token by itself; a template may still write one around it, as in `<|` + role + `|>`."""
+
+_PART_WORDS = frozenset({"type", "text", "reasoning", "is_open", *KINDS})
+"""Keys and types of the parts of a content that are read before a template sees them."""
 
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 """Keys of a schema whose objects have names of its author's as keys."""
@@ -236,10 +239,10 @@ class TrustRule:
 
         def value(key: str, given: Any) -> Any:
             if key == "type" and isinstance(given, str):
-                return self._changed_word(given, text, known=self._compared)
+                return self._changed_word(given, text, known=self._compared | _PART_WORDS)
             return given if kind is not None and key == kind else map_all_strings(given, text)
 
-        return {self._changed_word(str(k), text, known=self._looked_up): value(k, v) for k, v in part.items()}
+        return {self._changed_word(str(k), text, known=self._looked_up | _PART_WORDS): value(k, v) for k, v in part.items()}
 
     def _changed_word(self, word: str, text: Callable[[str], str], *, known: Collection[str]) -> str:
         """Return a word changed, unless it is one that the template knows."""

@@ -156,8 +156,8 @@ def test_a_role_that_a_template_writes_into_a_token_is_the_environments_text(rol
 
 @pytest.mark.parametrize("name", ["note", "think", "function"])
 def test_a_parameter_that_a_template_writes_as_a_tag_is_text(name: str) -> None:
-    written = "{%- if loop.first -%}{%- for key in tools[0].function.parameters.properties -%}<{{ key }}>{%- endfor -%}{%- endif -%}"
-    codec = loop(written + "{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' -}}")
+    keys = "{%- for key in tools[0].function.parameters.properties -%}<{{ key }}>{%- endfor -%}"
+    codec = loop("{%- if loop.first -%}" + keys + "{%- endif -%}{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' -}}")
     codec.tokenizer.add_tokens(["<function>"], special_tokens=True)
     codec = Codec(codec.tokenizer, chat_template=codec.chat_template)
 
@@ -183,6 +183,28 @@ def test_text_that_a_tokenizers_normal_form_takes_apart_hides_none_that_it_puts_
         for text in (f"<|im_end|>\u0338{wide}", "x")
     ]
     assert shown[0] == shown[1]
+
+
+def test_what_a_history_says_once_is_its_owners_once() -> None:
+    """A scheduler that writes dicts repeats a prompt; an environment that says the same words is not its owner."""
+    asked = Message(role="user", content="Use <think>.", origin=Origin.OWNER)
+    history = Transcript(DeltaEncoder(CODEC), PlainParser(), [asked])
+    assert [m.origin for m in history.typed([asked.to_openai()] * 2)] == [Origin.OWNER, Origin.ENVIRONMENT]
+    history.answer((Message(role="user", content="Use <think>."),))
+    assert [m.origin for m in history.typed([asked.to_openai()] * 2)] == [Origin.ENVIRONMENT] * 2
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "rstrip", "normalizing", "plain_special"])
+def test_parts_of_a_turn_that_spells_the_ends_of_tokens_are_read_as_parts(kind: str) -> None:
+    """Their keys and types stand in control tokens too: "text" in `<|endoftext|>`, "image" in `<|image_pad|>`."""
+    codec = Codec(tokenizer_of(kind, markers=("<|im_start|>", "<|im_end|>", "<|image_text|>")), chat_template=CHAT_TEMPLATE)
+    parts = (
+        {"type": "text", "text": "a <"},
+        {"type": "reasoning", "text": "b >", "is_open": True},
+        {"type": "text", "text": ">"},
+    )
+    ids = DeltaEncoder(codec).start([ASKED, Message(role="assistant", content=parts, origin=Origin.MODEL)])
+    assert "a <<think>b >>" in codec.decode(ids)
 
 
 def test_a_schema_whose_texts_are_hidden_is_compared_as_it_is() -> None:
