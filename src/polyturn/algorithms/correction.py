@@ -1,4 +1,4 @@
-"""Off-policy correction: what a token counts that another policy sampled than the one that is trained.
+"""Off-policy correction: the weighting of tokens that another policy sampled.
 
     mu      sampled it: the engine's weights then, in the engine's arithmetic (rollout_logprobs)
     pi      the policy at the start of the step, in the trainer's arithmetic (old_logprobs), the "proximal" policy

@@ -73,7 +73,7 @@ class OwnTime:
 
 
 def not_own_time(method: Callable[_Args, Awaitable[_Result]]) -> Callable[_Args, Awaitable[_Result]]:
-    """Mark an async method of the library that authors wait for: the time in it is not theirs."""
+    """Mark an async method of the library that plug-ins await; its time is excluded from the plug-in's deadline."""
 
     async def timed(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         with OwnTime.asked():

@@ -42,7 +42,7 @@ class GroupSpec:
 
 @dataclass(slots=True, eq=False)
 class LiveGroup:
-    """The episodes of a group while it runs, for who may have to cut it off."""
+    """The episodes of a group while it runs, so that a caller can abort it."""
 
     episodes: list[Episode] = field(default_factory=list)
     abort_elsewhere: Callable[[], Awaitable[list[int]]] | None = None

@@ -186,7 +186,7 @@ class Partner:
     async def close(self) -> str | None:
         """Call `finalize_interaction`, once, if the interaction was started; return what went wrong, if anything.
 
-        A start that failed on its way may have taken something, so it is finalized too; if that fails, there was nothing.
+        Also finalize a failed start, which may have taken resources; an error of that is ignored.
         """
         if self._half_started is not None:
             given, self._half_started = self._half_started, None

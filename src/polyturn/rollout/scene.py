@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Aside(NamedTuple):
-    """How a fork is that is no part of the conversation: a voice for somebody else, or a look at what may come."""
+    """Options of a fork outside the conversation: another speaker's turn, or a look-ahead."""
 
     label: str
     """Whose tokens they are in the record, in segments of their own."""

@@ -93,7 +93,7 @@ class Transcript:
         self._given: Ids | None = None
         """The whole next prompt, where the caller wrote it."""
         self._rejoins = False
-        """It goes on from a place that it may not be alone at, so the next prompt looks for a segment that it continues."""
+        """Another branch may have appended here: the next prompt looks for a segment that it continues."""
         self._is_open_message = False
         self._said = ""
         """The text so far of the assistant message that goes on, while `_is_open_message`."""

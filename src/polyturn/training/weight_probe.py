@@ -6,7 +6,7 @@ Two ways to hold an engine to the trainer's weights:
     record     greedy answers of a server that was found right, with the trainer's logprobs of them; a server that comes back
                later is held to these, whatever the trainer's weights are by then
 
-A model that sees is shown a picture of noise before the random tokens: text alone would say nothing of its eyes.
+A model that sees is shown a picture of noise before the random tokens: text alone would not test the vision encoder.
 """
 
 from __future__ import annotations
