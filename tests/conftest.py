@@ -1,5 +1,6 @@
-"""How tests are shared out among processes: `make test` has one for each core.
+"""What holds for all tests: none fails because the machine is busy, and how they are shared out among processes.
 
+`make test` has one process for each core.
 A file's tests stay together, for they share fixtures; all that use the real engines' servers are one share, so that each
 server starts once. What takes longest begins first.
 """
@@ -10,9 +11,13 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 FOLDERS = ("contract", "e2e", "golden", "property", "unit")
 """By how long a file takes, the longest first."""
+
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many threads as cores in each of as many processes would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")

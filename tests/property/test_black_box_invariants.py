@@ -107,7 +107,7 @@ def run(moves: list[tuple[str, int]]) -> tuple[Trajectory, list[tuple[np.ndarray
     return asyncio.run(run_episode(context, task(data_source=None), id="e", seed=3)), seen
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 99)), max_size=7))
 def test_random_agents_leave_exact_samples(moves: list[tuple[str, int]]) -> None:
     t, seen = run(moves)
@@ -134,7 +134,7 @@ def test_random_agents_leave_exact_samples(moves: list[tuple[str, int]]) -> None
     assert trained == sum(len(c.token_ids) for _, c in seen), "I4: each sampled token is trained once"
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(questions=st.lists(st.sampled_from(ASKED), max_size=5))
 def test_a_conversation_is_what_a_native_scheduler_leaves(questions: list[str]) -> None:
     class Asks(MultiTurnScheduler):

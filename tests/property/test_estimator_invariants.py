@@ -559,7 +559,7 @@ def test_every_estimator_has_a_definition_here() -> None:
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=SEEDS)
 def test_it_is_what_its_definition_says(name: str, seed: int) -> None:
     game, options = drawn(name, seed)
@@ -590,7 +590,7 @@ def without_cuts(game: Game) -> Game:
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=SEEDS)
 def test_what_must_not_matter_does_not(name: str, seed: int) -> None:
     """Numbers at observations, cuts, failed and truncated members, the order of members and of groups."""
@@ -628,7 +628,7 @@ COMPARES = [n for n in DEFINITIONS if n not in ("remax", "reinforce_plus_plus", 
 
 
 @pytest.mark.parametrize("name", COMPARES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=SEEDS, size=st.integers(2, 4))
 def test_members_that_did_the_same_teach_nothing(name: str, seed: int, size: int) -> None:
     live = [replace(plays[0], stop=StopReason.STOP) for plays in a_game(Dice(seed)).groups]

@@ -109,7 +109,7 @@ def plain_gradient(samples: list[TrainSample], dtype: torch.dtype, mode: str) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10**6), mode=st.sampled_from(MODES), tokens=st.integers(1, 200), targets=st.integers(1, 60))
 def test_the_gradient_is_that_of_a_plain_loop(dtype, seed, mode, tokens, targets):
     samples = batch_of(seed)
@@ -119,7 +119,7 @@ def test_the_gradient_is_that_of_a_plain_loop(dtype, seed, mode, tokens, targets
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 200))
 def test_the_supervised_gradient_does_not_depend_on_the_split_or_the_order(dtype, seed, tokens):
     samples = batch_of(seed)
@@ -129,7 +129,7 @@ def test_the_supervised_gradient_does_not_depend_on_the_split_or_the_order(dtype
     assert_close(gradient(whole), gradient(split), TOLERANCE[dtype])
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 10**6), mode=st.sampled_from(MODES))
 def test_coefficients_of_the_whole_batch_let_it_be_trained_in_parts(seed, mode):
     """What several ranks do: each takes a share of the samples, with coefficients that were normalised over all of them."""
@@ -143,7 +143,7 @@ def test_coefficients_of_the_whole_batch_let_it_be_trained_in_parts(seed, mode):
     assert_close(whole, gradient(policy), 1e-9)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 10**6), mode=st.sampled_from(MODES))
 def test_cutting_a_trajectory_into_samples_changes_nothing(seed, mode):
     """A trajectory whose two turns are trained in one sample, or in two samples with the same contexts."""
@@ -164,7 +164,7 @@ def test_cutting_a_trajectory_into_samples_changes_nothing(seed, mode):
     assert_close(expected, gradient(policy), 1e-9)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 10**6))
 def test_what_has_no_weight_has_no_influence(seed):
     """Numbers on unweighted tokens, and tokens after the last weighted one, reach no gradient."""
@@ -196,7 +196,7 @@ OWN_LOSSES = sorted(n for n in policy_losses if policy_losses.resolve(n).__modul
 
 
 @pytest.mark.parametrize("name", OWN_LOSSES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 200), targets=st.integers(1, 60), mode=st.sampled_from(MODES))
 def test_no_loss_depends_on_the_split(name, seed, tokens, targets, mode):
     """With everything at once: corrected off-policy, marked tokens, KL, entropy and a teacher. Sequences stay whole."""
@@ -233,7 +233,7 @@ LAYOUTS = {
 }
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(
     name=st.sampled_from(OWN_LOSSES),
     mode=st.sampled_from(MODES),

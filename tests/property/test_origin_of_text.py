@@ -224,7 +224,7 @@ def check(kind: str, path: Path, data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("template", NAMES)
 @given(data=st.data())
-@settings(deadline=None, max_examples=6, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 def test_nobody_but_the_owner_writes_control_tokens(template: str, kind: str, data: st.DataObject) -> None:
     check(kind, WRITTEN / f"{template}.jinja", data)
 
@@ -233,7 +233,7 @@ def test_nobody_but_the_owner_writes_control_tokens(template: str, kind: str, da
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("template", PUBLISHED)
 @given(data=st.data())
-@settings(deadline=None, max_examples=3, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 def test_nobody_but_the_owner_writes_control_tokens_of_published_templates(
     template: str, kind: str, data: st.DataObject
 ) -> None:

@@ -335,7 +335,7 @@ def check_records(trajectory: Trajectory) -> None:
 
 
 @given(plans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_goes_wrong_an_episode_keeps_its_invariants(plan: Plan):
     check(plan, asyncio.run(carry_out(plan)))
 
@@ -345,7 +345,7 @@ def test_the_plans_reach_what_they_are_meant_to_reach():
     seen: Counter[str] = Counter()
 
     @given(plans())
-    @settings(max_examples=120, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=120, derandomize=True, database=None)
     def look(plan: Plan) -> None:
         outcome = asyncio.run(carry_out(plan))
         t = outcome.trajectory

@@ -62,7 +62,7 @@ def trajectory(segments: tuple[Segment, ...], id: str = "0", reward: float = 0.0
 MOVES = ["sample", "sample", "observe", "rewrite", "continue", "fork", "agent", "cut"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.integers(1, 4)), max_size=24))
 def test_a_builder_keeps_every_sampled_token_once_under_any_moves(moves: list[tuple[str, int, int]]) -> None:
     """Ids are all different, so that a token can be followed; the model of the builder is what each place has seen."""
@@ -171,7 +171,7 @@ class Busy(MultiTurnScheduler):
             await episode.generate()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     deeds=st.lists(st.sampled_from(DEEDS), min_size=1, max_size=6),
     says=st.lists(st.sampled_from(SAYINGS), min_size=1, max_size=4),
@@ -274,7 +274,7 @@ def samples_of(group: TrajectoryGroup) -> list[TrainSample]:
 
 @pytest.mark.parametrize("segment_weight", SEGMENT_WEIGHTS)
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 10**6))
 def test_the_gradient_does_not_see_where_a_trajectory_was_cut(mode: str, segment_weight: str, seed: int) -> None:
     """One segment, against segments whose later ones replay the earlier as their prompt: float64, 1e-9."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyturn.core.messages import Message, ToolCall
@@ -99,7 +99,6 @@ def chatml(message: Message) -> str:
 
 
 @given(conversations(plain_text))
-@settings(deadline=None)
 def test_grown_ids_equal_a_full_render(messages: list[Message]) -> None:
     encoder = DeltaEncoder(tiny(), tools=TOOLS)
     ids = grow(tiny(), encoder, messages, chatml)
@@ -108,7 +107,6 @@ def test_grown_ids_equal_a_full_render(messages: list[Message]) -> None:
 
 
 @given(conversations(any_text))
-@settings(deadline=None)
 def test_grown_ids_equal_a_full_render_also_when_the_environment_writes_control_text(messages: list[Message]) -> None:
     encoder = DeltaEncoder(tiny(), tools=TOOLS)
     ids = grow(tiny(), encoder, messages, chatml)
@@ -116,7 +114,6 @@ def test_grown_ids_equal_a_full_render_also_when_the_environment_writes_control_
 
 
 @given(conversations(any_text), st.data())
-@settings(deadline=None)
 def test_the_environment_adds_no_control_token(messages: list[Message], data: st.DataObject) -> None:
     codec, encoder = tiny(), DeltaEncoder(tiny(), tools=TOOLS)
     heard = [m for m in messages[1:] if m.role in ("tool", "user")][-3:]
@@ -133,7 +130,6 @@ def test_the_environment_adds_no_control_token(messages: list[Message], data: st
 
 
 @given(conversations(plain_text), st.sampled_from(["\n", " ", "<think>\nhm\n</think>\n\n"]))
-@settings(deadline=None)
 def test_where_grown_ids_differ_the_check_says_why(messages: list[Message], before: str) -> None:
     """A model may start a turn with white space, which a full render merges, or think without the message keeping it."""
     encoder = DeltaEncoder(tiny(), tools=TOOLS)
@@ -148,7 +144,7 @@ def test_where_grown_ids_differ_the_check_says_why(messages: list[Message], befo
 @needs_shared
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3_instruct_2507", "qwen3_vl"])
 @given(messages=conversations(any_text))
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_grown_ids_equal_a_full_render_with_published_templates(template: str, messages: list[Message]) -> None:
     codec = qwen(template)
     encoder = DeltaEncoder(codec, tools=TOOLS)
@@ -158,7 +154,7 @@ def test_grown_ids_equal_a_full_render_with_published_templates(template: str, m
 
 @needs_shared
 @given(messages=conversations(plain_text))
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_a_template_that_writes_reasoning_by_position_differs_only_in_reasoning(messages: list[Message]) -> None:
     """Qwen 3 writes an empty thought into the turns behind the last user message when it renders them as history."""
     codec = qwen("qwen3")

@@ -70,7 +70,7 @@ def play(seed: int, count: int, size: int) -> list[TrajectoryGroup]:
     return asyncio.run(run())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 3), size=st.integers(2, 4))
 def test_one_reward_its_own_scores_and_numbers_of_trajectories(seed: int, count: int, size: int) -> None:
     groups = play(seed, count, size)

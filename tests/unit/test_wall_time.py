@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 TESTS = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "thread_time"}
@@ -75,7 +76,7 @@ def _compares_time(test: ast.expr, tainted: set[str]) -> bool:
         "began = time.monotonic()\nwork()\nassert time.monotonic() - began < 2",
         "began = perf_counter()\nwork()\nassert 0.1 < perf_counter() - began",
         "start = time.time()\ntook = time.time() - start\nassert took < 1, took",
-        "def took(x):\n    start = perf_counter()\n    return perf_counter() - start\nassert min(map(took, x)) < 3",
+        "def took(x):\n    start = perf_counter()\n    return time.perf_counter() - start\nassert min(map(took, x)) < 3",
         "found, s = work(), time.perf_counter() - start\nassert found and s < 3",
         "began = loop.time()\nwork()\nassert loop.time() - began < 1.0",
         "until = time.monotonic() + 3\nwhile x:\n    assert time.monotonic() < until",
@@ -102,3 +103,7 @@ def test_a_clock_that_no_assert_compares_is_fine(source: str) -> None:
 def test_no_test_asserts_on_wall_time(name: str) -> None:
     lines = timed_asserts(FILES[name].read_text())
     assert not lines, f"{name}: the asserts of lines {lines} need a quick machine; assert on the cause"
+
+
+def test_no_example_of_a_property_has_a_deadline() -> None:
+    assert settings.default is not None and settings.default.deadline is None

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNameError
@@ -133,7 +133,6 @@ async def test_everything_is_recorded_and_nothing_counted_twice() -> None:
     assert (await scored(weighted, made, a=1.0)).total == 2.75
 
 
-@settings(deadline=None)
 @given(
     outcome=st.floats(-5, 5),
     scores=st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), max_size=5),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.core.errors import DataError
@@ -112,7 +112,6 @@ def test_what_was_recorded_comes_back_equal_and_can_be_chosen_by_column(tmp_path
     assert "payload" not in row
 
 
-@settings(deadline=None)
 @given(logprobs=st.lists(st.floats(width=32), min_size=1, max_size=20))
 def test_logprobs_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, logprobs: list[float]) -> None:
     folder = tmp_path_factory.mktemp("run")

@@ -491,7 +491,7 @@ def test_a_box_that_cannot_work_is_a_config_error(tools: list, options: dict, me
 DO = st.sampled_from(["ok", "ok", "raise", "hang", "stubborn", "cancel", "exit", "tell"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     creates=st.lists(DO, min_size=2, max_size=2),
     turns=st.lists(st.lists(st.tuples(st.sampled_from(["a", "s", "no"]), DO), max_size=3), max_size=3),

@@ -8,7 +8,7 @@ import unicodedata
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import polyturn
@@ -297,7 +297,6 @@ def test_a_limit_that_cannot_work_is_refused(options: dict[str, Any]):
 # ---- results cut to size --------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(text=st.text(min_size=30, max_size=200), n=st.integers(0, 25), side=st.sampled_from(["left", "right", "middle"]))
 def test_a_cut_by_tokens_keeps_at_most_so_many_and_is_text(text: str, n: int, side: Any):
     codec = tiny_codec()
