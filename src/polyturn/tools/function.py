@@ -162,13 +162,13 @@ def infer_schema(function: Callable[..., Any], *, name: str | None = None) -> Op
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(f"{label}: the parameter {parameter.name!r} is positional-only; take the '/' away")
         if parameter.name not in hints:
-            raise ConfigError(f"{label}: the parameter {parameter.name!r} has no annotation; write one such as ': str'")
+            raise ConfigError(f"{label}: the parameter {parameter.name!r} is missing a type hint; write one such as ': str'")
         if _is_hidden(hints[parameter.name]):
             continue
         if parameter.name not in doc.parameters:
             raise ConfigError(
-                f"{label}: the parameter {parameter.name!r} has no description; add '{parameter.name}: what it is' under "
-                "'Args:' in the docstring"
+                f"{label}: there is no description for the argument {parameter.name!r}; add "
+                f"'{parameter.name}: what it is' under 'Args:' in the docstring"
             )
         found = _json_type(hints[parameter.name], where=f"{label}: the parameter {parameter.name!r}")
         properties[parameter.name] = {**found, "description": doc.parameters[parameter.name]}

@@ -43,8 +43,10 @@ def normalize(returned: Any) -> ToolOutcome:
     """
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
-        raise TypeError(f"a tool returned a tuple of {len(parts)}; return response, (response, reward) or "
-                        "(response, reward, metrics)")  # fmt: skip
+        raise TypeError(
+            f"a tool returned a tuple of {len(parts)}; return one of length 1, 2, or 3: response, (response, reward) or "
+            "(response, reward, metrics)"
+        )
     response, reward, metrics = (*parts, None, None)[:3]
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"a tool returned metrics of type {type(metrics).__name__}; return a dict or None")

@@ -105,10 +105,14 @@ def load_all_tools(
         ConfigError: one of them cannot work, or two tools have one name.
     """
     tools = [] if tool_config_path is None else initialize_tools_from_config(tool_config_path)
-    if function_tool_path is not None:
-        tools += load_function_tools(function_tool_path)
-    check_names(tools)
-    return tools
+    functions = [] if function_tool_path is None else load_function_tools(function_tool_path)
+    if both := sorted({tool.name for tool in tools} & {tool.name for tool in functions}):
+        raise ConfigError(
+            f"the function tools {both} of {str(function_tool_path)!r} collide with tools of the tool file; "
+            "the model calls tools by name, so rename one of each"
+        )
+    check_names(functions)
+    return [*tools, *functions]
 
 
 def load_function_tools(path: str | Path) -> list[FunctionTool]:

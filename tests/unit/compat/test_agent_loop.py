@@ -17,7 +17,7 @@ from polyturn.compat.verl.agent_loop import (
 )
 from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
 from polyturn.compat.verl.profiler import simple_timer
-from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
+from polyturn.compat.verl.tool_parser import FunctionCall, Qwen3XMLToolParser, ToolParser
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
@@ -249,6 +249,15 @@ async def test_native_parsers_answer_under_their_names() -> None:
             return "", [FunctionCall(name="x", arguments="{}")]
 
     assert isinstance(ToolParser.get_tool_parser("mine_in_test", tokenizer), Mine)
+
+
+async def test_a_call_of_the_xml_form_is_read_alone() -> None:
+    parser = Qwen3XMLToolParser(None)
+    read = parser._parse_xml_function_call
+    whole = read("pick><parameter=items>a</parameter>", None)
+    assert whole == FunctionCall(name="pick", arguments='{"items": "a"}')
+    assert read("pick><parameter=items>a</parameter><parameter=cut", None) == whole
+    assert read("pick", []) is None
 
 
 async def test_trajectories_are_numbered_within_equal_indices() -> None:

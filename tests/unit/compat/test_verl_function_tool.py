@@ -93,3 +93,16 @@ def test_files_of_functions_load(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "no @function_tool decorators found" in caplog.text
     with pytest.raises(FileNotFoundError, match="function_tool_path does not exist"):
         module.load_function_tools_from_path(str(tmp_path / "gone.py"))
+
+
+def test_a_file_is_read_once_and_tools_of_both_kinds_do_not_share_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "tools.py"
+    file.write_text(
+        "from verl.tools.function_tool import function_tool\n@function_tool('calc_gsm8k_reward')\n"
+        "def calc(answer: str) -> str:\n    'Check.\\n\\nArgs:\\n    answer: it'\n    return answer\n"
+    )
+    first = module.load_function_tools_from_path(str(file))
+    assert module.load_function_tools_from_path(str(file)) == first and [*module._LOADED_FUNCTION_TOOL_PATHS] == [str(file)]
+    items = {"tools": [{"class_name": "polyturn.tools.gsm8k.Gsm8kTool"}]}
+    with pytest.raises(ConfigError, match=r"\['calc_gsm8k_reward'\].*collide"):
+        load_all_tools(items, file)

@@ -181,8 +181,8 @@ def unknown_type(x: NoSuchName) -> int:  # type: ignore[name-defined]  # noqa: F
     ("function", "message"),
     [
         (no_docstring, "'no_docstring': the function has no docstring"),
-        (no_description, "the parameter 'x' has no description"),
-        (no_annotation, "the parameter 'x' has no annotation"),
+        (no_description, "there is no description for the argument 'x'"),
+        (no_annotation, "the parameter 'x' is missing a type hint"),
         (variadic, r"\*things.* is a variadic parameter"),
         (positional, "positional-only"),
         (odd_type, "no JSON form"),

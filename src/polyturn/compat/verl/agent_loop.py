@@ -37,6 +37,7 @@ __all__ = [
     "DictConfigWrap",
     "FunctionCall",
     "TokenOutput",
+    "ToolListWrap",
     "ToolParser",
     "get_agent_loop_class",
     "get_trajectory_info",
@@ -142,6 +143,13 @@ class DictConfigWrap:
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+
+class ToolListWrap:
+    """Tools in a box, for the same reason."""
+
+    def __init__(self, tools: list[Any]) -> None:
+        self.tools = tools
 
 
 class AsyncLLMServerManager(ABC):

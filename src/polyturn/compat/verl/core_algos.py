@@ -45,12 +45,15 @@ __all__ = [
     "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
     "compute_grpo_passk_outcome_advantage",
+    "compute_grpo_vectorized_outcome_advantage",
     "compute_opo_outcome_advantage",
     "compute_policy_loss_vanilla",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",
     "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
+    "compute_value_loss",
     "get_adv_estimator_fn",
     "get_policy_loss_fn",
     "kl_penalty",
@@ -84,7 +87,7 @@ ADV_ESTIMATOR_REGISTRY: dict[str, AdvFn] = {}
 POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
 
 
-def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[AdvFn], AdvFn]:
+def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvFn], AdvFn]:
     """Return a decorator that registers an estimator, here and natively.
 
     Raises:
@@ -102,7 +105,7 @@ def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[AdvFn]
     return add
 
 
-def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvFn:
+def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvFn:
     """Return a registered estimator.
 
     Raises:
@@ -110,7 +113,7 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvFn:
     """
     name = _name(name_or_enum)
     if name not in ADV_ESTIMATOR_REGISTRY:
-        raise UnknownNameError(f"Unknown advantage estimator {name!r}.{did_you_mean(name, ADV_ESTIMATOR_REGISTRY)}")
+        raise UnknownNameError(f"Unknown advantage estimator simply: {name}.{did_you_mean(name, ADV_ESTIMATOR_REGISTRY)}")
     return ADV_ESTIMATOR_REGISTRY[name]
 
 
@@ -266,6 +269,9 @@ def _count(given: int | None, here: Tensor, dp_size: int, *, name: str) -> int |
     return here if given is None else given
 
 
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
+compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
+
 _SHIPPED: dict[AdvantageEstimator, AdvFn] = {
     AdvantageEstimator.GRPO: compute_grpo_outcome_advantage,
     AdvantageEstimator.GRPO_PASSK: compute_grpo_passk_outcome_advantage,
@@ -313,6 +319,33 @@ def compute_policy_loss_vanilla(
 POLICY_LOSS_REGISTRY["vanilla"] = compute_policy_loss_vanilla
 
 
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return half the squared error of predicted values, clipped around the earlier ones, and the share that was clipped."""
+    clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
+    error, error_clipped = (vpreds - returns).square(), (clipped - returns).square()
+    loss = agg_loss(
+        0.5 * torch.maximum(error, error_clipped),
+        response_mask,
+        loss_agg_mode,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
+        loss_scale_factor,
+    )
+    return loss, masked_mean((error_clipped > error).to(vpreds.dtype), response_mask)
+
+
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Return [B, R] estimates of KL(policy || reference): kl or k1, abs, mse or k2, low_var_kl or k3.
 
@@ -339,5 +372,5 @@ def _kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     raise NotImplementedError(f"the kl_penalty {kind!r} is not here; use kl, abs, mse or low_var_kl")
 
 
-def _name(name_or_enum: str | AdvantageEstimator) -> str:
-    return name_or_enum.value if isinstance(name_or_enum, AdvantageEstimator) else str(name_or_enum)
+def _name(name_or_enum: str | Enum) -> str:
+    return str(name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum)

@@ -85,16 +85,14 @@ def get_function_tool(name: str) -> FunctionTool:
     return FUNCTION_TOOL_REGISTRY[name]
 
 
-@functools.cache
-def _load(path: str) -> tuple[native.FunctionTool, ...]:
-    module = import_file(Path(path))
-    return tuple(
-        dict.fromkeys(
-            v
-            for v in vars(module).values()
-            if isinstance(v, native.FunctionTool) and v.function.__module__ == module.__name__
-        )
-    )
+_LOADED_FUNCTION_TOOL_PATHS: dict[str, list[native.FunctionTool]] = {}
+"""File -> the tools it registered. A program that empties the registry empties this too, to have a file read again."""
+
+
+def _load(path: Path) -> list[native.FunctionTool]:
+    module = import_file(path)
+    tools = (v for v in vars(module).values() if isinstance(v, native.FunctionTool))
+    return list(dict.fromkeys(tool for tool in tools if tool.function.__module__ == module.__name__))
 
 
 def load_function_tools_from_path(path: str) -> list[native.FunctionTool]:
@@ -105,10 +103,12 @@ def load_function_tools_from_path(path: str) -> list[native.FunctionTool]:
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"function_tool_path does not exist: {path}")
-    found = list(_load(str(Path(path).resolve())))
-    if not found:
+    file = str(Path(path).resolve())
+    if file not in _LOADED_FUNCTION_TOOL_PATHS:
+        _LOADED_FUNCTION_TOOL_PATHS[file] = _load(Path(file))
+    if not _LOADED_FUNCTION_TOOL_PATHS[file]:
         logger.warning("no @function_tool decorators found in %s", path)
-    return found
+    return list(_LOADED_FUNCTION_TOOL_PATHS[file])
 
 
 def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
@@ -122,5 +122,6 @@ def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[
 
 
 def clear() -> None:
-    """Forget every registered tool."""
+    """Forget every registered tool, and which files were read."""
     FUNCTION_TOOL_REGISTRY.clear()
+    _LOADED_FUNCTION_TOOL_PATHS.clear()

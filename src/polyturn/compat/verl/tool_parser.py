@@ -79,10 +79,13 @@ class NativeToolParser(ToolParser):
     ) -> tuple[str, list[FunctionCall]]:
         """Return the text without its calls, and the calls."""
         ids = list(responses_ids)
-        if ids and ids[-1] == self.tokenizer.eos_token_id:
+        if ids and ids[-1] == getattr(self.tokenizer, "eos_token_id", None):
             ids.pop()
+        return self._calls(self.tokenizer.decode(ids, skip_special_tokens=False), tools)
+
+    def _calls(self, text: str, tools: Sequence[Any] | None) -> tuple[str, list[FunctionCall]]:
         schemas = [t.to_dict() if isinstance(t, OpenAIFunctionToolSchema) else t for t in tools or ()]
-        parsed = self._parser.parse(self.tokenizer.decode(ids, skip_special_tokens=False), tools=schemas)
+        parsed = self._parser.parse(text, tools=schemas)
         calls = [
             FunctionCall(name=c.name, arguments=json.dumps(dict(c.arguments), ensure_ascii=False), tool_call_id=c.id)
             for c in parsed.tool_calls
@@ -110,3 +113,23 @@ class Qwen3XMLToolParser(NativeToolParser):
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, "qwen3_coder")
+
+    def _parse_xml_function_call(self, function_call_str: str, tools: Sequence[Any] | None) -> FunctionCall | None:
+        """Return the call that stands behind `<function=`; None for what cannot be read. A value that was cut off is left
+        out."""
+        whole = function_call_str[: _end_of_values(function_call_str)]
+        calls = self._calls(f"<tool_call>\n<function={whole}\n</function>\n</tool_call>", tools)[1]
+        return calls[0].model_copy(update={"tool_call_id": None}) if calls else None
+
+
+class KimiToolParser(NativeToolParser):
+    """Calls between the markers of Kimi K2, each with its id."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, "kimi_k2")
+
+
+def _end_of_values(call: str) -> int:
+    """Return where the last value of a call ends; its length where each one is closed."""
+    opened, closed = call.rfind("<parameter="), call.rfind("</parameter>")
+    return opened if opened > closed else len(call)
