@@ -3,19 +3,38 @@
     data = DataProto.from_dict(tensors={"responses": ids_BR}, non_tensors={"uid": ["a", "b"]}, meta_info={"step": 1})
     data[0].batch["responses"]   data[[1, 0]]   data.union(more)   DataProto.concat([data, more])
 
-What spreads a batch over workers (padding, futures, dispatch) is not here, because no worker takes one.
+What fails raises a BatchError, where verl asserts. What spreads a batch over Ray's workers (futures, dispatch) is not here,
+because no worker takes one.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
-__all__ = ["DataProto", "DataProtoItem", "collate_fn"]
+from polyturn.compat.verl.batch_errors import check
+
+__all__ = [
+    "DataProto",
+    "DataProtoItem",
+    "collate_fn",
+    "deserialize_single_tensor",
+    "deserialize_tensordict",
+    "fold_batch_dim",
+    "pad_dataproto_to_divisor",
+    "serialize_single_tensor",
+    "serialize_tensordict",
+    "unfold_batch_dim",
+    "union_numpy_dict",
+    "union_tensor_dict",
+    "unpad_dataproto",
+]
 
 
 @dataclass
@@ -39,11 +58,22 @@ class DataProto:
     """What holds for all rows."""
 
     def __post_init__(self) -> None:
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """Check that the tensors have one axis of rows, and every column is an array with as many.
+
+        Raises:
+            BatchError: one is not.
+        """
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        check(
+            self.batch is None or len(self.batch.batch_size) == 1, "a batch has one axis of rows; num_batch_dims must be 1"
+        )
         for key, column in self.non_tensor_batch.items():
-            if not isinstance(column, np.ndarray):
-                raise ValueError(f"the column {key!r} is a {type(column).__name__}; it must be an array of numpy")
-            if len(column) != len(self):
-                raise ValueError(f"the column {key!r} has {len(column)} rows where the batch has {len(self)}")
+            kind = type(column).__name__
+            check(isinstance(column, np.ndarray), f"the column {key!r} is a {kind}; it must be an array of numpy")
+            check(len(column) == len(self), f"the column {key!r} has {len(column)} rows where the batch has {len(self)}")
 
     @classmethod
     def from_dict(
@@ -51,33 +81,92 @@ class DataProto:
         tensors: Mapping[str, Any] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
-    ) -> DataProto:
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> Self:
         """Make a batch of tensors [B, …] and of sequences of B objects.
 
+        Args:
+            tensors: Column -> tensor.
+            non_tensors: Column -> objects.
+            meta_info: What holds for all rows.
+            num_batch_dims: How many leading axes number the rows; more than one for tensors alone.
+            auto_padding: Of no effect, because no worker needs equal parts.
+
         Raises:
-            ValueError: they have not as many rows.
+            BatchError: they have not as many rows.
         """
         from tensordict import TensorDict
 
         given = dict(tensors or {})
-        sizes = {key: len(tensor) for key, tensor in given.items()}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"the tensors of a batch must have as many rows; these have {sizes}")
-        batch = TensorDict(given, batch_size=[next(iter(sizes.values()))]) if given else None
+        sizes = {key: tuple(tensor.shape[:num_batch_dims]) for key, tensor in given.items()}
+        check(len(set(sizes.values())) < 2, f"the tensors of a batch must have as many rows; these have {sizes}")
+        check(num_batch_dims == 1 or not non_tensors, "columns of objects have one axis; num_batch_dims must be 1")
+        batch = TensorDict(given, batch_size=list(next(iter(sizes.values())))) if given else None
         columns = {key: _column(values) for key, values in (non_tensors or {}).items()}
         return cls(batch, columns, {} if meta_info is None else meta_info)
 
     @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+    ) -> Self:
         """Make a batch of a mapping in which tensors are tensors and arrays are other columns."""
         columns = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         return cls.from_dict({key: value for key, value in data.items() if key not in columns}, columns, meta_info)
+
+    @classmethod
+    def from_tensordict(cls, tensor_dict: Any, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1) -> Self:
+        """Make a batch of a tensordict, whose lists are columns of objects and whose facts hold for all rows."""
+        from tensordict import NonTensorData, NonTensorStack
+
+        tensors: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
+        facts = {} if meta_info is None else dict(meta_info)
+        for key in list(tensor_dict.keys()):
+            value = tensor_dict.get(key)
+            if isinstance(value, NonTensorStack):
+                columns[key] = value.tolist()
+            elif isinstance(value, NonTensorData):
+                facts[key] = value.data
+            else:
+                tensors[key] = value
+        return cls.from_dict(tensors, columns, facts, num_batch_dims)
+
+    def to_tensordict(self) -> Any:
+        """Return a tensordict, as `from_tensordict` reads it."""
+        from polyturn.compat.verl.tensordict_utils import get_tensordict
+
+        columns = {key: column.tolist() for key, column in self.non_tensor_batch.items()}
+        tensors = {} if self.batch is None else dict(self.batch.items())
+        return get_tensordict({**tensors, **columns}, self.meta_info)
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Write the batch to a file."""
+        with Path(filepath).open("wb") as file:
+            pickle.dump(self, file)
+
+    @staticmethod
+    def load_from_disk(filepath: str | Path) -> DataProto:
+        """Return a batch of a file that `save_to_disk` wrote. Read none of a stranger: reading one can run code.
+
+        Raises:
+            BatchError: the file holds something else.
+        """
+        with Path(filepath).open("rb") as file:
+            found = pickle.load(file)
+        check(isinstance(found, DataProto), f"{str(filepath)!r} holds a {type(found).__name__}, not a DataProto")
+        return found  # type: ignore[no-any-return]
+
+    def to(self, device: Any) -> Self:
+        """Move the tensors to a device, and return this batch."""
+        self.batch = None if self.batch is None else self.batch.to(device)
+        return self
 
     def __len__(self) -> int:
         """Return B."""
         if self.batch is not None:
             return int(self.batch.batch_size[0])
-        return len(next(iter(self.non_tensor_batch.values()), ()))
+        return len(next(iter((self.non_tensor_batch or {}).values()), ()))
 
     def __getitem__(self, item: Any) -> Any:
         """Return a row for a number; a batch for a slice, or for a list or array of numbers or of truth values."""
@@ -88,7 +177,34 @@ class DataProto:
         if not isinstance(which, slice) and which.dtype.kind not in "iub":
             raise TypeError(f"Indexing with {type(item)} is not supported")
         columns = {key: column[which] for key, column in self.non_tensor_batch.items()}
-        return DataProto(None if self.batch is None else self.batch[which], columns, self.meta_info)
+        batch = None if self.batch is None else self.batch[which if isinstance(which, slice) else _rows(which)]
+        return type(self)(batch, columns, self.meta_info)
+
+    def select_idxs(self, idxs: Any) -> DataProto:
+        """Return some of the rows, by numbers or truth values."""
+        return self[idxs]  # type: ignore[no-any-return]
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Return the rows of a range."""
+        return self[start:end:step]  # type: ignore[no-any-return]
+
+    def reorder(self, indices: Any) -> None:
+        """Put the rows into another order, in this batch."""
+        ordered = self[indices]
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
+        """Give tensors other names, and return this batch.
+
+        Raises:
+            BatchError: there are not as many new names as old ones.
+        """
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        check(len(old) == len(new), f"{len(old)} tensors are to have {len(new)} new names")
+        for former, name in zip(old, new, strict=True):
+            self.batch.rename_key_(former, name)
+        return self
 
     def select(
         self,
@@ -96,9 +212,9 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
-    ) -> DataProto:
+    ) -> Self:
         """Return a batch of some of the columns; None keeps all of a kind."""
-        found = DataProto(
+        found = type(self)(
             self.batch if self.batch is None or batch_keys is None else self.batch.select(*batch_keys),
             _some(self.non_tensor_batch, non_tensor_batch_keys),
             _some(self.meta_info, meta_info_keys),
@@ -110,38 +226,55 @@ class DataProto:
         batch_keys: Sequence[str] | None = None,
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
-    ) -> DataProto:
+    ) -> Self:
         """Take columns out, and return them as a batch of their own."""
-        return DataProto.from_dict(
+        return self.from_dict(
             {key: self.batch.pop(key) for key in batch_keys or ()},
             {key: self.non_tensor_batch.pop(key) for key in non_tensor_batch_keys or ()},
             {key: self.meta_info.pop(key) for key in meta_info_keys or ()},
         )
 
-    def union(self, other: DataProto) -> DataProto:
+    def union(self, other: DataProto) -> Self:
         """Take the columns of a batch of the same rows in, and return this one.
 
         Raises:
-            ValueError: a tensor is in both and differs.
+            BatchError: a column or a fact is in both and differs.
         """
         if other.batch is not None:
-            held = {} if self.batch is None else dict(self.batch.items())
-            for key, tensor in other.batch.items():
-                if key in held and not held[key].equal(tensor):
-                    raise ValueError(f"the tensor {key!r} is in both batches and differs")
-            self.batch = other.batch if self.batch is None else self.batch.update(other.batch)
-        self.non_tensor_batch.update(other.non_tensor_batch)
-        self.meta_info.update(other.meta_info)
+            self.batch = other.batch if self.batch is None else union_tensor_dict(self.batch, other.batch)
+        union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        for key, fact in other.meta_info.items():
+            check(key not in self.meta_info or _same(self.meta_info[key], fact), f"the fact {key!r} is in both and differs")
+            self.meta_info[key] = fact
         return self
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Any = None
+    ) -> Iterator[DataProto]:
+        """Return mini-batches of so many epochs; `dataloader_kwargs` go to a torch DataLoader over the rows.
+
+        Raises:
+            BatchError: the rows cannot be parted equally.
+        """
+        import torch
+        from torch.utils.data import DataLoader
+
+        check(len(self) % mini_batch_size == 0, f"{len(self)} rows % {mini_batch_size} != 0")
+        options: dict[str, Any] = {} if dataloader_kwargs is None else dict(dataloader_kwargs)
+        if seed is not None:
+            options["generator"] = torch.Generator().manual_seed(seed)
+        rows: Any = list(range(len(self)))
+        loader = DataLoader(rows, batch_size=mini_batch_size, collate_fn=list, **options)
+        return (self[which] for _ in range(epochs) for which in loader)
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Return as many batches of equal size.
 
         Raises:
-            ValueError: the rows cannot be parted equally.
+            BatchError: the rows cannot be parted equally.
         """
-        if len(self) % chunks:
-            raise ValueError(f"only support equal chunk: {len(self)} rows cannot be parted into {chunks}")
+        parts = len(self) % chunks == 0
+        check(parts, f"only support equal chunk. Got size of DataProto {len(self)} and chunk {chunks}.")
         return self.split(len(self) // chunks)
 
     def split(self, split_size: int) -> list[DataProto]:
@@ -154,14 +287,56 @@ class DataProto:
         repeated: DataProto = self[np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)]
         return repeated
 
+    def sample_level_repeat(self, repeat_times: Any) -> DataProto:
+        """Return each row as often as its number in `repeat_times` [B] says.
+
+        Raises:
+            BatchError: there is not a number for each row.
+        """
+        times = np.asarray(repeat_times)
+        check(times.shape == (len(self),), f"give a number for each of the {len(self)} rows; there are {times.shape}")
+        return self[np.repeat(np.arange(len(self)), times)]  # type: ignore[no-any-return]
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
+        """Return each row as `n_split` rows, with a part of each column of `split_keys` and all of the others."""
+        parted = set(split_keys or ())
+        rows = np.repeat(np.arange(len(self)), n_split)
+
+        def parts(key: str, column: Any) -> Any:
+            if key in parted:
+                column = np.array(column.tolist(), dtype=object) if column.ndim == 1 else column
+                return column.reshape(len(rows), column.shape[1] // n_split, *column.shape[2:])
+            return column[rows]
+
+        tensors = {} if self.batch is None else {key: parts(key, tensor) for key, tensor in self.batch.items()}
+        columns = {key: parts(key, column) for key, column in self.non_tensor_batch.items()}
+        return type(self).from_dict(tensors, columns, self.meta_info)
+
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Return the rows of several batches with the same columns, one batch behind the other."""
+        """Return the rows of several batches with the same columns, one batch behind the other.
+
+        The fact `metrics`, a mapping or a list of them in each, becomes a mapping of lists.
+
+        Raises:
+            BatchError: a fact of two batches differs.
+        """
         import torch
 
         batch = None if data[0].batch is None else torch.cat([one.batch for one in data])
         columns = {key: np.concatenate([one.non_tensor_batch[key] for one in data]) for key in data[0].non_tensor_batch}
-        return DataProto(batch, columns, {key: value for one in data for key, value in one.meta_info.items()})
+        facts: dict[str, Any] = {}
+        metrics: dict[str, list[Any]] = {}
+        for one in data:
+            for key, value in one.meta_info.items():
+                if key == "metrics":
+                    for mapping in value if isinstance(value, list) else [value]:
+                        for name, number in mapping.items():
+                            metrics.setdefault(name, []).append(number)
+                    continue
+                check(key not in facts or _same(facts[key], value), f"Conflicting values for meta_info key '{key}'")
+                facts[key] = value
+        return type(data[0])(batch, columns, {**facts, **({"metrics": metrics} if metrics else {})})
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
@@ -170,6 +345,130 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 
     columns = {key: _column([item.non_tensor_batch[key] for item in x]) for key in x[0].non_tensor_batch}
     return DataProto(torch.stack([item.batch for item in x]).contiguous(), columns)
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Return the rows and, behind them, as many of them again as make their number divisible; and how many."""
+    missing = -len(data) % size_divisor
+    return (data[np.arange(len(data) + missing) % len(data)] if missing else data), missing
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Return the rows without the last `pad_size`."""
+    return data[:-pad_size] if pad_size else data  # type: ignore[no-any-return]
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Return [B, …] columns as [new_batch_size, B // new_batch_size, …].
+
+    Raises:
+        BatchError: the rows cannot be parted equally.
+    """
+    check(len(data) % new_batch_size == 0, f"{len(data)} rows cannot be parted into {new_batch_size}")
+    batch = data.batch.view(new_batch_size, -1)
+    batch.auto_batch_size_(batch_dims=1)
+    columns = {key: v.reshape(new_batch_size, -1, *v.shape[1:]) for key, v in data.non_tensor_batch.items()}
+    return type(data)(batch, columns, data.meta_info)
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Return columns whose first `batch_dims` axes are one."""
+    batch = data.batch.copy()
+    batch.auto_batch_size_(batch_dims=batch_dims)
+    columns = {key: v.reshape(-1, *v.shape[batch_dims:]) for key, v in data.non_tensor_batch.items()}
+    return type(data)(batch.reshape(-1), columns, data.meta_info)
+
+
+def union_tensor_dict(tensor_dict1: Any, tensor_dict2: Any) -> Any:
+    """Take the tensors of the second tensordict into the first, and return it.
+
+    Raises:
+        BatchError: the batch sizes differ, or a tensor is in both and differs.
+    """
+    from polyturn.compat.verl import tensordict_utils
+
+    return tensordict_utils.union_tensor_dict(tensor_dict1, tensor_dict2)
+
+
+def union_numpy_dict(tensor_dict1: dict[str, Any], tensor_dict2: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the arrays of the second mapping into the first, and return it. Two NaN are the same.
+
+    Raises:
+        BatchError: an array is in both and differs.
+    """
+    for key, column in tensor_dict2.items():
+        same = key not in tensor_dict1 or _same(tensor_dict1[key], column)
+        check(same, f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object.")
+        tensor_dict1[key] = column
+    return tensor_dict1
+
+
+def _same(one: Any, two: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Return whether two values are equal down to their parts, of the same types; arrays may hold themselves."""
+    if one is two or (id(one), id(two)) in seen:
+        return True
+    if type(one) is not type(two):
+        return False
+    inside = seen | {(id(one), id(two))}
+    if isinstance(one, np.ndarray):
+        if one.dtype != object:
+            return np.array_equal(one, two, equal_nan=one.dtype.kind in "fc")
+        return one.shape == two.shape and all(_same(a, b, inside) for a, b in zip(one.flat, two.flat, strict=True))
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(_same(a, b, inside) for a, b in zip(one, two, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_same(one[key], two[key], inside) for key in one)
+    if isinstance(one, float):
+        return one == two or (one != one and two != two)
+    equal = getattr(one, "equal", None)  # a tensor's
+    return bool(equal(two) if equal else one == two)
+
+
+def serialize_single_tensor(obj: Any) -> tuple[str, tuple[int, ...], Any]:
+    """Return a tensor as its type, its shape and its bytes."""
+    import torch
+
+    return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), obj.flatten().contiguous().view(torch.uint8).numpy()
+
+
+def deserialize_single_tensor(arr: Any) -> Any:
+    """Return the tensor that `serialize_single_tensor` took apart."""
+    import torch
+
+    dtype, shape, data = arr
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, dtype)).view(shape)
+
+
+def serialize_tensordict(batch: Any) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
+    """Return a tensordict as its batch size, its device and its tensors, a ragged one as its layout and its rows."""
+    items: dict[str, Any] = {}
+    for key, tensor in batch.items():
+        rows = [serialize_single_tensor(row) for row in tensor.unbind()] if tensor.is_nested else None
+        items[key] = serialize_single_tensor(tensor) if rows is None else (str(tensor.layout).removeprefix("torch."), rows)
+    return tuple(batch.batch_size), None if batch.device is None else str(batch.device), items
+
+
+def deserialize_tensordict(arr: Any) -> Any:
+    """Return the tensordict that `serialize_tensordict` took apart."""
+    import torch
+    from tensordict import TensorDict
+
+    size, device, items = arr
+    tensors: dict[str, Any] = {}
+    for key, item in items.items():
+        if len(item) == 3:
+            tensors[key] = deserialize_single_tensor(item)
+        else:
+            rows = [deserialize_single_tensor(row) for row in item[1]]
+            tensors[key] = torch.nested.as_nested_tensor(rows, layout=getattr(torch, item[0]))
+    return TensorDict(tensors, batch_size=size, device=device)
+
+
+def _rows(which: Any) -> Any:
+    """Return an array of rows as the tensor that tensordicts are indexed by."""
+    import torch
+
+    return torch.from_numpy(which)
 
 
 def _column(values: Any) -> Any:

@@ -1,0 +1,85 @@
+"""verl.utils.import_utils: objects of Python files and modules by their names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_module(module_path: str | None, module_name: str | None = None) -> ModuleType | None:
+    """Import `pkg://a.b`, or the file of a path or of `file://…`; None for no path.
+
+    Args:
+        module_path: The module.
+        module_name: The name under which a file's module is kept; without one it is not kept.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RuntimeError: it cannot be imported, or another module has that name.
+    """
+    if not module_path:
+        return None
+    if module_path.startswith("pkg://"):
+        return importlib.import_module(module_path.removeprefix("pkg://").replace("/", "."))
+    file = Path(module_path.removeprefix("file://"))
+    if not file.is_file():
+        raise FileNotFoundError(f"the module file {str(file)!r} is not there")
+    spec = importlib.util.spec_from_file_location(module_name or f"custom_module_{abs(hash(file.resolve()))}", file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{str(file)!r} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        raise RuntimeError(f"Error loading module from {str(file)!r}: {problem}") from problem
+    if module_name is not None and sys.modules.setdefault(module_name, module) is not module:
+        raise RuntimeError(f"the module name {module_name!r} is another module's already")
+    return module
+
+
+def load_extern_object(module_path: str | None, object_name: str) -> Any:
+    """Return an object of a module, as `load_module` finds it.
+
+    Raises:
+        AttributeError: the module has none of that name.
+    """
+    module = load_module(module_path)
+    if not hasattr(module, object_name):
+        raise AttributeError(f"{module_path!r} has no {object_name!r}")
+    return getattr(module, object_name)
+
+
+def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
+    """Return an object of a Python file; None for no path.
+
+    Raises:
+        AttributeError: the file has none of that name.
+    """
+    return load_extern_object(file_path, str(type_name)) if file_path else None
+
+
+def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
+    """Return what `package.module.Name` names.
+
+    Raises:
+        ValueError: it is not written so.
+        AttributeError: the module has none of that name.
+    """
+    module, _, name = fqn.rpartition(".")
+    if not module:
+        raise ValueError(f"the {description} {fqn!r} must be written package.module.Name")
+    found = importlib.import_module(module)
+    if not hasattr(found, name):
+        raise AttributeError(f"the {description} {name!r} is not in the module {module!r}")
+    return getattr(found, name)
+
+
+def import_external_libs(external_libs: str | Sequence[str] | None = None) -> None:
+    """Import modules by their names."""
+    for name in [external_libs] if isinstance(external_libs, str) else external_libs or ():
+        importlib.import_module(name)
