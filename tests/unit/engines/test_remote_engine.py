@@ -140,16 +140,15 @@ async def test_a_server_that_stays_full_is_lost_and_a_late_request_has_nothing()
 
 async def test_a_server_that_takes_requests_and_hangs_is_given_up_for_all_of_them() -> None:
     async def silent(request: web.Request) -> web.Response:
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
         return web.json_response({})
 
     async with serving(silent) as url:
         engine = Echo(url, vocab_size=10, health_s=0.1)
         asked = [asyncio.create_task(engine.generate(ask(f"r{i}"))) for i in range(3)]
-        async with asyncio.timeout(5):
-            for task in asked:
-                with pytest.raises(EngineLostError, match="takes requests and does not answer them"):
-                    await task
+        for task in asked:
+            with pytest.raises(EngineLostError, match="takes requests and does not answer them"):
+                await task
 
 
 async def test_a_slow_server_that_says_it_is_well_is_waited_for() -> None:

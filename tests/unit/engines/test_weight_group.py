@@ -63,5 +63,5 @@ async def test_a_server_that_does_not_join_ends_the_wait_at_once():
 
     group = WeightGroup(URL, name="polyturn-two", backend="gloo", num_workers=1)
     with pytest.raises(EngineLostError, match="it has died"):
-        await asyncio.wait_for(group.join(refuses()), 5)
+        await group.join(refuses())
     group.close()

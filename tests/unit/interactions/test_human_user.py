@@ -59,7 +59,7 @@ def keyboard() -> Iterator[Keyboard]:
 
 
 async def waiting(desk: Desk, count: int = 1) -> list[dict[str, Any]]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         while len(found := desk.waiting()) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return found

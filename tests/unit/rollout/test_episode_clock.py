@@ -29,7 +29,7 @@ class Person(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: Any, **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.2)
         return False, "And then?", 0.0, {}
 
 
@@ -49,24 +49,24 @@ def test_a_run_has_a_time_limit_that_slow_calls_do_not_reach_and_people_do_not_c
 
 
 async def test_a_person_is_left_their_time_and_a_program_is_not():
-    short = Limits(timeout_s=0.15, max_turns=2)
+    short = Limits(timeout_s=1.0, max_turns=2)
     assert await stop_of(short, is_person=True) is StopReason.MAX_TURNS
     assert await stop_of(short, is_person=False) is StopReason.TIMEOUT
 
 
 async def test_a_person_counts_where_the_run_says_so():
-    assert await stop_of(Limits(timeout_s=0.15, max_turns=2, counts_people=True), is_person=True) is StopReason.TIMEOUT
+    assert await stop_of(Limits(timeout_s=1.0, max_turns=2, counts_people=True), is_person=True) is StopReason.TIMEOUT
 
 
 async def test_the_limit_goes_on_where_it_stood_when_the_person_has_answered():
     clock, reached = EpisodeClock(), []
 
     async def waits() -> None:
-        async with clock.within(0.1) as timeout:
+        async with clock.within(0.5) as timeout:
             with clock.still(), clock.still():
-                await asyncio.sleep(0.2)
-            reached.append(not timeout.expired() and clock.elapsed_s < 0.1)
-            await asyncio.sleep(5)
+                await asyncio.sleep(0.6)
+            reached.append(not timeout.expired())
+            await asyncio.sleep(3600)
 
     with pytest.raises(TimeoutError):
         await waits()
@@ -78,7 +78,7 @@ async def test_the_seconds_of_an_earlier_process_count():
     clock.set(99.0)
     with pytest.raises(TimeoutError):
         async with clock.within(99.05):
-            await asyncio.sleep(5)
+            await asyncio.sleep(3600)
 
 
 async def test_a_plain_run_that_never_returns_ends_with_the_limit():
@@ -87,11 +87,11 @@ async def test_a_plain_run_that_never_returns_ends_with_the_limit():
 
     class Hangs(MultiTurnScheduler):
         def run(self, episode: Any) -> Any:
-            gate.wait(5)
+            gate.wait()
 
     try:
         context = scripted_context(["one"], scheduler=Hangs(), limits=Limits(timeout_s=0.1))
-        trajectory = await asyncio.wait_for(run_episode(context, task(), id="e"), 3)
+        trajectory = await run_episode(context, task(), id="e")
     finally:
         gate.set()
     assert trajectory.stop_reason is StopReason.TIMEOUT

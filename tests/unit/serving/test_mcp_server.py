@@ -141,7 +141,7 @@ async def test_a_server_of_the_older_transport_is_sent_the_token() -> None:
         assert [s["function"]["name"] for s in await asyncio.to_thread(list_tools, "old", settings)] == ["find"]
         asked = McpServer("old", settings, session="episode")
         asked.open("e")
-        assert (await asked.call("e", "find", {}, timeout_s=5)).content[0].text == "found"
+        assert (await asked.call("e", "find", {}, timeout_s=120)).content[0].text == "found"
         await asked.close("e")
     finally:
         server.should_exit = True
@@ -176,13 +176,13 @@ async def test_a_session_that_the_server_forgot_is_begun_again() -> None:
         own, shared = McpServer("own", {"url": url}, session="episode"), McpServer("all", {"url": url})
         for server in (own, shared):
             server.open("e")
-            await server.call("e", "count", {}, timeout_s=5)
+            await server.call("e", "count", {}, timeout_s=120)
         for session in list(tools.server.session_manager._server_instances.values()):
             await session.terminate()
         with pytest.raises(ConnectionError, match="it ended since the last call, and what it remembered is lost"):
-            await own.call("e", "count", {}, timeout_s=5)
+            await own.call("e", "count", {}, timeout_s=120)
         for server in (own, shared):
-            assert (await server.call("e", "count", {}, timeout_s=5)).content[0].text == "1", "begun again"
+            assert (await server.call("e", "count", {}, timeout_s=120)).content[0].text == "1", "begun again"
             await server.close("e")
             await server.close_now()
 

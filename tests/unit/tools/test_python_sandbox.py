@@ -232,7 +232,7 @@ def test_a_run_from_another_thread_ends_when_the_sandbox_is_stopped() -> None:
     thread = threading.Thread(target=lambda: results.append(sandbox.run("import time\ntime.sleep(99)")))
     thread.start()
     sandbox.stop()
-    thread.join(5)
+    thread.join()
     sandbox.close()
     assert results[0].status == "killed"
 
