@@ -186,6 +186,8 @@ class StoredRun:
         for name, value in wanted.items():
             if name not in INDEX_COLUMNS:
                 raise DataError(f"there is no column {name!r}.{did_you_mean(name, INDEX_COLUMNS)}")
+            if isinstance(value, int):
+                value = max(-(2**63), min(value, 2**63 - 1))  # Arrow compares no number that its own have no room for
             if value is not None:
                 mask = pc.and_(mask, pc.fill_null(pc.equal(self._table[name], value), False))
         return mask

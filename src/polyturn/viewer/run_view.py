@@ -20,7 +20,7 @@ from polyturn.core.contained import contained, read_contained
 from polyturn.core.errors import DataError, did_you_mean, one_line
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.parquet_store import FOLDER
-from polyturn.store.schema import INDEX_COLUMNS
+from polyturn.store.schema import INDEX_COLUMNS, SCHEMA
 from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.jsonl import MAX_BYTES, parse_line
 from polyturn.viewer.tokens import TokenTexts
@@ -29,6 +29,8 @@ from polyturn.viewer.trajectory_page import plain, trajectory_page
 MAX_CONFIG_BYTES = 1 << 20
 """Bytes of a run's configuration that are shown."""
 _NUMERIC = ("step", "reward", "num_turns", "num_tokens", "num_sampled_tokens", "num_tool_calls", "num_tool_errors")
+_PLAIN = tuple(name for name in INDEX_COLUMNS if not pa.types.is_nested(SCHEMA.field(name).type))
+"""Columns of single values, which can be compared and sorted by."""
 
 
 class RunView:
@@ -160,8 +162,8 @@ class RunView:
             table = table.filter(mask)
         total = table.num_rows
         if sort:
-            if sort not in INDEX_COLUMNS:
-                raise DataError(f"there is no column {sort!r}.{did_you_mean(sort, INDEX_COLUMNS)}")
+            if sort not in _PLAIN:
+                raise DataError(f"there is no column {sort!r} to sort by.{did_you_mean(sort, _PLAIN)}")
             order = pc.sort_indices(table, [(sort, "descending" if descending else "ascending")])
             table = table.take(order[offset : offset + limit])
         else:
@@ -264,11 +266,11 @@ def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:
         elif kind and column in _NUMERIC:
             compare = pc.greater_equal if kind == "min" else pc.less_equal
             masks.append(pc.fill_null(compare(table[column], _as_number(key, value)), False))
-        elif column in INDEX_COLUMNS and not kind:
-            given: Any = _as_number(key, value) if pa.types.is_integer(table[column].type) else value
+        elif column in _PLAIN and not kind:
+            given: Any = value if pa.types.is_string(table[column].type) else _as_number(key, value)
             masks.append(pc.fill_null(pc.equal(table[column], given), False))
         else:
-            known = [*INDEX_COLUMNS, "errors", "text", "where", *(f"min_{c}" for c in _NUMERIC)]
+            known = [*_PLAIN, "errors", "text", *(f"min_{c}" for c in _NUMERIC)]
             raise DataError(f"there is no filter {key!r}.{did_you_mean(key, known)}")
     if not masks:
         return None

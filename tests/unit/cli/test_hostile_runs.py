@@ -305,6 +305,28 @@ def test_a_condition_ends_when_nobody_waits_for_it(run: Path) -> None:
         StoredRun(run).filter("(select count(*) from range(1000000) a, range(1000000) b) > 1", stop=stop)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "trajectories?sort=components",
+        "trajectories?components=a",
+        "trajectories?reward=a",
+        "trajectories?reward=0",
+        "trajectories?generate_s=1e999",
+        "trajectories?step=" + "9" * 30,
+        "trajectories?min_step=nan",
+        "trajectories?offset=" + "9" * 30,
+        "groups?where=true",
+        "groups?components=a",
+        "timeline?step=" + "9" * 30,
+        "trajectory?id=g0/0&step=" + "9" * 30,
+        "trajectory?id=g0/0&step=" + "9" * 400,
+    ],
+)
+def test_whatever_is_asked_of_a_run_breaks_nothing(run: Path, asked: str) -> None:
+    assert client_of(run).get(f"/api/runs/0/{asked}").status_code in (200, 422)
+
+
 def test_the_viewer_stops_the_condition_of_a_client_that_left(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, ended = threading.Event(), threading.Event()
 
