@@ -8,10 +8,14 @@ from polyturn.build.loss import build_correction, build_kl, build_policy_loss
 from polyturn.build.parts import Parts
 from polyturn.build.place import Place
 from polyturn.core.errors import ConfigError
+from polyturn.core.plugin_class import Call, check_function
 from polyturn.core.signature import has_parameter
 
 if TYPE_CHECKING:
     from polyturn.training.reward_kl import RewardKl
+
+OF_GROUP = Call(num=2, write="def estimate(rewards_G, samples_G, **options)")
+OF_BATCH = Call(num=1, write="def estimate(batch, **options)")
 
 
 def build_estimator(place: Place) -> Any:
@@ -20,12 +24,15 @@ def build_estimator(place: Place) -> Any:
     Raises:
         ConfigError: there is none of the name, it takes no such option, or cannot work in this run.
     """
-    from polyturn.algorithms.advantages import advantages, bind_estimator, check_estimator
+    from polyturn.algorithms.advantages import advantages, bind_estimator, check_estimator, traits_of
     from polyturn.rewards.router import DEFAULT_WEIGHTS
 
     config = place.config
     algorithm = config.algorithm
     estimator: Any = advantages.resolve(algorithm.advantage, base=place.base, key="algorithm.advantage")
+    where = f"algorithm.advantage {algorithm.advantage!r}"
+    if isinstance(estimator, type) or not callable(estimator):
+        check_function(estimator, OF_GROUP, where=where)
     if has_parameter(estimator, "token_level_rewards"):  # an estimator that was written for verl
         from polyturn.compat.verl.core_algos import as_estimator
 
@@ -46,7 +53,9 @@ def build_estimator(place: Place) -> Any:
         "weights": {**weights, **({"overlong": 1.0} if config.reward.overlong.buffer else {})},
     }
     known = {name: value for name, value in offered.items() if value is not None}
-    return bind_estimator(estimator, offered=known, kwargs=algorithm.advantage_kwargs)
+    bound = bind_estimator(estimator, offered=known, kwargs=algorithm.advantage_kwargs)
+    check_function(bound, OF_BATCH if traits_of(estimator).scope == "batch" else OF_GROUP, where=where)
+    return bound
 
 
 def check_credit(parts: Parts) -> None:

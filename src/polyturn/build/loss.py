@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
 from polyturn.build.model import load_frozen
 from polyturn.build.place import Place
 from polyturn.core.errors import ConfigError
-from polyturn.core.signature import has_parameter
+from polyturn.core.plugin_class import Call, check_function
+from polyturn.core.signature import has_parameter, required
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from polyturn.algorithms.correction import CorrectionSettings
     from polyturn.algorithms.kl import KlController
     from polyturn.algorithms.losses import PolicyLoss
+
+_LOSS = Call(num=3, write="def loss(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, clip_high)")
 
 
 def build_policy_loss(place: Place) -> PolicyLoss:
@@ -27,6 +31,11 @@ def build_policy_loss(place: Place) -> PolicyLoss:
         from polyturn.compat.verl.core_algos import as_policy_loss
 
         return as_policy_loss(loss)
+    check_function(
+        loss,
+        dataclasses.replace(_LOSS, names=required(loss)[_LOSS.num :]),
+        where=f"algorithm.loss {place.config.algorithm.loss!r}",
+    )
     return loss
 
 

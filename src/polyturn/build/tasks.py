@@ -21,12 +21,13 @@ from polyturn.config.models import (
     TaskSourceConfig,
 )
 from polyturn.core.errors import ConfigError, DataError, TemplateError
+from polyturn.core.plugin_class import check_class
 from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.dataset import DatasetSummary, TaskDataset, check_tasks, generate_tasks
 from polyturn.data.mix import MixSettings, MixState, TaskMix
-from polyturn.data.sampler import Curriculum, TaskSampler
+from polyturn.data.sampler import CURRICULUM, Curriculum, TaskSampler
 from polyturn.data.sequences import Subset, WithSystem
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.interactions.scene import check_row, check_setup
@@ -118,6 +119,7 @@ def check_before_weights(place: Place, tasks: RunTasks, plugins: Plugins, tools:
     build_trackers(place)
     check_algorithm(place)
     check_warm_start(place)
+    build_sampler(place, tasks.train)
 
     def check(task: Task) -> None:
         plugins.rewarder.check([task], tools=tools.tools, scoring=tools.scoring)
@@ -266,6 +268,7 @@ def build_sampler(place: Place, tasks: Sequence[Task]) -> Callable[[], TaskSampl
         raise ConfigError(
             f"data.sampler names {data.sampler!r}, which is no Curriculum; inherit polyturn.data.sampler.Curriculum"
         )
+    check_class(found, CURRICULUM, where=f"data.sampler {data.sampler!r}")
     return functools.partial(found, tasks, seed=seed, shuffle=data.shuffle)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.core.errors import ConfigError
+from polyturn.core.reward import shown
 
 _NEAR = 0.85
 """How like the name of a method another one must be to be taken for a misspelling of it."""
@@ -104,8 +105,45 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
             _check_call(cls, name, call, prefix=prefix)
 
 
+def check_function(function: Any, call: Call, *, where: str) -> None:
+    """Refuse what is no function, takes other arguments than it is called with, or yields where it should return.
+
+    Args:
+        function: The function, its options bound.
+        call: How it is called.
+        where: What names it, for the message.
+
+    Raises:
+        ConfigError: the first problem found.
+    """
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(f"{where} is {shown(function)}, which is no function; write `{call.write}`")
+    refuse_generator(function, where=where)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # nobody knows
+    try:
+        signature.bind(*[None] * call.num, **dict.fromkeys(call.names))
+    except TypeError as problem:
+        raise ConfigError(
+            f"{where} takes {_shown(signature)} and cannot be called as it is ({problem}); write `{call.write}`"
+        ) from problem
+
+
+def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
+    """Refuse a function with `yield`, which answers with itself, and not with what it yields.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{where} has `yield` in it, so that a call of it gives nothing; write `return`")
+
+
 def _check_call(cls: type, name: str, call: Call, *, prefix: str) -> None:
     method: Callable[..., Any] = getattr(cls, name)
+    refuse_generator(method, where=f"{prefix}{cls.__name__}.{name}")
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):

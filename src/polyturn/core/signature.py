@@ -32,6 +32,11 @@ def is_required(function: Callable[..., Any], name: str) -> bool:
     return any(p.name == name and p.default is p.empty for p in _parameters(function)) and has_parameter(function, name)
 
 
+def required(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters of `function` without a default, in their order."""
+    return tuple(p.name for p in _parameters(function) if is_required(function, p.name))
+
+
 def lacks(function: Callable[..., Any], name: str) -> bool:
     """Return whether `function` has a parameter called `name` and no value for it: no default, or None."""
     unset = [p.name for p in _parameters(function) if p.default is p.empty or p.default is None]

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.errors import CheckpointError, DataError
+from polyturn.core.plugin_class import Call, Shape
 from polyturn.core.task import Task
 
 
@@ -139,6 +140,15 @@ class Curriculum(TaskSampler):
     def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool = True) -> None:
         self.tasks = tasks
         super().__init__(len(tasks), seed=seed, shuffle=shuffle)
+
+
+CURRICULUM = Shape(
+    what="a curriculum",
+    needs=(("choose",),),
+    bases=(Curriculum, TaskSampler),
+    calls={"choose": Call(num=1, write="def choose(self, epoch)")},
+)
+"""What the class of a curriculum defines."""
 
 
 def _empty(epoch: int) -> str:

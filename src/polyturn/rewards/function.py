@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.messages import to_openai
 from polyturn.core.own_time import OwnTime
+from polyturn.core.plugin_class import refuse_generator
 from polyturn.core.signature import lacks
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
@@ -79,6 +80,7 @@ class RewardFunction:
         """
         if not callable(function) or isinstance(function, type):
             raise ConfigError(f"reward {name!r} is {function!r:.100}; it must be a function")
+        refuse_generator(function, where=f"reward {name!r}")
         self.name = name
         self._function = function
         parameters = _parameters(function, name=name)

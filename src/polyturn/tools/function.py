@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, overload
 
 from polyturn.core.errors import ConfigError, DataError, LifecycleError, one_line
+from polyturn.core.plugin_class import refuse_generator
 from polyturn.core.watchdog import calls_plugins
 from polyturn.tools.base import BaseTool
 from polyturn.tools.docstring import read_docstring
@@ -47,6 +48,7 @@ class FunctionTool(BaseTool):
     ) -> None:
         self.function = function
         self.stateless = stateless
+        refuse_generator(function, where=f"tool {name or function.__name__!r}")
         self._hidden = _hidden(function)
         super().__init__({}, schema if schema is not None else infer_schema(function, name=name))
         if name is not None and name != self.name:

@@ -116,7 +116,6 @@ def finite(value: Any, *, what: str) -> float:
     """
     number = as_score(value)
     if number is None:
-        raise RewardError(
-            f"the {what} reward is {shown(value)}; return a finite number of at most {MAX_REWARD:g}, or None for none"
-        )
+        none = "" if what == "outcome" else ", or None for none"
+        raise RewardError(f"the {what} reward is {shown(value)}; return a finite number of at most {MAX_REWARD:g}{none}")
     return number

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polyturn.algorithms.advantages import advantages, assign_advantages, dr_grpo, grpo, grpo_passk, opo, rloo
-from polyturn.core.errors import AlignmentError, UnknownNameError
+from polyturn.core.errors import AlignmentError, TrainingError, UnknownNameError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.reward import Reward
 from polyturn.core.sample import SampleId, TrainSample
@@ -101,3 +101,14 @@ def test_estimators_are_found_by_name():
     assert advantages.resolve("grpo") is grpo
     with pytest.raises(UnknownNameError, match="Did you mean 'grpo'"):
         advantages.resolve("grpoo")
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, 1.0, [0.0, 0.0], [np.zeros(3)] * 2, [[np.zeros(3)]], [[np.zeros(2)]] * 2, [[0.0]] * 2, []],
+    ids=range(8),
+)
+def test_an_estimator_that_returns_something_else_is_told_what_it_should(returned: object):
+    group = TrajectoryGroup(id="g", task=TASK, trajectories=(trajectory("0", 1.0), trajectory("1", 0.0)))
+    with pytest.raises(TrainingError, match="an array for each of its samples"):
+        assign_advantages([group], [sample("0"), sample("1")], estimator=lambda rewards_G, samples_G: returned)

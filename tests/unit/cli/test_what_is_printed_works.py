@@ -101,16 +101,65 @@ MISTAKES = [
     "rollout.tools.functions=['nowhere.py:f']",
     "rollout.scheduler=nothing",
     "plugins=[broken.py]",
+    "data.sampler=mine.py:Chooses",
+    "algorithm.advantage=mine.py:one_argument",
+    "algorithm.advantage=mine.py:Estimator",
+    "algorithm.advantage=mine.py:yields",
+    "algorithm.loss=mine.py:one_argument",
+    "algorithm.loss=mine.py:Estimator",
+    "rollout.tools.functions=['mine.py:counts']",
+    "reward.routes.tiny=mine.py:yields",
+    "rollout.interactions=[{name: coach, class_name: 'mine.py:Yields', config: {}}]",
 ]
+MINE = '''\
+import polyturn
+from polyturn.data.sampler import Curriculum
+
+
+class Chooses(Curriculum):
+    def chose(self, epoch):
+        return [0]
+
+
+def one_argument(rewards):
+    return rewards
+
+
+class Estimator:
+    def __call__(self, rewards_G, samples_G):
+        return []
+
+
+def yields(trajectory, samples=None):
+    yield 1.0
+
+
+def counts(to: int):
+    """Count.
+
+    Args:
+        to: How far.
+    """
+    yield from range(to)
+
+
+class Yields(polyturn.BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        yield True, "x", 1.0, {}
+'''
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_told_before_any_weights_are_loaded(tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "broken.py").write_text("import a_module_that_is_nowhere\n")
+    (tmp_path / "mine.py").write_text(
+        MINE.replace("def counts", "@polyturn.tool\ndef counts") if "counts" in mistake else MINE
+    )
     config = write_tiny_run(tmp_path)
     monkeypatch.setattr(parts_module, "build_model", lambda *_, **__: pytest.fail("weights were loaded"))
     said = call("train", config, "--dry-run", mistake)
     assert said.code == 2, (said.out, said.err)
+    assert "Traceback" not in said.err
 
 
 def test_more_minibatches_than_trajectories_are_told_to_be_fewer(tmp_path: Path):

@@ -20,6 +20,7 @@ from polyturn.algorithms.advantages.base import Estimate, Estimator, GroupView, 
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean
 from polyturn.core.messages import Message
+from polyturn.core.reward import shown
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.signature import has_parameter, takes_any_keyword
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup, Turn
@@ -78,6 +79,7 @@ def assign_advantages(
         )
     _check_batch(batch, estimator, has_scored=has_scored)
     found = _call(estimator, batch)
+    _check_estimate(found, batch)
     out = list(samples)
     for index in alone:
         out[index] = samples[index].replace(advantages=on_weighted(samples[index], 0.0))
@@ -210,6 +212,23 @@ def _check_batch(batch: Sequence[GroupView], estimator: Estimator, *, has_scored
     missing = next((s.id for m in members for s in m.samples if s.values is None), None) if traits.needs_values else None
     if missing is not None:
         raise TrainingError(f"the advantage estimator needs a critic's values and sample {missing} has none; pass a critic")
+
+
+def _check_estimate(found: Estimate, batch: Sequence[GroupView]) -> None:
+    """Refuse what is not, for each group, member and sample, as many numbers as the sample has tokens."""
+    wanted = [[[len(s) for s in m.samples] for m in g.members] for g in batch]
+    for name, given in (("advantages", found.advantages), ("returns", found.returns)):
+        if given is None and name == "returns":
+            continue
+        try:
+            lengths = [[[len(array) for array in member] for member in group] for group in given or ()]
+        except TypeError:
+            lengths = None
+        if lengths != wanted:
+            raise TrainingError(
+                f"the advantage estimator returned the {name} {shown(given)}; return a list with an entry for each member "
+                "of the group, which is a list with an array for each of its samples, as long as the sample has tokens"
+            )
 
 
 def _call(estimator: Estimator, batch: Sequence[GroupView]) -> Estimate:
