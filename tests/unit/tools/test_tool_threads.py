@@ -54,9 +54,12 @@ async def test_no_more_threads_than_asked_for_run_at_once() -> None:
 
 async def test_an_abandoned_call_is_counted_and_gives_its_place_away() -> None:
     threads, gate, late = DaemonThreads(name="t", max_threads=1), threading.Event(), []
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.02):
-            await threads.run(gate.wait, on_late=late.append)
+    begun = threading.Event()
+    running = asyncio.create_task(threads.run(lambda: begun.set() or gate.wait(), on_late=late.append))
+    await asyncio.to_thread(begun.wait)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert threads.num_abandoned == 1
     assert await threads.run(lambda: "next") == "next"
     gate.set()
