@@ -38,7 +38,7 @@ _NATIVE = {
 _HERE = {
     "verl.utils.reward_score.math_verify": "polyturn.compat.verl.math_verify",
     "verl.utils.reward_score.prime_math": "polyturn.compat.verl.prime_math",
-    "verl.utils.reward_score.sandbox_fusion": "polyturn.compat.verl.code_scorers",
+    "verl.utils.reward_score.sandbox_fusion.utils": "polyturn.compat.verl.sandbox_fusion_utils",
     "verl.trainer.main_ppo": "polyturn.cli.main_ppo",
     "verl.tools.function_tool": "polyturn.compat.verl.function_tool",
     "verl.workers.rollout.schemas": "polyturn.compat.verl.rollout_schemas",
@@ -78,6 +78,7 @@ VERL = Namespace(
         "verl.utils.dataset": "polyturn.compat.verl.rl_dataset",
         "verl.utils.metric": "polyturn.compat.verl.metric",
         "verl.workers.reward_manager": "polyturn.compat.verl.reward_manager",
+        "verl.utils.reward_score.sandbox_fusion": "polyturn.compat.verl.code_scorers",
         "verl.utils.reward_score": "polyturn.rewards.default",
         "verl.experimental.agent_loop": "polyturn.compat.verl.agent_loop",
     },

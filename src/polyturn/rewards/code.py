@@ -137,7 +137,7 @@ class Sandbox:
             said = self._ask(url, self._request(PROBE, stdin="", language="python"), num_tries=1)
         except RewardError:
             return False
-        return _lines(str((said.get("run_result") or {}).get("stdout"))) == ["ready"]
+        return lines_of(str((said.get("run_result") or {}).get("stdout"))) == ["ready"]
 
     def _request(self, code: str, *, stdin: str, language: str) -> dict[str, Any]:
         return run_request(
@@ -187,7 +187,7 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
     blocks = _BLOCK.findall(solution_str) if isinstance(solution_str, str) else []
     if not blocks:
         return 0.0
-    program = blocks[-1] + (_CALL.format(name=name) if name else "")
+    program = as_call(blocks[-1], name) if name else blocks[-1]
     if not _is_text(program):
         return 0.0
     cases = cases[:CONTINUOUS_TESTS] if continuous else cases
@@ -200,6 +200,11 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
         if not continuous and not all(results):
             return 0.0
     return passed / len(cases)
+
+
+def as_call(program: str, name: str) -> str:
+    """Return a program that reads arguments, one in JSON a line, and prints in JSON what its function returns for them."""
+    return program + _CALL.format(name=name)
 
 
 @functools.cache
@@ -261,10 +266,10 @@ def _passes(program: str, case: tuple[Any, Any], sandbox: Sandbox, *, is_call: b
     if said.get("status") != "Finished" or said.get("return_code", 0) != 0:
         return False
     printed = str(said.get("stdout") or "")
-    return _returns(printed, expected) if is_call else _lines(printed) == _lines(str(expected))
+    return returns(printed, expected) if is_call else lines_of(printed) == lines_of(str(expected))
 
 
-def _returns(printed: str, expected: Any) -> bool:
+def returns(printed: str, expected: Any) -> bool:
     """Return whether a function returned what it should; some data sets wrap the value in a list.
 
     What it printed is the program's to choose: what cannot be read, or is far too long to be the value, is another one.
@@ -279,5 +284,6 @@ def _returns(printed: str, expected: Any) -> bool:
         return False
 
 
-def _lines(text: str) -> list[str]:
+def lines_of(text: str) -> list[str]:
+    """Return the lines that count: no space behind them, and no empty ones around them."""
     return [line.rstrip() for line in text.strip().splitlines()]

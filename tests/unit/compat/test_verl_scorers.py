@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from polyturn import compat
+from polyturn.compat.verl import sandbox_fusion_utils
 from polyturn.rewards import code, gsm8k
 
 
@@ -70,3 +71,25 @@ def test_programs_are_scored_with_verls_arguments(monkeypatch: pytest.MonkeyPatc
     program = "```python\nprint(input())\n```"
     assert scorer("sandbox_fusion").compute_score("http://box", None, 256, program, tests, continuous=True) == (0.5, [])
     assert ran[0] == ("http://box", 256, 10)
+
+
+def test_each_test_of_a_program_has_a_result_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(status: str, stdout: str = "", code: int = 0) -> dict[str, Any]:
+        return {"status": "Success", "run_result": {"status": status, "stdout": stdout, "return_code": code}}
+
+    answers = {
+        "right": (answer("Finished", "1\n"), None),
+        "wrong": (answer("Finished", "2"), None),
+        "late": (answer("TimeLimitExceeded"), None),
+        "fails": (answer("Finished", code=1), None),
+        "lost": (None, "gateway"),
+        "not compiled": ({"status": "Failed", "compile_result": {"status": "Error"}}, None),
+    }
+    monkeypatch.setattr(sandbox_fusion_utils, "call_sandbox_api", lambda **asked: answers[asked["stdin"]])
+    tests = {"inputs": list(answers), "outputs": ["1"] * len(answers)}
+    results, known = sandbox_fusion_utils.check_correctness("http://sandbox", tests, "print(1)")
+    assert results == [True, False, -3, -2, -1, -4] and known[4]["api_request_error"] == "gateway"
+    assert [one["status"] for one in known[:2]] == ["success", "wrong_answer"] and known[1]["case_index"] == 1
+    assert sandbox_fusion_utils.check_correctness("", None, "") == ([-1], [{"error": "Invalid input/output data"}])
+    unequal = {"inputs": ["a"], "outputs": []}
+    assert sandbox_fusion_utils.check_correctness("", unequal, "") == ([-1], [{"error": "Input/output count mismatch"}])

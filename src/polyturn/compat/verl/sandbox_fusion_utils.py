@@ -1,0 +1,148 @@
+"""verl.utils.reward_score.sandbox_fusion.utils: what became of each test of a program in a SandboxFusion service.
+
+results, metadata = check_correctness(url, {"inputs": ["1\\n"], "outputs": ["1\\n"]}, "print(input())")
+results            [True]; False is a wrong answer, -1 no answer of the sandbox, -2 an error, -3 too late, -4 not compiled
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+from polyturn.core.errors import RewardError
+from polyturn.rewards import code
+
+DEFAULT_TIMEOUT = 10
+NUM_THREADS = 32
+
+
+def call_sandbox_api(
+    sandbox_fusion_url: str,
+    code: str,
+    stdin: str | None,
+    compile_timeout: float,
+    run_timeout: float,
+    memory_limit_mb: int,
+    language: str = "python",
+) -> tuple[Mapping[str, Any] | None, str | None]:
+    """Run one program; return what the sandbox answers and None, or None and why there is no answer."""
+    sandbox = _sandbox(sandbox_fusion_url, max(compile_timeout, run_timeout), memory_limit_mb)
+    try:
+        return sandbox.run(code, stdin=stdin or "", language=language), None
+    except RewardError as problem:
+        return None, f"API Call Failed: {problem}"
+
+
+def check_correctness(
+    sandbox_fusion_url: str,
+    in_outs: Mapping[str, Any] | None,
+    generation: str,
+    timeout: float = DEFAULT_TIMEOUT,
+    memory_limit_mb: int = 1024,
+    language: str = "python",
+    concurrent_semaphore: AbstractContextManager[Any] | None = None,
+) -> tuple[list[bool | int], list[dict[str, Any]]]:
+    """Run a program on each of its tests at a time.
+
+    Args:
+        sandbox_fusion_url: The service's `run_code`.
+        in_outs: {"inputs": [text, …], "outputs": [text, …]}; with "fn_name" the texts are JSON lines of arguments and JSON
+            results. With "assert_case" they are pieces of code that are put behind the program.
+        generation: The program.
+        timeout: Seconds for each test.
+        memory_limit_mb: For each test.
+        language: As the service calls it.
+        concurrent_semaphore: Entered for each test.
+
+    Returns:
+        A result and what is known of it, for each test.
+    """
+    given = in_outs or {}
+    if not given.get("assert_case") and ("inputs" not in given or "outputs" not in given):
+        return [-1], [{"error": "Invalid input/output data"}]
+    asserts, name = given.get("assert_case"), given.get("fn_name")
+    inputs = given.get("inputs") or [""] * len(asserts or ())
+    outputs = given.get("outputs") or [None] * len(inputs)
+    if len(inputs) != len(outputs) or (asserts and len(asserts) != len(inputs)):
+        return [-1], [{"error": "Input/output count mismatch"}]
+    slots = contextlib.nullcontext() if concurrent_semaphore is None else concurrent_semaphore
+
+    def run(number: int) -> tuple[bool | int, dict[str, Any]]:
+        program = code.as_call(generation, name) if name else generation
+        program = f"{program}\n\n{asserts[number]}" if asserts else program
+        stdin = None if inputs[number] is None else str(inputs[number])
+        with slots:
+            answer, problem = call_sandbox_api(
+                sandbox_fusion_url=sandbox_fusion_url,
+                code=program,
+                stdin=stdin,
+                compile_timeout=timeout,
+                run_timeout=timeout,
+                memory_limit_mb=memory_limit_mb,
+                language=language,
+            )
+        expected = None if asserts else outputs[number]
+        result, status = _judge(answer, expected, is_call=name is not None)
+        run_result, compile_result = ((answer or {}).get(key) or {} for key in ("run_result", "compile_result"))
+        known = {
+            "case_index": number,
+            "input": stdin,
+            "expected_output": None if outputs[number] is None else str(outputs[number]),
+            "api_request_error": problem,
+            "api_response": answer,
+            "status": status,
+            "stdout": run_result.get("stdout"),
+            "stderr": run_result.get("stderr"),
+            "exit_code": run_result.get("return_code"),
+            "duration": run_result.get("execution_time"),
+            "compile_stderr": compile_result.get("stderr"),
+            "api_status": (answer or {}).get("status"),
+            "compile_status": compile_result.get("status"),
+            "run_status": run_result.get("status"),
+        }
+        return result, known
+
+    if not inputs:
+        return [], []
+    with ThreadPoolExecutor(min(len(inputs), NUM_THREADS)) as threads:
+        found = list(threads.map(run, range(len(inputs))))
+    return [result for result, _ in found], [known for _, known in found]
+
+
+def _sandbox(url: str, timeout_s: float, memory_limit_mb: int) -> code.Sandbox:
+    return code.Sandbox(url=url, memory_limit_mb=memory_limit_mb, timeout_s=timeout_s)
+
+
+def _judge(answer: Mapping[str, Any] | None, expected: Any, *, is_call: bool) -> tuple[bool | int, str]:
+    if answer is None:
+        return -1, "api_error"
+    compiled, ran = (answer.get(key) or {} for key in ("compile_result", "run_result"))
+    if compiled and _is_bad(compiled):
+        return -4, "compile_timeout" if compiled.get("status") == "TimeLimitExceeded" else "compile_error"
+    if answer.get("status") == "SandboxError":
+        return -1, "sandbox_error"
+    if not ran:
+        return -1, "unknown_failure_state"
+    if ran.get("status") == "TimeLimitExceeded":
+        return -3, "timeout"
+    if _is_bad(ran):
+        return -2, "runtime_error"
+    if expected is None or _is_same(str(ran.get("stdout") or ""), expected, is_call=is_call):
+        return True, "success"
+    return False, "wrong_answer"
+
+
+def _is_bad(result: Mapping[str, Any]) -> bool:
+    return result.get("status") != "Finished" or bool(result.get("return_code"))
+
+
+def _is_same(printed: str, expected: Any, *, is_call: bool) -> bool:
+    if not is_call:
+        return code.lines_of(printed) == code.lines_of(str(expected))
+    with contextlib.suppress(ValueError):
+        expected = json.loads(expected) if isinstance(expected, str) else expected
+    return code.returns(printed, expected)
