@@ -23,6 +23,7 @@ from polyturn.config.models import (
 from polyturn.core.errors import ConfigError, DataError, TemplateError
 from polyturn.core.plugin_class import check_class
 from polyturn.core.registry import import_attr
+from polyturn.core.signature import has_parameter
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.dataset import DatasetSummary, TaskDataset, check_tasks, generate_tasks
@@ -269,7 +270,13 @@ def build_sampler(place: Place, tasks: Sequence[Task]) -> Callable[[], TaskSampl
             f"data.sampler names {data.sampler!r}, which is no Curriculum; inherit polyturn.data.sampler.Curriculum"
         )
     check_class(found, CURRICULUM, where=f"data.sampler {data.sampler!r}")
-    return functools.partial(found, tasks, seed=seed, shuffle=data.shuffle)
+    kwargs = dict(data.sampler_kwargs)
+    if has_parameter(found.maker, "base"):
+        kwargs.setdefault("base", place.base)
+    try:
+        return found.maker(tasks, seed=seed, shuffle=data.shuffle, **kwargs)
+    except TypeError as problem:
+        raise ConfigError(f"data.sampler_kwargs do not fit the sampler {data.sampler!r}: {problem}") from problem
 
 
 def _prompt_limit(parts: Parts) -> int:

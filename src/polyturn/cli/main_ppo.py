@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 from polyturn.cli.end_process import end_process
 from polyturn.cli.main import guarded, prepare_process
+
+
+def __getattr__(name: str) -> Any:
+    """Return the one name of this module beside `main` that users' files import."""
+    if name == "create_rl_sampler":
+        from polyturn.compat.verl.sampler import create_rl_sampler
+
+        return create_rl_sampler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main() -> None:

@@ -52,6 +52,7 @@ _HERE = {
     "verl.experimental.agent_loop.utils": "polyturn.compat.verl.agent_loop_utils",
     "verl.protocol": "polyturn.compat.verl.protocol",
     "verl.utils.dataset.rl_dataset": "polyturn.compat.verl.rl_dataset",
+    "verl.experimental.dataset.sampler": "polyturn.compat.verl.sampler",
     "verl.utils.model": "polyturn.compat.verl.torch_functional",
     "verl.utils.py_functional": "polyturn.compat.verl.py_functional",
     "verl.utils.import_utils": "polyturn.compat.verl.import_utils",

@@ -12,8 +12,9 @@ In every epoch each task comes exactly once, also across a resume. A `Curriculum
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from polyturn.core.errors import CheckpointError, DataError
 from polyturn.core.plugin_class import Call, Shape
 from polyturn.core.task import Task
+from polyturn.core.trajectory import TrajectoryGroup
 
 
 class Visit(NamedTuple):
@@ -73,6 +75,9 @@ class TaskSampler:
     def learn(self, success: Mapping[str, float]) -> None:
         """Be told the share of successes of each data source in a step; an order that does not adapt ignores it."""
 
+    def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Be told the groups that a step was trained on; an order that does not adapt ignores them."""
+
     def choose(self, epoch: int) -> Sequence[int]:
         """Return the tasks of an epoch, before they are shuffled: each of them once."""
         return range(self.size)
@@ -86,7 +91,7 @@ class TaskSampler:
         self._epoch, self._position, self._number = 0, visits, visits
         while self._position >= (size := len(self.choose(self._epoch))):
             if size == 0:
-                raise DataError(_empty(self._epoch))
+                raise DataError(empty(self._epoch))
             self._epoch, self._position = self._epoch + 1, self._position - size
         self._order = self._permutation()
 
@@ -119,7 +124,7 @@ class TaskSampler:
     def _permutation(self) -> NDArray[np.int64]:
         chosen = np.asarray(self.choose(self._epoch), dtype=np.int64)
         if not len(chosen):
-            raise DataError(_empty(self._epoch))
+            raise DataError(empty(self._epoch))
         if chosen.min() < 0 or chosen.max() >= self.size:
             wrong = int(chosen.max() if chosen.max() >= self.size else chosen.min())
             raise DataError(f"the sampler chose task {wrong} for epoch {self._epoch}; there are tasks 0 to {self.size - 1}")
@@ -141,6 +146,11 @@ class Curriculum(TaskSampler):
         self.tasks = tasks
         super().__init__(len(tasks), seed=seed, shuffle=shuffle)
 
+    @classmethod
+    def maker(cls, tasks: Sequence[Task], *, seed: int, shuffle: bool, **kwargs: Any) -> Callable[[], TaskSampler]:
+        """Return what makes the order anew, from the start; `kwargs` are `data.sampler_kwargs`."""
+        return functools.partial(cls, tasks, seed=seed, shuffle=shuffle, **kwargs)
+
 
 CURRICULUM = Shape(
     what="a curriculum",
@@ -151,5 +161,6 @@ CURRICULUM = Shape(
 """What the class of a curriculum defines."""
 
 
-def _empty(epoch: int) -> str:
+def empty(epoch: int) -> str:
+    """Return the message about an epoch without tasks."""
     return f"the sampler chose no task for epoch {epoch}; an epoch needs at least one"

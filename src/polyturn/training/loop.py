@@ -206,6 +206,7 @@ class Trainer:
                     metrics |= self._flights.read_metrics()
                 self._training = []
                 sampler.learn(_success(groups))
+                sampler.observe(groups)
                 try:
                     if cancelled is not None:
                         raise cancelled

@@ -536,7 +536,9 @@ def test_samples_are_limited_and_ordered_as_asked():
         *("data.train_files=a.parquet", "data.train_max_samples=5", "data.val_files=b.parquet", "data.val_max_samples=6"),
         *("data.sampler.class_path=stages.py", "data.sampler.class_name=Stages"),
     ).native
-    assert made["data"]["train"] == {"files": ["a.parquet"], "limit": 5} and made["data"]["sampler"] == "stages.py:Stages"
+    assert made["data"]["train"] == {"files": ["a.parquet"], "limit": 5}
+    assert made["data"]["sampler"] == "polyturn.compat.verl.sampler:SamplerOrder"
+    assert made["data"]["sampler_kwargs"]["sampler"] == "stages.py:Stages"
     assert made["evaluation"]["data"] == {"files": ["b.parquet"], "limit": 6}
 
 

@@ -15,6 +15,10 @@ import torch
 import polyturn.compat.verl
 from polyturn import compat
 from polyturn.compat.verl import hdfs_io, reward_manager
+from polyturn.compat.verl.agent_loop_utils import (
+    add_generation_prompt_for_gpt_oss,
+    format_gpt_oss_tool_response_manually,
+)
 from polyturn.compat.verl.protocol import DataProto, collate_fn
 from polyturn.compat.verl.tokenizer import normalize_token_ids
 from polyturn.core.errors import ConfigError, RewardError, UnknownNameError
@@ -48,6 +52,12 @@ def test_a_process_that_runs_as_verl_finds_the_batch() -> None:
     shims = Path(polyturn.compat.__file__).parent / "shims"
     code = "from verl import DataProto; import verl.protocol; assert DataProto is verl.protocol.DataProto"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(shims)}, check=True)
+
+
+def test_a_tool_speaks_to_gpt_oss_in_its_format() -> None:
+    """The shape that the model was trained on."""
+    said = add_generation_prompt_for_gpt_oss(format_gpt_oss_tool_response_manually("4", "add"))
+    assert said == "<|start|>functions.add to=assistant<|channel|>commentary<|message|>4<|end|><|start|>assistant"
 
 
 def test_a_batch_gives_rows_and_parts() -> None:

@@ -1,4 +1,4 @@
-"""verl.experimental.agent_loop.utils: paths of the files that loops are configured by."""
+"""verl.experimental.agent_loop.utils: paths of the files that loops are configured by, and the format of gpt-oss."""
 
 from __future__ import annotations
 
@@ -17,3 +17,13 @@ def resolve_config_path(config_path: str) -> str:
     if not (found := path.resolve()).exists():
         raise FileNotFoundError(f"Agent loop configuration file not found: {config_path} (looked for {found})")
     return str(found)
+
+
+def format_gpt_oss_tool_response_manually(tool_response: str, tool_call_name: str) -> str:
+    """Return what a tool says to gpt-oss, in the harmony format."""
+    return f"<|start|>functions.{tool_call_name} to=assistant<|channel|>commentary<|message|>{tool_response}<|end|>"
+
+
+def add_generation_prompt_for_gpt_oss(message_content: str) -> str:
+    """Return a text of that format with the opening of the assistant's turn."""
+    return f"{message_content}<|start|>assistant"

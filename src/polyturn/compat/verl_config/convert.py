@@ -119,9 +119,13 @@ def sampler(s: Source) -> None:
     if (where is None) != (name is None):
         s.refuse("data.sampler.class_path", "class_path and class_name belong together; set both")
     elif where is not None:
-        where = str(where).removeprefix("pkg://")
-        put = s.put_path if where.endswith(".py") else s.put
-        put("data.sampler", f"{where}:{name}", by="data.sampler.class_path")
+        file = str(where).removeprefix("pkg://")
+        own = {
+            "sampler": f"{_absolute(file) if file.endswith('.py') else file}:{name}",
+            "config": s.sections("data")["data"],
+        }
+        s.put("data.sampler", "polyturn.compat.verl.sampler:SamplerOrder", by="data.sampler.class_path")
+        s.put("data.sampler_kwargs", own, by="data.sampler.class_path")
 
 
 def minibatches(s: Source) -> None:

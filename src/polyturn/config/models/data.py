@@ -64,6 +64,8 @@ class DataConfig(Section):
     """Draw the tasks in a random order; false keeps theirs."""
     sampler: str | None = None
     """`file.py:Class` of a Curriculum, which chooses the tasks of each epoch; the default visits every task once."""
+    sampler_kwargs: dict[str, Any] = {}
+    """Arguments of the sampler."""
     mix: MixConfig | None = None
     """Divides the visits among data sources by weights that may change with the step; instead of `sampler`."""
     drop_long_prompts: bool = False

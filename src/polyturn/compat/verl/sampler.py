@@ -1,0 +1,226 @@
+"""verl.experimental.dataset.sampler: samplers of a user's own, and the order of tasks that a run makes of one.
+
+    class HardestFirst(AbstractCurriculumSampler):
+        def __init__(self, data_source, data_config): ...
+        def __iter__(self): ...                 indices of rows
+        def update(self, batch): ...            called with each step's DataProto, before the next step's rows are drawn
+
+Separate from `polyturn.data.sampler`, whose orders follow from a seed: an order here is drawn as it is needed and kept,
+because an update may change what follows. A checkpoint holds what was drawn and the sampler's `state_dict`, if it has one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
+from polyturn.compat.verl.agent_scheduler import row_of
+from polyturn.compat.verl.dataproto import to_dataproto
+from polyturn.compat.verl.protocol import DataProto
+from polyturn.core.errors import CheckpointError, ConfigError, DataError, one_line
+from polyturn.core.plugin_class import check_class
+from polyturn.core.registry import import_attr
+from polyturn.core.task import Task
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.data.sampler import CURRICULUM, Curriculum, TaskSampler, Visit, empty
+
+__all__ = ["AbstractCurriculumSampler", "AbstractSampler", "create_rl_sampler"]
+
+logger = logging.getLogger(__name__)
+
+
+class AbstractSampler(Sampler[int]):
+    """Yields the indices of rows; made with the rows and the section `data`."""
+
+    @abstractmethod
+    def __init__(self, data_source: Sized, data_config: Any) -> None: ...
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that learns from each step."""
+
+    @abstractmethod
+    def update(self, batch: DataProto) -> None:
+        """Be told the rows that a step was trained on."""
+
+
+def create_rl_sampler(data_config: Any, dataset: Any) -> Sampler[int]:
+    """Return the sampler that the section `data` names, else one in random or in the given order."""
+    section = data_config.get("sampler") or {}
+    if section.get("class_path") is not None:
+        found = import_attr(f"{str(section['class_path']).removeprefix('pkg://')}:{section['class_name']}")
+        sampler = found(data_source=dataset, data_config=data_config)
+        assert isinstance(sampler, AbstractSampler), f"{found!r} must inherit AbstractSampler"
+        workers = data_config.get("dataloader_num_workers", 8)
+        assert workers == 0, f"data.dataloader_num_workers is {workers}; it must be 0, so that no rows are drawn ahead"
+        return sampler
+    if not data_config.get("shuffle", True):
+        return SequentialSampler(dataset)
+    generator = torch.Generator()
+    if (seed := data_config.get("seed")) is not None:
+        generator.manual_seed(seed)
+    return RandomSampler(dataset, generator=generator)
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """A sampler, and what it has yielded so far; shared by every order made from the start."""
+
+    sampler: Any
+    size: int
+    order: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """Where each finished epoch ends in `order`."""
+    left: Iterator[int] | None = None
+
+    def at(self, number: int) -> Visit:
+        """Return visit `number`."""
+        while len(self.order) <= number:
+            self._draw()
+        return Visit(sum(end <= number for end in self.ends), self.order[number])
+
+    def _draw(self) -> None:
+        self.left = iter(self.sampler) if self.left is None else self.left
+        try:
+            index = next(self.left)
+        except StopIteration:
+            if len(self.order) == (self.ends[-1] if self.ends else 0):
+                raise DataError(empty(len(self.ends))) from None
+            self.ends.append(len(self.order))
+            self.left = None
+            return
+        if not 0 <= int(index) < self.size:
+            raise DataError(f"the sampler chose task {index}; there are tasks 0 to {self.size - 1}")
+        self.order.append(int(index))
+
+
+class _RowsOf(Sequence[dict[str, Any]]):
+    """Tasks as rows in verl's names."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return row_of(self._tasks[index])
+
+
+class SamplerOrder(Curriculum):
+    """Visits tasks in the order of a sampler."""
+
+    def __init__(self, tasks: Sequence[Task], drawn: _Drawn, *, seed: int) -> None:
+        self._drawn = drawn
+        super().__init__(tasks, seed=seed, shuffle=False)
+
+    @classmethod
+    def maker(
+        cls,
+        tasks: Sequence[Task],
+        *,
+        seed: int,
+        shuffle: bool,
+        base: Path | None = None,
+        sampler: str = "",
+        config: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Callable[[], TaskSampler]:
+        """Return what makes the order anew, from the start; all of them share the one sampler.
+
+        Args:
+            tasks: The tasks.
+            seed: The run's.
+            shuffle: Handed to a native `Curriculum`; a sampler reads it in `config`.
+            base: The folder that a relative file path starts from.
+            sampler: `file.py:Class` or `package.module:Class` of an `AbstractSampler`, or of a `Curriculum`.
+            config: The section `data`.
+            kwargs: Further arguments of a native `Curriculum`.
+
+        Raises:
+            ConfigError: the name leads to neither, or the class cannot be made.
+        """
+        found: Any = import_attr(sampler, base=base)
+        if isinstance(found, type) and issubclass(found, Curriculum):
+            check_class(found, CURRICULUM, where=f"the sampler {sampler!r}")
+            return found.maker(tasks, seed=seed, shuffle=shuffle, **kwargs)
+        if not isinstance(found, type) or not issubclass(found, AbstractSampler):
+            raise ConfigError(
+                f"data.sampler.class_name names {sampler!r}, which is no sampler; inherit "
+                "verl.experimental.dataset.sampler.AbstractSampler, or polyturn.data.sampler.Curriculum"
+            )
+        try:
+            made = found(data_source=_RowsOf(tasks), data_config=OmegaConf.create({"seed": seed, **dict(config or {})}))
+        except Exception as problem:
+            raise ConfigError(f"the sampler {sampler!r} cannot be made: {one_line(problem)}") from problem
+        return functools.partial(cls, tasks, _Drawn(made, len(tasks)), seed=seed)
+
+    def next(self) -> Visit:
+        """Return the next visit."""
+        self._number += 1
+        return self._drawn.at(self._number - 1)
+
+    def seek(self, visits: int) -> None:
+        """Go to the place after so many visits from the start."""
+        self._number = visits
+
+    def visits(self, epochs: int) -> int:
+        """Return how many visits the first `epochs` epochs have, as the sampler counts one."""
+        sampler = self._drawn.sampler
+        return epochs * (len(sampler) if isinstance(sampler, Sized) else self.size)
+
+    def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Tell the sampler what a step was trained on, where it learns."""
+        if isinstance(self._drawn.sampler, AbstractCurriculumSampler):
+            self._drawn.sampler.update(_batch(groups))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was drawn up to here, and the sampler's own state."""
+        own = getattr(self._drawn.sampler, "state_dict", None)
+        ends = [end for end in self._drawn.ends if end <= self._number]
+        state = {"size": self.size, "order": self._drawn.order[: self._number], "ends": ends}
+        return {**state, "own": own()} if callable(own) else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state_dict` was called.
+
+        Raises:
+            CheckpointError: the state is of another dataset.
+        """
+        if state.get("size") != self.size:
+            raise CheckpointError(
+                f"the checkpoint's task order has size {state.get('size')!r} and this run has {self.size}; resume with the "
+                "same dataset, or start a new run"
+            )
+        drawn = self._drawn
+        drawn.order, drawn.ends = list(state["order"]), list(state["ends"])
+        begun = len(drawn.order) - (drawn.ends[-1] if drawn.ends else 0)
+        if "own" in state:
+            drawn.sampler.load_state_dict(state["own"])
+        elif isinstance(drawn.sampler, AbstractCurriculumSampler):
+            logger.warning(
+                "%s has no state_dict: what it learned before this checkpoint is lost", type(drawn.sampler).__name__
+            )
+        drawn.left = iter(drawn.sampler) if begun or "own" in state else None
+        if "own" not in state and drawn.left is not None:
+            drawn.left = itertools.islice(drawn.left, begun, None)
+        self._number = len(drawn.order)
+
+
+def _batch(groups: Sequence[TrajectoryGroup]) -> DataProto:
+    """Return groups as the batch that a step of verl has."""
+    found = to_dataproto(groups)
+    tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+    others = {str(key): found.get(key).tolist() for key in found.keys() if key not in tensors}  # noqa: SIM118
+    scores = tensors["rm_scores"]
+    return DataProto.from_dict({**tensors, "token_level_scores": scores, "token_level_rewards": scores}, others)
