@@ -1,7 +1,7 @@
 """Run a program's coroutine to its end, whatever the plug-ins that it called left running.
 
     run_loop(work)    work ends ──▶ the tasks and generators that are left are cancelled ──▶ GRACE_S ──▶ its result
-                                                                                     └──▶ those that go on are named
+                                                                                     └──▶ what is left is named
 
 In place of `asyncio.run`, which after the coroutine's end waits without a limit for tasks that ignore their cancellation,
 for asynchronous generators, and for the threads of the default executor.
@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
+import threading
+import traceback
 from collections.abc import Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
@@ -23,6 +26,9 @@ T = TypeVar("T")
 
 GRACE_S = 1.5
 """How long tasks may take to end once they are cancelled, and asynchronous generators to close."""
+
+END_S = 4.5
+"""How long both may take together, where the event loop itself stands still."""
 
 _ABANDONED: list[object] = []
 """What ignored its end. It is kept, because the collection of a pending coroutine runs the code of a plug-in once more."""
@@ -38,13 +44,28 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
     try:
         return runner.run(work)
     finally:
+        # In a thread: what a plug-in does when it is cancelled may stand still, and the loop with it.
+        ending = threading.Thread(target=_end, args=(loop,), name="polyturn-end-tasks", daemon=True)
+        ending.start()
         try:
-            loop.run_until_complete(_end_tasks(loop))
+            ending.join(END_S)
         except KeyboardInterrupt:
             logger.warning("interrupted while tasks were being cancelled; they are abandoned")
-        finally:
-            asyncio.set_event_loop(None)
+        asyncio.set_event_loop(None)
+        if not ending.is_alive():
             loop.close()  # ends the default executor, too, and does not wait for its threads
+        else:
+            _ABANDONED.append(loop)
+            frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(ending.ident or 0))]
+            logger.warning("abandoned at the end of the run, because it stands still: %s", place_of(frames[::-1]))
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    """Run in a thread: end the tasks of a loop. What a plug-in raises there is no error of the run."""
+    try:
+        loop.run_until_complete(_end_tasks(loop))
+    except BaseException as problem:
+        logger.warning("a task that was cancelled at the end of the run raised %r; the others are abandoned", problem)
 
 
 async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:

@@ -41,6 +41,23 @@ async def blocks_at_last():
     finally:
         time.sleep(3600)
 
+async def stands_still():
+    try:
+        yield await asyncio.sleep(0)
+        await asyncio.sleep(3600)
+    finally:
+        time.sleep(3600)
+
+async def stands_still_when_cancelled():
+    async for _ in stands_still():
+        pass
+
+async def exits():
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        sys.exit(7)
+
 def leave(what):
     LEFT.append(what)
     return what
@@ -70,6 +87,9 @@ def ended(work: str, *, then: str = "pass") -> subprocess.CompletedProcess[str]:
         ("leave(asyncio.create_task(ignores()))", "at the end of the run"),
         ("leave(asyncio.create_task(blocks_at_last())); await asyncio.sleep(0)", "at the end of the run"),
         ("await anext(leave(words()))", "at the end of the run"),
+        ("leave(asyncio.create_task(stands_still_when_cancelled())); await asyncio.sleep(0.1)", "because it stands still"),
+        ("await anext(leave(stands_still()))", "because it stands still"),
+        ("leave(asyncio.create_task(ignores())).get_loop().create_task(exits()); await asyncio.sleep(0)", "SystemExit(7)"),
         ("leave(threading.Thread(target=time.sleep, args=(3600,), name='mine')).start()", "the thread 'mine'"),
         ("leave(asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600))", "the thread 'asyncio_0'"),
         ("atexit.register(time.sleep, 3600)", "an exit handler"),
@@ -78,7 +98,7 @@ def ended(work: str, *, then: str = "pass") -> subprocess.CompletedProcess[str]:
 def test_what_is_left_is_named_and_keeps_nothing(work: str, named: str):
     done = ended(work)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-    assert "abandoned at the end of the" in done.stderr and named in done.stderr
+    assert "at the end of the" in done.stderr and "abandoned" in done.stderr and named in done.stderr
     assert "Traceback" not in done.stderr and "was destroyed" not in done.stderr and "Exception ignored" not in done.stderr
 
 
