@@ -292,8 +292,8 @@ HOSTILE_OUTPUTS = (
 def test_whatever_a_function_is_said_to_return_is_compared_and_never_an_error(expected: Any) -> None:
     for printed in HOSTILE_OUTPUTS:
         wanted = code._as_value(expected)
-        assert code._returns(printed, wanted) is (printed == "null" and wanted is None), printed[:20]
-        assert code._returns(f"noise\n{json.dumps(wanted)}\n", wanted)
+        assert code.returns(printed, wanted) is (printed == "null" and wanted is None), printed[:20]
+        assert code.returns(f"noise\n{json.dumps(wanted)}\n", wanted)
 
 
 @isolated
