@@ -20,16 +20,21 @@ SHOWN = "***"
 MIN_SECRET = 6
 """Characters that a text needs to be hidden wherever it occurs; shorter ones occur by chance."""
 _NAME = re.compile(
-    r"^token$|(^|[_.-])((auth|access|api|bearer|csrf|hf|hub|id|refresh|secret|session)[_-]?token|api[_-]?keys?|secrets?|"
-    r"(secret|access|private|encryption|signing)[_-]?(access[_-]?)?key|password|passwd|passphrase|pw|pwd|"
+    r"^(token|pass|auth|bearer|oauth|pat)$|(^|[_.-])((auth|access|api|bearer|csrf|hf|hub|id|refresh|secret|session)[_-]?token|api[_-]?keys?|secrets?|"
+    r"(secret|access|private|encryption|signing)[_-]?(access[_-]?)?key|password|passwd|passphrase|(db|user)[_-]?pass|pw|pwd|"
     r"credentials?|cookies?|set[_-]cookie|jwt|(basic|http|proxy)[_-]auth|(proxy[_-])?authorization)$",
     re.IGNORECASE,
 )
-_VARIABLE = re.compile(r"^[A-Z0-9_]*(TOKEN|API_?KEY|SECRET|SECRET_(ACCESS_)?KEY|PASSWORD|CREDENTIALS)$")
+_VARIABLE = re.compile(
+    r"^([A-Z0-9_]*(TOKEN|API_?KEY|SECRET|SECRET_(ACCESS_)?KEY|PASSWORD|CREDENTIALS)|([A-Z0-9_]+_)?(PASS|PAT))$"
+)
 _PLACES = frozenset({"PWD", "OLDPWD"})
 """Variables that hold a folder, whatever their names look like."""
 _USER = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
-_QUERY = re.compile(r"(?<=[?&])((?:token|api[_-]?key|key|access_token|secret|password)=)[^&\s'\"]+", re.IGNORECASE)
+_QUERY = re.compile(
+    r"(?<=[?&])((?:token|api[_-]?key|key|access_token|secret|client_secret|password|sig|signature|x-\w+-signature)=)[^&\s'\"]+",
+    re.IGNORECASE,
+)
 _BEARER = re.compile(r"\b(bearer\s+)(?!\*\*\*)(?=[^\s'\",}]*[\d._~+/=-])[\w.~+/=-]{6,}", re.IGNORECASE)
 _ONLY_SCHEME = re.compile(r"\A(\s*(?:bearer|basic)\s+)(?!\$\{)\S+\s*\Z", re.IGNORECASE)
 """A value that is what an Authorization header has, whatever name it stands under."""
@@ -43,7 +48,15 @@ _ISSUED = re.compile(
     r"\b(sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsru]_[A-Za-z0-9]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|AKIA[0-9A-Z]{16})"
 )
 """Keys that can be told by how those who issue them begin them."""
-_HEADER = re.compile(r"(authorization['\"]*\s*[:=]\s*['\"]*(?:bearer|basic)\s+)[^\s'\",}]+", re.IGNORECASE)
+_HEADER = re.compile(
+    r"(authorization['\"]*\s*[:=]\s*['\"]*(?:(?:bearer|basic|token)\s+|(?=[^\s'\",}]{16}))|x-api-key\s*[:=]\s*(?=[^\s'\",}]{16}))"
+    r"(?!\*\*\*|\$\{)[^\s'\",}]+",
+    re.IGNORECASE,
+)
+_FLAG = re.compile(r"(--(?:[\w-]+-)?(?:token|api-key|secret|password)[ =])(?!\*\*\*|\$\{)[^\s'\"]{3,}", re.IGNORECASE)
+_IS_FLAG = re.compile(r"--(?:[\w-]+-)?(?:token|api-key|secret|password)", re.IGNORECASE)
+_TOKEN = re.compile(r"(\btoken['\"]?\s*[:=]\s*['\"]?)(?!\*\*\*|\$\{)(?=[\w.~+/-]*\d)[\w.~+/-]{16,}", re.IGNORECASE)
+"""A value behind the bare word, long and with a digit: what a token of a vocabulary, or one that is missing, is not."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -59,8 +72,13 @@ def masked(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _masked_item(v) if is_secret_name(str(k)) else masked(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(v) for v in value]
+        return [SHOWN if _is_flag(before) else masked(v) for before, v in zip((None, *value), value, strict=False)]
     return _ONLY_SCHEME.sub(rf"\1{SHOWN}", hide(value)) if isinstance(value, str) else value
+
+
+def _is_flag(word: Any) -> bool:
+    """Return whether a word of a command says that the next one is a secret."""
+    return isinstance(word, str) and _IS_FLAG.fullmatch(word) is not None
 
 
 def _masked_item(value: Any) -> Any:
@@ -81,7 +99,7 @@ def hide(text: str, *secrets: str | None) -> str:
         text = text.replace(secret, SHOWN)
     if "://" in text:
         text = _QUERY.sub(rf"\1{SHOWN}", _USER.sub(SHOWN, text))
-    for found in (_HEADER, _BEARER, _COOKIE, _ASSIGNED):
+    for found in (_HEADER, _BEARER, _COOKIE, _ASSIGNED, _FLAG, _TOKEN):
         text = found.sub(rf"\1{SHOWN}", text)
     return _ISSUED.sub(SHOWN, text)
 
