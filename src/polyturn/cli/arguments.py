@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from polyturn.core.errors import ConfigError
+
+
+def refuse_unused(context: typer.Context, used: Collection[str], *, here: str) -> None:
+    """Refuse what was given on the command line and has no meaning beside what else was.
+
+    Args:
+        context: The command's.
+        used: The names of its parameters that have one.
+        here: What was given beside it, for the message.
+
+    Raises:
+        ConfigError: the first one that has none.
+    """
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        is_given = getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        if is_given and name not in used and context.params[name]:
+            written = (
+                " ".join(context.params[name]) if parameter.param_type_name == "argument" else max(parameter.opts, key=len)
+            )
+            raise ConfigError(f"{written} means nothing {here}; leave it out")
+
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[

@@ -58,7 +58,11 @@ def explain(
         if isinstance(value_at(values, path), Mapping) and any(p != path and p[: len(path)] == path for p in places):
             continue  # it was meant as a section, and what is wrong in it is said
         said = " or ".join(dict.fromkeys(texts)).replace(" or it must be", " or")
-        shown = as_shown(value_at(values, path), path, raw_env)
+        value = value_at(values, path)
+        if said == "it must be a valid string" and isinstance(value, bool | int | float):
+            said = "it must be a text; write it in quotes"
+            said += ", for YAML reads on and yes as true, off and no as false" if isinstance(value, bool) else ""
+        shown = as_shown(value, path, raw_env)
         sentences.append(f"{dotted(path)} is {shown}{sources.of(path)}; {said}")
     return sentences
 

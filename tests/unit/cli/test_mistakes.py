@@ -119,3 +119,32 @@ def test_a_section_that_is_set_to_null_is_told_what_to_do(tmp_path: Path):
 )
 def test_a_value_of_the_wrong_form_is_told_which_form_and_where_it_came_from(tmp_path: Path, override: str, said: str):
     assert said in call("train", write_tiny_run(tmp_path), override).err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("serve --sandbox --model x", "--model means nothing with --sandbox"),
+        ("serve --sandbox --idle 600", "--idle means nothing with --sandbox"),
+        ("serve --sandbox rollout.limits.max_turns=3", "rollout.limits.max_turns=3 means nothing with --sandbox"),
+        ("serve --search x --openai", "--openai means nothing with --search"),
+        ("serve --mcp tools.yaml --stdio --port 3", "--port means nothing with --stdio"),
+        ("serve --mcp tools.yaml --record run", "--record means nothing with --mcp"),
+        ("serve --openai --model x --scheduler gym", "--scheduler means nothing with --openai"),
+        ("serve --model x --record run", "--record means nothing where rollouts are served"),
+        ("serve --model x --topk 4", "--topk means nothing where rollouts are served"),
+        ("eval config.yaml --tries 2", "--tries means nothing without --endpoint"),
+        ("eval config.yaml --concurrency 32", "--concurrency means nothing without --endpoint"),
+    ],
+)
+def test_what_has_no_meaning_beside_the_rest_is_refused(words: str, said: str):
+    told = call(*words.split())
+    assert told.code == 2 and said in told.err, told.err
+
+
+@pytest.mark.parametrize(("text", "said"), [("off", "YAML reads"), ("yes", "YAML reads"), ("5", "write it in quotes")])
+def test_a_text_that_yaml_reads_as_something_else_is_told_to_be_quoted(tmp_path: Path, text: str, said: str):
+    config = write_tiny_run(tmp_path)
+    config.write_text(config.read_text().replace("name: tiny", f"name: {text}"))
+    told = call("train", config, "--dry-run")
+    assert told.code == 2 and said in told.err and "quotes" in told.err, told.err

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from polyturn.cli.arguments import CheckpointOption, ConfigArgument, Overrides
+from polyturn.cli.arguments import CheckpointOption, ConfigArgument, Overrides, refuse_unused
 from polyturn.core.errors import ConfigError
 
 
@@ -72,6 +72,7 @@ def sft(config: ConfigArgument, overrides: Overrides = None, checkpoint: Checkpo
 
 
 def evaluate(
+    context: typer.Context,
     config: ConfigArgument,
     overrides: Overrides = None,
     checkpoint: CheckpointOption = None,
@@ -89,6 +90,8 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
 ) -> None:
     """Evaluate on the config's `evaluation` part: a checkpoint, a model, or whatever an endpoint serves."""
+    if endpoint is None:
+        refuse_unused(context, {"config", "overrides", "checkpoint", "model", "as_json"}, here="without --endpoint")
     if not model:
         _check_config(config, overrides or [])
     from polyturn.cli import evaluate as command

@@ -21,11 +21,24 @@ from polyturn.cli.arguments import (
     PageTokenFile,
     PortOption,
     RateLimitOption,
+    refuse_unused,
 )
 from polyturn.core.errors import ConfigError
 
+_PLACE = {"host", "port", "token_file", "rate_limit", "allow_host"}
+_MODEL = {"overrides", "config", "model", "max_turns", "plugins", "engine", "grace"}
+_USED = {
+    "sandbox": {*_PLACE, "sandbox_python", "deadline", "grace"},
+    "search": {*_PLACE, "topk", "embed", "embed_model", "deadline", "grace"},
+    "stdio": {"mcp", "deadline"},
+    "mcp": {*_PLACE, "idle", "deadline", "grace"},
+    "openai": {*_PLACE, *_MODEL, "model_name", "record", "idle"},
+}
+"""What each kind of server reads of the command's parameters, by the parameter that asks for it."""
+
 
 def serve(
+    context: typer.Context,
     overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of a run to start from.")] = None,
     model: Annotated[str | None, typer.Option(help="Folder or hub id of the model, or the folder of a run.")] = None,
@@ -78,6 +91,13 @@ def serve(
     allow_host: AllowHosts = None,
 ) -> None:
     """Serve rollouts over HTTP: the scheduler and the engine here, the trainer elsewhere."""
+    kind = next((name for name in _USED if context.params[name]), None)
+    if kind == "stdio" and mcp is None:
+        raise ConfigError("--stdio goes with --mcp TOOLS; every other server is spoken to over HTTP")
+    if kind is None:
+        refuse_unused(context, {*_PLACE, *_MODEL, "scheduler", "deadline"}, here="where rollouts are served")
+    else:
+        refuse_unused(context, {kind, *_USED[kind]}, here=f"with --{kind}")
     from polyturn.cli import serve as command
 
     options = command.ServeOptions(
@@ -104,8 +124,6 @@ def serve(
 
         serve_mcp.run(mcp, options, stdio=stdio, idle_s=idle)
         return
-    if stdio:
-        raise ConfigError("--stdio goes with --mcp TOOLS; every other server is spoken to over HTTP")
     if config is None and model is None and not any(o.startswith("model.") for o in overrides or ()):
         raise ConfigError("nothing says which model is served; name it with --model FOLDER, or a run with --config run.yaml")
     flags = command.overrides_of(
@@ -115,8 +133,6 @@ def serve(
     if openai:
         from polyturn.cli import serve_openai
 
-        if scheduler is not None:
-            raise ConfigError("--openai serves agents that have a loop of their own; leave --scheduler out")
         hosted = serve_openai.Hosted(model_names=tuple(model_name or ()), record=record, idle_s=idle)
         serve_openai.run(config, given, options, hosted)
         return
