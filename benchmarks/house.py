@@ -1,0 +1,498 @@
+"""How large the house is: what one sample passes, what one turn takes to read, lines, keys, circles. Prints one JSON line.
+
+    python benchmarks/house.py [--show way|turn|circles|classes|long|wide|keys]      the names behind a figure
+
+**The way of a sample** (`way_*`). One optimizer step of a run is taken through the command line, with the embedded engine, a
+row of a file, a tool that the model calls in its first turn, an interaction that answers the next ones, and a reward
+function. Wherever the sample becomes another thing or leaves polyturn's code (a `Task`, `Span`, `Turn`, `Trajectory`,
+`TrainSample` or `MicroBatch` is made; a chat template is rendered; the model computes; the tool, the interaction, the
+reward, the estimator or the loss is called; `Tensor.backward`), the stack is written down: the calls that led there inside
+the training loop, a task's stack behind that of whoever made the task. Functions on any of these stacks are on the way. So a
+function that only looks (a metric, a log line, a check), a helper that has returned before, and what stands above the
+training loop (commands, building) do not count; one that hands the sample on, does. The way comes back to a file
+(`way_returns`) where the next new function on it stands in another file, which was left before.
+
+**The files of a turn** (`turn_files`): those of the functions on stacks between an episode's first rendered prompt and its
+record, from where these stacks part (the loop over turns), without what the engine computes: what a reader opens who wants
+to see each line between prompt, completion, tool call and answer.
+
+A reader who follows the calls by hand, from one function to the next that matters, found 76 functions in 41 files with 18
+returns, and 14 files for a turn. A stack also has what stands in between (wrappers, deadlines, checks of what is rendered),
+and lacks what took the sample and returned it before anything was made of it (a filter, a buffer's `put`). Figures of this
+script compare with one another.
+
+`lines` are all lines of the files, comments and blanks included, as `wc -l` counts. `keys` are the leaf paths of a
+configuration: keys of a section that is not itself a section; a section that may stand in a list or under any name counts
+once; what a plug-in takes as its own arguments is a leaf, and is not looked into. `circles` are the sets of modules that
+import one another, directly or through others, by package: imports at the top and under `if TYPE_CHECKING:`; imports inside
+functions do not count. `duplicate_classes` are names of classes that more than one place in src defines. A function's
+lines are those from `def` to its end, docstring included; its parameters are all but `self`, `cls`, `*args` and `**kwargs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import polyturn
+
+SRC = Path(polyturn.__file__).parent
+COUNTED = ("core", "tokens", "rollout", "batching", "algorithms", "buffer", "training", "build", "config", "data")
+"""The packages whose lines have a limit."""
+MAX_LINES, MAX_PARAMETERS = 60, 8
+SHAPES = {
+    "Task": "polyturn.core.task",
+    "Span": "polyturn.core.trajectory",
+    "Turn": "polyturn.core.trajectory",
+    "Trajectory": "polyturn.core.trajectory",
+    "TrainSample": "polyturn.core.sample",
+    "MicroBatch": "polyturn.batching.layout",
+}
+"""What a sample is on its way, and where that is defined."""
+
+
+# The source.
+
+
+def trees() -> dict[str, ast.Module]:
+    """Return module name -> its source, of all of polyturn."""
+    out = {}
+    for path in sorted(SRC.rglob("*.py")):
+        parts = ("polyturn", *path.relative_to(SRC).with_suffix("").parts)
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        out[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return out
+
+
+def package(module: str) -> str:
+    """polyturn.rollout.episode -> rollout"""
+    return [*module.split("."), ""][1]
+
+
+def num_lines() -> dict[str, int]:
+    """Return package -> lines of its files."""
+    found: Counter[str] = Counter()
+    for path in SRC.rglob("*.py"):
+        found[path.relative_to(SRC).parts[0].removesuffix(".py")] += len(path.read_text(encoding="utf-8").splitlines())
+    return dict(found)
+
+
+def circles(modules: dict[str, ast.Module]) -> list[list[str]]:
+    """Return the sets of modules that need one another, imports for types included."""
+    graph = {name: _imports(name, tree, modules) for name, tree in modules.items()}
+    return sorted(sorted(group) for group in _components(graph) if len(group) > 1)
+
+
+def _imports(name: str, tree: ast.Module, modules: dict[str, ast.Module]) -> set[str]:
+    out: set[str] = set()
+    for node in _outside_of_functions(tree):
+        if isinstance(node, ast.Import):
+            out |= {alias.name for alias in node.names if alias.name in modules}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            targets = {f"{node.module}.{alias.name}" for alias in node.names}
+            inner = targets & modules.keys()
+            out |= inner
+            if len(inner) < len(targets) and node.module in modules:
+                out.add(node.module)
+    return out - {name}
+
+
+def _outside_of_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _outside_of_functions(child)
+
+
+def _components(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Return the strongly connected components: modules that reach each other."""
+    reach = {name: _reached(graph, name) for name in graph}
+    groups: dict[frozenset[str], set[str]] = {}
+    for name in graph:
+        both = frozenset({other for other in reach[name] if name in reach[other]} | {name})
+        groups.setdefault(both, set()).update(both)
+    return list(groups.values())
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    left = [start]
+    while left:
+        for other in graph[left.pop()] - seen:
+            seen.add(other)
+            left.append(other)
+    return seen
+
+
+class Found(NamedTuple):
+    """Something in a file, and how much of it."""
+
+    where: str
+    amount: int
+
+
+def duplicate_classes(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Return class name -> the modules that define it, where there are several definitions."""
+    found: dict[str, list[str]] = {}
+    for name, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
+
+
+def functions(modules: dict[str, ast.Module], measure: Callable[[Any], int], limit: int) -> list[Found]:
+    """Return the functions of which `measure` says more than `limit`, the largest first."""
+    found = [
+        Found(f"{name}:{node.lineno} {node.name}", measure(node))
+        for name, tree in modules.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and measure(node) > limit
+    ]
+    return sorted(found, key=lambda one: (-one.amount, one.where))
+
+
+def lines_of(node: Any) -> int:
+    """Return the lines of a function, from `def` on."""
+    return int(node.end_lineno) - int(node.lineno) + 1
+
+
+def parameters_of(node: Any) -> int:
+    """Return the number of a function's parameters."""
+    arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len([a for i, a in enumerate(arguments) if i or a not in {"self", "cls"}])
+
+
+def keys() -> list[str]:
+    """Return the leaf paths of a configuration."""
+    from polyturn.config.models import RunConfig
+
+    return sorted(set(_leaves(RunConfig, "", ())))
+
+
+def _leaves(section: Any, prefix: str, above: tuple[Any, ...]) -> Iterator[str]:
+    import typing
+
+    hints = typing.get_type_hints(section)
+    fields = getattr(section, "model_fields", None) or {f.name: f for f in dataclasses.fields(section)}
+    for name in fields:
+        inner = [one for one in _types_in(hints[name]) if _is_section(one) and one not in above]
+        for one in inner:
+            yield from _leaves(one, f"{prefix}{name}.", (*above, section))
+        if not inner:
+            yield f"{prefix}{name}"
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    import typing
+
+    inner = typing.get_args(annotation)
+    yield annotation
+    for one in inner:
+        yield from _types_in(one)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and (hasattr(annotation, "model_fields") or dataclasses.is_dataclass(annotation))
+
+
+# The traced run.
+
+CONFIG = """
+name: house
+out: runs
+num_threads: 1
+model:
+  init: {model_type: qwen3, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+         head_dim: 8, intermediate_size: 32, max_position_embeddings: 1024, tie_word_embeddings: true}
+  train_tokenizer: {corpus: "plugins.py:corpus", vocab_size: 300}
+data: {train: {files: tasks.jsonl}, shuffle: false}
+rollout:
+  parser: "plugins.py:Reader"
+  scheduler: "plugins.py:GoesOn"
+  tools: {functions: ["plugins.py:look"]}
+  interactions: [{name: asks, class_name: "plugins.py:Asks", config: {}}]
+  limits: {max_turns: 3, max_tokens_per_turn: 6, max_context: 1024}
+  tokenization_sanity_check_mode: disable
+  max_concurrent: 1
+engine: {num_slots: 8}
+reward: {function: "plugins.py:score"}
+algorithm: {advantage: "plugins.py:estimate", loss: "plugins.py:loss"}
+train: {steps: 1, groups_per_step: 1, group_size: 2}
+"""
+ROW = {
+    "id": "row",
+    "prompt": [{"role": "user", "content": "Look."}],
+    "data_source": "house",
+    "interaction": {"name": "asks"},
+}
+PLUGINS = '''
+import numpy as np
+from house_milestones import passed
+
+import polyturn
+from polyturn.algorithms.losses import ppo_clip
+from polyturn.tokens.parsers import ParsedTurn
+
+
+def corpus():
+    return ["Look. Why? It is 4."] * 9
+
+
+class Reader:
+    """Reads a call in what the model of random numbers wrote first, and text in the rest."""
+
+    def parse(self, text, *, id_prefix="call", tools=()):
+        if not id_prefix.endswith("_0"):
+            return ParsedTurn(content=text)
+        call = polyturn.ToolCall(id=id_prefix, name="look", arguments={"name": "x"}, raw=text)
+        return ParsedTurn(content="", tool_calls=(call,))
+
+
+class GoesOn(polyturn.MultiTurnScheduler):
+    stateless = True
+
+    def check_finished(self, episode, turn):
+        return None
+
+
+@polyturn.tool
+async def look(name: str) -> str:
+    """Look.
+
+    Args:
+        name: What to look at.
+    """
+    passed("tool")
+    return "4"
+
+
+class Asks(polyturn.BaseInteraction):
+    stateless = True
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        passed("interaction")
+        return False, "Why?", 0.5, {}
+
+
+async def score(trajectory):
+    passed("reward")
+    return float(trajectory.id.endswith("1"))
+
+
+def estimate(rewards_G, samples_G):
+    passed("estimator")
+    gains = [reward - np.mean(rewards_G) for reward in rewards_G]
+    return [[np.where(s.loss_weights != 0, gain, 0.0) for s in samples] for gain, samples in zip(gains, samples_G)]
+
+
+def loss(logprobs, old_logprobs, advantages):
+    passed("loss")
+    return ppo_clip(logprobs, old_logprobs, advantages)
+'''
+
+
+class Function(NamedTuple):
+    """A function of polyturn."""
+
+    file: str
+    name: str
+
+
+class Stack(NamedTuple):
+    """What led to a milestone, the outermost first."""
+
+    milestone: str
+    calls: tuple[Function, ...]
+
+
+class Recorder:
+    """Writes down stacks."""
+
+    def __init__(self) -> None:
+        self.stacks: list[Stack] = []
+        self._made_by: dict[int, tuple[Function, ...]] = {}
+
+    def passed(self, milestone: str) -> None:
+        """Write down who led here, if this is inside the training loop."""
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            self.stacks.append(Stack(milestone, self._calls(sys._getframe(1))))
+
+    def _calls(self, frame: FrameType | None) -> tuple[Function, ...]:
+        found: list[Function] = []
+        while frame is not None and not frame.f_code.co_filename.endswith("asyncio/events.py"):
+            if (function := function_of(frame.f_code)) is not None:
+                found.append(function)
+            frame = frame.f_back
+        task = asyncio.current_task()
+        return (*self._made_by.get(id(task), ()), *reversed(found))
+
+    def made(self, task: Any) -> None:
+        """Remember who makes a task."""
+        with contextlib.suppress(RuntimeError):
+            self._made_by[id(task)] = ()
+            asyncio.get_running_loop()
+            self._made_by[id(task)] = self._calls(sys._getframe(1))
+
+
+def function_of(code: CodeType) -> Function | None:
+    """Return the function that code belongs to; None where it is not polyturn's, or has no name."""
+    if not code.co_filename.startswith(str(SRC)) or code.co_name.startswith("<"):
+        return None
+    file = str(Path(code.co_filename).relative_to(SRC))
+    return None if file.startswith("cli/") else Function(file, code.co_qualname)  # commands are above the training loop
+
+
+@contextlib.contextmanager
+def milestones(recorder: Recorder) -> Iterator[None]:
+    """Let the places where a sample changes or leaves polyturn say so."""
+    import importlib
+    import types
+
+    import jinja2
+    import torch
+
+    def saying(name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recorder.passed(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    def before_module(module: torch.nn.Module, inputs: Any) -> None:
+        if isinstance(module, torch.nn.Embedding):
+            recorder.passed("model")
+
+    class Made(asyncio.Task):  # type: ignore[type-arg]
+        """A task that knows who made it, and is found by its id: one may be asked for before it is whole."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            recorder.made(self)
+            super().__init__(*args, **kwargs)
+
+    sys.modules["house_milestones"] = types.SimpleNamespace(passed=recorder.passed)  # type: ignore[assignment]
+    places: list[tuple[Any, str, Any]] = [(asyncio, "Task", Made), (asyncio.tasks, "Task", Made)]
+    for name, module in SHAPES.items():
+        shape = getattr(importlib.import_module(module), name)
+        places.append((shape, "__init__", saying(name, shape.__init__)))
+    places.append((jinja2.Template, "render", saying("template", jinja2.Template.render)))
+    places.append((torch.Tensor, "backward", saying("backward", torch.Tensor.backward)))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(before_module)
+    try:
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        hook.remove()
+
+
+def traced() -> list[Stack]:
+    """Take the step, and return what was written down from the row that is first rendered to the last `backward`."""
+    from polyturn.cli.main import main
+
+    recorder = Recorder()
+    said = io.StringIO()
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="house-") as folder, milestones(recorder):
+        for name, text in (("config.yaml", CONFIG), ("plugins.py", PLUGINS), ("tasks.jsonl", json.dumps(ROW) + "\n")):
+            Path(folder, name).write_text(text, encoding="utf-8")
+        os.chdir(folder)
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                main(["train", "config.yaml"])
+        except SystemExit as ended:
+            if ended.code:
+                raise RuntimeError(f"the traced run ended with {ended.code}:\n{said.getvalue()}") from ended
+        finally:
+            os.chdir(here)
+    stacks = recorder.stacks
+    passed = [stack.milestone for stack in stacks]
+    missing = {*SHAPES, "template", "model", "tool", "interaction", "reward", "estimator", "loss", "backward"} - set(passed)
+    if missing:
+        raise RuntimeError(f"the traced run never came to {sorted(missing)}:\n{said.getvalue()}")
+    first = max(i for i, name in enumerate(passed[: passed.index("template")]) if name == "Task")
+    return stacks[first : len(passed) - passed[::-1].index("backward")]
+
+
+def way(stacks: Sequence[Stack]) -> list[Function]:
+    """Return the functions on the way, in the order in which they were first on a stack."""
+    return list(dict.fromkeys(function for stack in stacks for function in stack.calls))
+
+
+def num_returns(functions: Sequence[Function]) -> int:
+    """Return how often the way comes to a file that it has left."""
+    files = [one.file for i, one in enumerate(functions) if not i or functions[i - 1].file != one.file]
+    return len(files) - len(set(files))
+
+
+def turn(stacks: Sequence[Stack]) -> list[Function]:
+    """Return what there is to read of a turn: from where an episode's stacks part, without the inside of the engine."""
+    passed = [stack.milestone for stack in stacks]
+    inside = [stack for stack in stacks[passed.index("template") : passed.index("Turn")] if stack.milestone != "model"]
+    shared = len(os.path.commonprefix([stack.calls for stack in inside]))  # noqa: RUF071 (it takes any sequences)
+    return way([stack._replace(calls=stack.calls[max(shared - 1, 0) :]) for stack in inside])
+
+
+def main() -> None:
+    """Measure, and print one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", choices=["way", "turn", "circles", "classes", "long", "wide", "keys"])
+    options = parser.parse_args()
+    modules = trees()
+    stacks = traced()
+    on_way, of_turn = way(stacks), turn(stacks)
+    found_circles, twice, leaves = circles(modules), duplicate_classes(modules), keys()
+    long, wide = functions(modules, lines_of, MAX_LINES), functions(modules, parameters_of, MAX_PARAMETERS)
+    shown: dict[str, Sequence[Any]] = {
+        "way": on_way,
+        "turn": of_turn,
+        "circles": found_circles,
+        "classes": [f"{name}: {', '.join(places)}" for name, places in twice.items()],
+        "long": long,
+        "wide": wide,
+        "keys": leaves,
+    }
+    for one in shown.get(options.show, ()):
+        print(" ".join(map(str, one)) if isinstance(one, tuple) else one)
+    lines = num_lines()
+    by_package = Counter(package(module) for group in found_circles for module in group)
+    figures = {
+        "way_functions": len(on_way),
+        "way_files": len({one.file for one in on_way}),
+        "way_returns": num_returns(on_way),
+        "turn_files": len({one.file for one in of_turn}),
+        "lines": {name: lines[name] for name in COUNTED},
+        "lines_counted": sum(lines[name] for name in COUNTED),
+        "lines_all": sum(lines.values()),
+        "files_all": len(modules),
+        "keys": len(leaves),
+        "circles": len(found_circles),
+        "files_in_circles": dict(sorted(by_package.items())),
+        "duplicate_classes": len(twice),
+        "functions_over_60_lines": len(long),
+        "functions_over_8_parameters": len(wide),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
