@@ -65,8 +65,8 @@ def check_correctness(
     if not given.get("assert_case") and ("inputs" not in given or "outputs" not in given):
         return [-1], [{"error": "Invalid input/output data"}]
     asserts, name = given.get("assert_case"), given.get("fn_name")
-    inputs = given.get("inputs") or [""] * len(asserts or ())
-    outputs = given.get("outputs") or [None] * len(inputs)
+    inputs = given.get("inputs", [""] * len(asserts or ()))
+    outputs = given.get("outputs", [None] * len(inputs))
     if len(inputs) != len(outputs) or (asserts and len(asserts) != len(inputs)):
         return [-1], [{"error": "Input/output count mismatch"}]
     slots = contextlib.nullcontext() if concurrent_semaphore is None else concurrent_semaphore
