@@ -38,6 +38,8 @@ RESOLVED_HEAD = (
     "# Everything this run used, defaults included. ${oc.env:...} is read from the environment and never written.\n"
 )
 """The first line of a run's own configuration, which tells it from one that a person wrote."""
+MAX_VALUES = 1_000_000
+"""Values of a file, each counted wherever an alias repeats it."""
 MAX_NAME = 1000
 """Characters of a file's path, far below what systems take."""
 
@@ -164,7 +166,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or holds something else.
     """
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        num = _num_values(path)
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if num <= MAX_VALUES else None
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         what = "a tab indents it; YAML takes spaces alone" if _is_tab(error, path) else f"{error.problem}; correct it"
@@ -175,9 +178,32 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as a config: {one_line(error):.500}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter") from error
+    if num > MAX_VALUES:
+        raise ConfigError(
+            f"{path} has {num:,} values where its aliases (*name) are written out; at most {MAX_VALUES:,} are read"
+        )
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold keys with values, and it holds a {type(values).__name__}")
     return {str(k): v for k, v in values.items()}
+
+
+def _num_values(path: Path) -> int:
+    """Return how many values a file has, each counted wherever an alias repeats it.
+
+    Raises:
+        RecursionError: a part holds itself, or is nested too deep.
+    """
+    sizes: dict[yaml.Node, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if node not in sizes:
+            below = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+            sizes[node] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(map(size, below)))
+        return sizes[node]
+
+    with path.open(encoding="utf-8") as file:
+        root = yaml.compose(file, Loader=yaml.SafeLoader)
+    return 0 if root is None else size(root)
 
 
 def _is_tab(error: yaml.MarkedYAMLError, path: Path) -> bool:

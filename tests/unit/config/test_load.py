@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from polyturn.config.load import load_config, write_resolved
+from polyturn.config.load import load_config, read_yaml, write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 
@@ -323,3 +323,16 @@ def test_checkpoints_come_by_steps_or_by_time(value: str):
 def test_what_is_neither_steps_nor_a_time_is_refused(value: str):
     with pytest.raises(ConfigError, match=r"train\.checkpoint_every"):
         load_config(RunConfig, None, ["model.path=x", f"train.checkpoint_every={value}"])
+
+
+def test_aliases_that_repeat_one_another_are_counted_and_not_written_out(tmp_path: Path):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"^\S+run.yaml has [0-9,]+ values where its aliases"):
+        read_yaml(tmp_path / "run.yaml")
+    (tmp_path / "run.yaml").write_text("a: &a [*a]\n")
+    with pytest.raises(ConfigError, match="nested deeper"):
+        read_yaml(tmp_path / "run.yaml")
+    (tmp_path / "run.yaml").write_text("a: &a {x: 1}\nb: *a\nc: {<<: *a}\n")
+    assert read_yaml(tmp_path / "run.yaml") == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1}}
