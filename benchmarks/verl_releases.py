@@ -47,7 +47,12 @@ import json, os, sys
 with open(os.environ["COMMANDS"], "a") as file:
     file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
 """
-FILLED = ["actor_rollout_ref.model.path=tiny", "data.train_files=train.parquet", "data.val_files=test.parquet"]
+FILLED = [
+    "actor_rollout_ref.model.path=tiny",
+    "critic.model.path=tiny",
+    "data.train_files=train.parquet",
+    "data.val_files=test.parquet",
+]
 """What a script leaves to the machine it runs on."""
 
 

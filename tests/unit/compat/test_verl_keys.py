@@ -622,6 +622,18 @@ def test_a_dataset_of_ones_own_reads_the_files(tmp_path: Path, monkeypatch: pyte
     assert (train["split"], held_out["split"]) == ("train", "validation")
 
 
+def test_nothing_that_was_written_is_dropped_without_a_word():
+    with pytest.raises(ConfigError, match=r"removes the key if that is its value, and it is 1\.0"):
+        translated("~algorithm.gamma=0.5")
+    translated("~algorithm.gamma=1.0")
+    with pytest.raises(ConfigError, match="the loss vanilla has no such option"):
+        translated(f"+{ACTOR}.policy_loss.tau=3")
+    warm = translated("trainer.critic_warmup=3", "algorithm.adv_estimator=grpo").notices()
+    assert any("there is no critic to warm up without gae" in notice for notice in warm)
+    quiet = translated("trainer.critic_warmup=0", "algorithm.adv_estimator=grpo").notices()
+    assert not any("critic" in notice for notice in quiet)
+
+
 def test_native_keys_stand_above_everything_that_was_translated():
     made = translated("+polyturn.engine.num_slots=4", f"{ROLLOUT}.max_num_seqs=9")
     assert made.native["engine"]["num_slots"] == 4

@@ -229,7 +229,7 @@ class _Override:
             key, text = BOOLEAN_SECTIONS[key], f"{BOOLEAN_SECTIONS[key]}={raw}"
         try:
             parsed = OverridesParser.create().parse_override(text)
-            is_sweep, value = parsed.is_sweep_override(), None if removes else parsed.value()
+            is_sweep, value = parsed.is_sweep_override(), parsed.value()
         except (HydraException, OmegaConfBaseException, LookupError, ValueError, TypeError, RecursionError) as error:
             why = " ".join(str(error).split())
             raise ConfigError(f"the value in the override {text!r:.200} cannot be read ({why:.300}); quote it") from error
@@ -262,6 +262,11 @@ class _Override:
         above, _, last = self.key.rpartition(".")
         section = OmegaConf.select(tree, above) if above else tree
         if isinstance(section, DictConfig) and last in section:
+            if "=" in self.text and section[last] != self.value:
+                raise ConfigError(
+                    f"the override {self.text!r:.200} removes the key if that is its value, and it is "
+                    f"{section[last]!r:.100}; leave the value out"
+                )
             del section[last]
         elif not table().knows(self.key):
             raise ConfigError(f"the override {self.text!r}: there is nothing to remove.{table().nearest(self.key)}")

@@ -20,6 +20,7 @@ from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
 from polyturn.compat.verl_config.source import Source
+from polyturn.compat.verl_config.table import is_of_verl
 from polyturn.core.errors import did_you_mean, one_line
 from polyturn.core.task import NATIVE_AGENTS
 from polyturn.tokens.parsers import parsers
@@ -310,6 +311,11 @@ def policy_loss(s: Source) -> None:
     key = f"{ACTOR}.policy_loss.loss_mode"
     name = str(s.get(key, "vanilla"))
     if name == "vanilla":
+        section = key.removesuffix("loss_mode")
+        for option in sorted(k for k in s.written if k.startswith(section) and not is_of_verl(k)):
+            s.refuse(
+                option, "the loss vanilla has no such option; leave it out, or name the loss that reads it in loss_mode"
+            )
         return
     if name not in policy_losses and ":" not in name:
         known = sorted({"vanilla", *policy_losses})

@@ -29,6 +29,10 @@ def discount(s: Source) -> None:
 def critic(s: Source) -> None:
     """Set the critic of gae."""
     if s.get("algorithm.adv_estimator") != "gae":
+        if s.number("trainer.critic_warmup", 0) > 0:
+            s.notes["trainer.critic_warmup"] = (
+                "there is no critic to warm up without gae, so the policy learns from step 1 on"
+            )
         return
     model = "critic.model.path"
     if model in s.written and s.get(model) != s.get("actor_rollout_ref.model.path"):
