@@ -63,6 +63,10 @@ class BaseTool:
         urls = (v for v in self.config.values() if isinstance(v, str) and v.startswith(("http://", "https://")))
         return next((urlsplit(url).netloc for url in urls), None)
 
+    def fit_deadline(self, timeout_s: float) -> None:
+        """Learn how long a call may take, before the first. A tool that runs what the model wrote ends it sooner: whatever
+        is past its deadline is the tool's failure, and several close the tool to all episodes."""
+
     @property
     def schema(self) -> dict[str, Any]:
         """The whole schema as plain data, for chat templates."""

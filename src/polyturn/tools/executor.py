@@ -81,6 +81,9 @@ class ToolBox:
                 f"timeout_s is {timeout_s} and max_parallel_calls is {max_parallel_calls}; the first must be positive, the "
                 "second at least 1"
             )
+        for tool in self.tools.values():
+            if isinstance(tool, BaseTool):
+                tool.fit_deadline(timeout_s)
         self.max_parallel_calls = max_parallel_calls
         self.max_abandoned = max_abandoned
         self.fails_unreachable = fails_unreachable

@@ -8,6 +8,7 @@ The model reads what the code printed, or what went wrong: too slow, did not com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
@@ -22,6 +23,10 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from polyturn.tools.search import max_concurrent
 from polyturn.tools.service import HttpService, ServiceReply
 
+logger = logging.getLogger(__name__)
+
+_SHARE = 0.5
+"""Of a call's deadline, for compiling and for running."""
 SLACK_S = 10.0
 """What the call may take beside the code's own time: waiting for a free sandbox, compiling, the way there and back."""
 
@@ -77,6 +82,19 @@ class SandboxFusionTool(BaseTool):
                 },
             }
         )
+
+    def fit_deadline(self, timeout_s: float) -> None:
+        """End compiling and running, each of which has its time, before a call's deadline."""
+        if self.default_timeout > _SHARE * timeout_s:
+            logger.warning(
+                "tool %r: compiling and running take up to %g s each, and the deadline of a call is %g s: each has %g s; "
+                "set a shorter default_timeout, or a longer deadline",
+                self.name,
+                self.default_timeout,
+                timeout_s,
+                _SHARE * timeout_s,
+            )
+            self.default_timeout = _SHARE * timeout_s
 
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any

@@ -22,6 +22,7 @@ from polyturn.tools.python_sandbox import Limits, PythonSandbox, WarmPool
 from polyturn.tools.python_sandbox import tool as sandbox_tool
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
 from polyturn.tools.python_sandbox.isolation import Walls, bare_python
+from polyturn.tools.sandbox import SandboxFusionTool
 from polyturn.training.rollout_metrics import rollout_metrics
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"code": "%s"}}\n</tool_call>'
@@ -192,3 +193,22 @@ def test_a_machine_without_threads_is_said_and_nobody_is_counted(monkeypatch: py
     assert made.is_alive
     made.close()
     pool.close()
+
+
+async def test_an_endless_program_ends_as_its_own_failure_before_the_tools_deadline(caplog: pytest.LogCaptureFixture):
+    tool = PythonSandbox({"warm": 0, "allow_unsafe": True, "timeout": 3600})
+    box = ToolBox([tool], timeout_s=8, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60))
+    trajectory = await play(box, tool.name, "while True: pass")
+    assert trajectory.turns[0].tool_results[0].error is None, "it is what the program did"
+    assert trajectory.turns[0].tool_results[0].metrics["status"] == "timeout"
+    assert box.breakers["python"].admit() is None
+    assert (
+        "its timeout of 3600 s is more than three quarters of the deadline of a call, 8 s: a program has 6 s" in caplog.text
+    )
+    tool._pool.let_go()
+
+
+def test_code_in_a_sandbox_service_is_compiled_and_run_before_the_tools_deadline():
+    tool = SandboxFusionTool({"sandbox_fusion_url": "http://127.0.0.1:1/run_code", "default_timeout": 60})
+    ToolBox([tool], timeout_s=60)
+    assert tool.default_timeout == 30

@@ -10,7 +10,8 @@ bring about, the trajectory fails: what is ours to answer for is no observation 
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
+import logging
 from typing import Any
 from uuid import uuid4
 
@@ -23,6 +24,9 @@ from polyturn.tools.python_sandbox.pool import WarmPool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from polyturn.tools.threads import DaemonThreads
 
+logger = logging.getLogger(__name__)
+
+_SHARE = 0.75
 _LIMITS = {
     "timeout": "timeout_s",
     "cpu_time": "cpu_s",
@@ -59,7 +63,7 @@ class PythonSandbox(BaseTool):
         for name, value, least in (("warm", warm, 0), ("num_workers", workers, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"the Python sandbox's {name} is {value!r}; it is a whole number from {least} on")
-        self._pool = WarmPool(partial(Interpreter, self.limits, walls=walls, python=python), size=warm)
+        self._pool = WarmPool(lambda: Interpreter(self.limits, walls=walls, python=python), size=warm)
         self._num_workers = workers
         self._threads = DaemonThreads(name="sandbox", max_threads=workers)
         self._instance_dict: dict[str, _Session] = {}
@@ -85,6 +89,19 @@ class PythonSandbox(BaseTool):
                 },
             }
         )
+
+    def fit_deadline(self, timeout_s: float) -> None:
+        """End a program within three quarters of a call's deadline: the rest is for starting a sandbox."""
+        if self.limits.timeout_s > _SHARE * timeout_s:
+            logger.warning(
+                "tool %r: its timeout of %g s is more than three quarters of the deadline of a call, %g s: a program has "
+                "%g s; set a shorter timeout, or a longer deadline",
+                self.name,
+                self.limits.timeout_s,
+                timeout_s,
+                _SHARE * timeout_s,
+            )
+            self.limits = dataclasses.replace(self.limits, timeout_s=_SHARE * timeout_s)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Begin one episode; its sandbox is taken at the first call."""
