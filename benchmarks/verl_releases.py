@@ -211,7 +211,7 @@ def commands_of(script: Path, checkout: Path) -> list[list[str]]:
 
 
 def table_of(keys: Mapping[str, Any], scripts: Mapping[str, Any], more: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the table as Markdown."""
+    """Return the table as Markdown, without columns of which nothing was measured."""
     columns = sorted({column for row in more.values() for column in row})
     head = [
         "release",
@@ -222,9 +222,9 @@ def table_of(keys: Mapping[str, Any], scripts: Mapping[str, Any], more: Mapping[
         "refused by name",
         *columns,
     ]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    rows = []
     for release in sorted(
-        {*keys, *scripts}, key=lambda r: [int(p) if p.isdigit() else 0 for p in r.replace("-", ".").split(".")]
+        {*keys, *scripts, *more}, key=lambda r: [int(p) if p.isdigit() else 0 for p in r.replace("-", ".").split(".")]
     ):
         known = f"{keys[release]['known']} of {keys[release]['of']}" if release in keys else ""
         cells = [release, known]
@@ -232,7 +232,10 @@ def table_of(keys: Mapping[str, Any], scripts: Mapping[str, Any], more: Mapping[
             found = scripts.get(release, {}).get(place)
             total = found["accepted"] + found["refused"] if found else 0
             cells += [f"{found['accepted']} of {total}", str(found["refused"])] if found and total else ["", ""]
-        lines.append(f"| {' | '.join([*cells, *(more.get(release, {}).get(c, '') for c in columns)])} |")
+        rows.append([*cells, *(more.get(release, {}).get(c, "") for c in columns)])
+    measured = [column for column in range(len(head)) if any(row[column] for row in rows)]
+    lines = [f"| {' | '.join(row[column] for column in measured)} |" for row in [head, *rows]]
+    lines.insert(1, "|" + "---|" * len(measured))
     return "\n".join(lines)
 
 
