@@ -6,6 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -222,3 +223,21 @@ async def test_an_example_in_the_prompt_is_no_turn() -> None:
     row = dataclasses.replace(row, prompt=(*examples, *row.prompt))
     trajectory = await play(SecondTry, ["4", "5"], row=row)
     assert [bool(sum(weights)) for _, weights in sampled(trajectory)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"respone_loss_mask": [0]}, "returned the key 'respone_loss_mask'.*Did you mean 'response_loss_mask'"),
+        ({"response_token_ids": [5], "response_loss_mask": [0.5]}, "response_loss_mask holds 0.5"),
+        ({"response_token_ids": [5], "response_loss_mask": [-1]}, "response_loss_mask holds -1"),
+    ],
+)
+async def test_a_mask_that_would_not_be_read_is_an_error(told: dict[str, Any], says: str) -> None:
+    class Masks(MultiTurnScheduler):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Any:
+            infer_request.messages.append({"role": "user", "content": "Again."})
+            return {"infer_request": infer_request, "my_own": 1, **told}
+
+    trajectory = await play(Masks, ["one", "two"])
+    assert trajectory.error is not None and re.search(says, trajectory.error), trajectory.error

@@ -12,6 +12,7 @@ the loop is the same in a trainer's process and behind a rollout server. `curren
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 from abc import ABC, abstractmethod
@@ -29,10 +30,15 @@ from polyturn.compat.swift.protocol import (
     as_sources,
 )
 from polyturn.compat.swift.registry import PluginDict
-from polyturn.core.errors import SchedulerError
+from polyturn.core.errors import SchedulerError, did_you_mean
 
 multi_turns = PluginDict("multi_turns")
 """Name -> scheduler class; plug-ins add theirs."""
+
+
+_OF_STEP = ("infer_request", "response_token_ids", "response_loss_mask", "rollout_logprobs", "rollout_infos")
+_OF_TURN_END = ("done", "rollout_infos", "score")
+"""The keys of what `step` and `on_turn_end` return."""
 
 
 class EngineOver(BaseException):
@@ -299,6 +305,7 @@ class MultiTurnScheduler(RolloutScheduler, ABC):
                 f"{type(self).__name__}.on_turn_end returned {said!r:.100} in trajectory {request.uuid!r}; return None, or "
                 "a dict with done, rollout_infos or score"
             )
+        _refuse_misspelt(said, _OF_TURN_END, f"{type(self).__name__}.on_turn_end", f"in trajectory {request.uuid!r}")
         if isinstance(self.infer_engine, SchedulerEngine) and (value := _turn_score(said, current)) is not None:
             self.infer_engine.score(value)
         is_cut = choice.finish_reason == "length"
@@ -325,7 +332,19 @@ class MultiTurnScheduler(RolloutScheduler, ABC):
             raise MaskError(
                 f"response_loss_mask must have the same length as response_token_ids ({len(mask)} and {len(ids)} {where})"
             )
-        return (list(ids) if ids else None), ([int(m > 0) for m in mask] if mask else None)
+        if odd := [m for m in mask if m not in (0, 1)]:
+            raise MaskError(f"response_loss_mask holds {odd[0]!r:.40} {where}; 1 trains an id and 0 leaves it out")
+        _refuse_misspelt(result, _OF_STEP, f"{type(self).__name__}.step", where)
+        return (list(ids) if ids else None), ([int(m) for m in mask] if mask else None)
+
+
+def _refuse_misspelt(said: Mapping[str, Any], known: Sequence[str], who: str, where: str) -> None:
+    """Refuse a key that nearly has the name of one that is read; any other is the scheduler's own."""
+    for key in said:
+        if key not in known and difflib.get_close_matches(str(key), known, n=1, cutoff=0.8):
+            raise SchedulerError(
+                f"{who} returned the key {key!r} {where}, which nothing reads.{did_you_mean(str(key), known)}"
+            )
 
 
 class _Turns:
