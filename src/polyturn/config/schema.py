@@ -111,6 +111,21 @@ RETIRED: Mapping[str, str] = {
 """Keys that earlier configurations have, and what stands in their place."""
 
 
+def with_choices(annotation: Any, value: Any) -> Any:
+    """Return `value` with the words that YAML reads as truth values, such as `off`, where a key offers them."""
+    if isinstance(value, Mapping):
+        of = meant(annotation, value)
+        return {key: with_choices(child(of, key), inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        of = meant(annotation, value)
+        return [with_choices(child(of, i), inner) for i, inner in enumerate(value)]
+    members = unwrap(annotation)
+    choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    if not isinstance(value, bool) or bool in members or any(choice is value for choice in choices):
+        return value
+    return next((word for word in (("on", "yes") if value else ("off", "no")) if word in choices), value)
+
+
 def unknown_keys(model: type[BaseModel], values: Mapping[str, Any]) -> list[Unknown]:
     """Return every key of `values` that `model` or a model inside it does not know, with the nearest known key."""
     everywhere = [row.key for row in schema_table(model)]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from polyturn.config.load import load_config, read_yaml, write_resolved
+from polyturn.config.load import load_config, read_yaml, schema_table, write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 
@@ -336,3 +336,30 @@ def test_aliases_that_repeat_one_another_are_counted_and_not_written_out(tmp_pat
         read_yaml(tmp_path / "run.yaml")
     (tmp_path / "run.yaml").write_text("a: &a {x: 1}\nb: *a\nc: {<<: *a}\n")
     assert read_yaml(tmp_path / "run.yaml") == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1}}
+
+
+WORDS = [
+    (row.key, word)
+    for row in schema_table(RunConfig)
+    for word in ("off", "on", "no", "yes")
+    if repr(word) in row.type and "<" not in row.key and "[" not in row.key
+]
+
+
+@pytest.mark.parametrize(("key", "word"), WORDS)
+def test_a_word_that_yaml_reads_as_a_truth_value_is_the_choice_that_it_spells(key: str, word: str) -> None:
+    loaded = load_config(RunConfig, None, ["model.path=tiny", f"{key}={word}"])
+    at: Any = loaded.resolved
+    for part in key.split("."):
+        at = at[part]
+    assert at == word
+
+
+def test_words_are_read_in_lists_and_unions_and_truth_values_stay_where_a_key_takes_them() -> None:
+    class Words(BaseModel):
+        many: list[Literal["on", "off"]] = []
+        either: Literal["yes", "auto"] | None = None
+        truth: bool | Literal["off"] = True
+
+    written = ["many=[on,off]", "either=yes", "truth=off"]
+    assert load_config(Words, None, written).config == Words(many=["on", "off"], either="yes", truth=False)

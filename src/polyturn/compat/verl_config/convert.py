@@ -272,10 +272,9 @@ def engine(s: Source) -> None:
 
 
 def sanity_mode(s: Source) -> None:
-    """Set the mode; YAML reads a bare `off` as false. verl compares every episode."""
+    """Set the mode. verl compares every episode."""
     key = f"{MULTI_TURN}.tokenization_sanity_check_mode"
-    mode = s.get(key, "strict")
-    s.put("rollout.tokenization_sanity_check_mode", "off" if mode is False else mode, by=key)
+    s.put("rollout.tokenization_sanity_check_mode", s.get(key, "strict"), by=key)
     s.put("rollout.sanity_every", 1, by=key)
 
 
