@@ -5,16 +5,21 @@
 
 The folder also holds the model's config, because servers read a checkpoint, not a file. Each write gets a folder of its own
 and removes the one before it, so that a server which is still reading never sees half of the next one.
+
+A process that is killed removes nothing, so whoever makes such a folder removes those beside it whose owner is gone. An
+owner holds a lock on a file in its folder, which the system takes back with the process; ids of processes are used again,
+and mean nothing in another container.
 """
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from polyturn.core.errors import EngineError
 
@@ -22,6 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _IN_MEMORY = Path("/dev/shm")
+_PREFIX = "polyturn-weights-"
+_OWNER = "owner"
+"""The file that the owner of a folder has locked."""
 
 
 class WrittenWeights(Mapping[str, Any]):
@@ -75,7 +83,11 @@ class WeightFolder:
         """
         if root is None and _IN_MEMORY.is_dir():
             root = _IN_MEMORY
-        self._root = Path(tempfile.mkdtemp(prefix="polyturn-weights-", dir=root))
+        self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        self._lock = _lock(self._root)
+        for folder in self._root.parent.glob(f"{_PREFIX}*"):
+            if folder != self._root and _is_abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
         self._config = model / "config.json"
         self._own = model if owns_model else None
         self._number = 0
@@ -104,6 +116,7 @@ class WeightFolder:
     def close(self) -> None:
         """Remove everything."""
         shutil.rmtree(self._root, ignore_errors=True)
+        self._lock.close()
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
 
@@ -112,6 +125,23 @@ class WeightFolder:
 
     def __exit__(self, *problem: object) -> None:
         self.close()
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Make the owner's file and lock it before it gets its name: whoever finds it unlocked finds no owner."""
+    file = (folder / f".{_OWNER}").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    Path(file.name).rename(folder / _OWNER)
+    return file
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        with (folder / _OWNER).open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # it has an owner, is another user's, or is not yet whole
+        return False
+    return True
 
 
 def _once_each(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """New weights as a checkpoint: written once, and while they are pushed still the trainer's own tensors."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -32,3 +34,22 @@ def test_what_newer_weights_replaced_before_anybody_read_it_is_said_in_a_sentenc
         files.write({"w": torch.zeros(3)})
         with pytest.raises(EngineError, match="have been replaced by newer ones"):
             dict(written)
+
+
+OWNER = """
+import os, pathlib, signal, sys
+from polyturn.engines.weight_files import WeightFolder
+WeightFolder(pathlib.Path(sys.argv[1]), root=pathlib.Path(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_who_starts_next_removes_the_weights_of_a_process_that_was_killed_and_of_no_other(tmp_path):
+    (tmp_path / "polyturn-weights-of-an-older-version").mkdir()
+    with WeightFolder(tmp_path, root=tmp_path):
+        living = set(tmp_path.iterdir())
+        subprocess.run([sys.executable, "-c", OWNER, str(tmp_path)], check=False)
+        assert len(set(tmp_path.iterdir()) - living) == 1, "a killed process removes nothing"
+        with WeightFolder(tmp_path, root=tmp_path) as third:
+            assert set(tmp_path.iterdir()) - living == {third._root}
+    assert [p.name for p in tmp_path.iterdir()] == ["polyturn-weights-of-an-older-version"]
