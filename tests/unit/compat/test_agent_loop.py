@@ -264,3 +264,11 @@ async def test_trajectories_are_numbered_within_equal_indices() -> None:
     found = await get_trajectory_info(step=3, index=[7, 7, 8, 7], validate=False)
     assert [f["rollout_n"] for f in found] == [0, 1, 0, 0]
     assert found[1] == {"step": 3, "sample_index": 7, "rollout_n": 1, "validate": False}
+
+
+def test_a_class_that_rows_name_is_checked_where_it_is_registered():
+    with pytest.raises(ConfigError, match="agent_name 'mine': Mine defines `runs`, but an agent loop needs `run`"):
+
+        @register("mine")
+        class Mine(AgentLoopBase):
+            async def runs(self, sampling_params: Any, **kwargs: Any) -> None: ...

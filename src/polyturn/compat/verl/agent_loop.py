@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.plugin_class import Call, Shape
+from polyturn.core.plugin_class import Call, Shape, check_class
 from polyturn.core.task import NATIVE_AGENTS
 
 __all__ = [
@@ -259,6 +259,7 @@ def register(agent_name: str) -> Callable[[_Class], _Class]:
     """Return a decorator that registers a class under the name that rows give in `agent_name`."""
 
     def add(cls: _Class) -> _Class:
+        check_class(cls, AGENT_LOOP, where=f"agent_name {agent_name!r}")
         _REGISTERED[agent_name] = cls
         return cls
 
