@@ -46,8 +46,7 @@ PARTS: Mapping[str, Sequence[str]] = {
 }
 """Names of the parts of observations."""
 
-_COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
-_ANSI = re.compile(r"\x1b\[[\d;]*m")
+_ANSI = re.compile(r"\x1b\[([\d;]*)m")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_]+|\d+")
 
@@ -180,13 +179,25 @@ def uncoloured(drawn: str) -> str:
     uncoloured("\\x1b[41mS\\x1b[0mFFF")  ->  "[S]FFF"
     """
 
-    def plain(found: re.Match[str]) -> str:
-        codes = found[1].split(";")
-        if any(code.startswith("4") for code in codes):
-            return f"[{found[2]}]"
-        return f"({found[2]})" if "34" in codes else f"{{{found[2]}}}" if "35" in codes else found[2]
+    first, *pieces = _ANSI.split(drawn)
+    out, colour, coloured = [first], "", ""
+    for code, text in zip(pieces[::2], pieces[1::2], strict=True):
+        if colour and code == "0":
+            out += [_in_brackets(coloured, colour.split(";")), text]
+            colour = coloured = ""
+        elif colour:
+            coloured += text
+        elif code.strip("0;"):
+            colour, coloured = code, text
+        else:
+            out.append(text)
+    return "".join([*out, coloured]).strip("\n")
 
-    return _ANSI.sub("", _COLOURED.sub(plain, drawn)).strip("\n")
+
+def _in_brackets(text: str, codes: Sequence[str]) -> str:
+    if any(code.startswith("4") for code in codes):
+        return f"[{text}]"
+    return f"({text})" if "34" in codes else f"{{{text}}}" if "35" in codes else text
 
 
 def worded(value: Any, parts: Sequence[str] = ()) -> str:

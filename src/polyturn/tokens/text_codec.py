@@ -41,7 +41,7 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-_CALL = re.compile(r"\n?<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>\n", "\n</tool_call>"
 _THOUGHT = re.compile(r"\A<think>.*?</think>\s*", re.DOTALL)
 
 
@@ -127,13 +127,24 @@ def write_turn(message: dict[str, Any], *, is_complete: bool) -> Ids:
 def _assistant(text: str, *, answered: int, number: int) -> dict[str, Any]:
     text = _THOUGHT.sub("", text)
     calls: list[dict[str, Any]] = []
-    for body in _CALL.findall(text):
+    said, bodies = _without_calls(text)
+    for body in bodies:
         try:
             call = json.loads(body)
             function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
         except (ValueError, KeyError, TypeError):
             break
         calls.append({"id": f"call_{number}_{len(calls)}", "type": "function", "function": function})
-    if not calls or len(calls) != len(_CALL.findall(text)) or len(calls) != answered:
+    if not calls or len(calls) != len(bodies) or len(calls) != answered:
         return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": _CALL.sub("", text) or None, "tool_calls": calls}
+    return {"role": "assistant", "content": said or None, "tool_calls": calls}
+
+
+def _without_calls(text: str) -> tuple[str, list[str]]:
+    """Return a text without its calls, and the calls; one that is not closed is text, and each text is read once."""
+    said, bodies, at = [], [], 0
+    while (begin := text.find(_OPEN, at)) >= 0 and (end := text.find(_CLOSE, begin + len(_OPEN))) >= 0:
+        said.append(text[at:begin].removesuffix("\n"))
+        bodies.append(text[begin + len(_OPEN) : end])
+        at = end + len(_CLOSE)
+    return "".join(said) + text[at:], bodies

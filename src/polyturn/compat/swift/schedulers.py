@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import json
 import logging
-import re
+import string
 from copy import deepcopy
 from typing import Any
 
@@ -29,8 +29,6 @@ from polyturn.compat.swift.template import without_reasoning
 from polyturn.core.errors import SchedulerError, did_you_mean, one_line
 
 logger = logging.getLogger(__name__)
-
-_FENCE = re.compile(r"\A\s*```[a-zA-Z]*\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
 
 
 class MathTipsScheduler(MultiTurnScheduler):
@@ -247,8 +245,7 @@ class OpenEnvScheduler(GYMScheduler):
 
     def parse_action(self, text: str) -> Any:
         """Return the action that a reply spells: a JSON object, else {"message": the reply}."""
-        fenced = _FENCE.match(text)
-        body = fenced[1] if fenced else text
+        body = _unfenced(text)
         try:
             found = json.loads(body)
         except ValueError:
@@ -311,3 +308,13 @@ multi_turns.update(
     gym_scheduler=GYMScheduler,
     openenv_scheduler=OpenEnvScheduler,
 )
+
+
+def _unfenced(text: str) -> str:
+    """Return what stands between two fences, without blank lines around it; a text without fences as it is."""
+    fenced = text.strip()
+    inner = fenced[3:-3].lstrip(string.ascii_letters)
+    first = len(inner) - len(inner.lstrip())
+    begin = inner.rfind("\n", 0, first) + 1
+    is_fenced = len(fenced) >= 6 and fenced.startswith("```") and fenced.endswith("```") and begin > 0
+    return inner[begin:].rstrip() if is_fenced else text

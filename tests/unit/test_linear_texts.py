@@ -1,0 +1,49 @@
+"""Texts that a model or an environment writes are read once: what is never closed is not sought at each opening."""
+
+import sys
+
+import pytest
+
+from polyturn.compat.swift.schedulers import _unfenced
+from polyturn.environments.gymnasium import uncoloured
+from polyturn.tokens.text_codec import _without_calls
+
+SIZE = 1 << 20
+HOSTILE = {
+    "blank behind a fence": (_unfenced, "```\n" + " " * SIZE + "x"),
+    "lines behind a fence": (_unfenced, "```" + "\n" * SIZE + "x"),
+    "blanks before text": (_unfenced, "```\n" + ("x" + "\n " * 20) * (SIZE // 41) + "x"),
+    "calls that nobody closes": (_without_calls, "<tool_call>\n" * (SIZE // 12)),
+    "colours that nobody ends": (uncoloured, "\x1b[41m" * (SIZE // 5)),
+}
+
+
+@pytest.mark.parametrize(("read", "text"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_text_of_a_megabyte_is_read(read, text):
+    """Each took minutes to hours when it was read again from each place in it: the test's own time-out would end it."""
+    assert sys.getsizeof(read(text)) < 2 * SIZE
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("```json\n{}\n```", "{}"),
+        ("  ```\n\n  a\n\nb\n \n```  ", "  a\n\nb"),
+        ("```\n```", ""),
+        ("```a```", "```a```"),
+        ("```a b\n```", "```a b\n```"),
+        ("a", "a"),
+        ("`````", "`````"),
+    ],
+)
+def test_fences_are_taken_off(text, inside):
+    assert _unfenced(text) == inside
+
+
+def test_calls_are_cut_out_with_the_line_before_them():
+    text = "a\n<tool_call>\n1\n</tool_call>\n<tool_call>\n\n</tool_call>b\n<tool_call>\nopen"
+    assert _without_calls(text) == ("ab\n<tool_call>\nopen", ["1", ""])
+
+
+def test_colours_become_brackets():
+    assert uncoloured("\x1b[41mS\x1b[0mFF\x1b[34mx\x1b[0m\x1b[35my\x1b[0m\x1b[1mz\x1b[0m\x1b[41mend") == "[S]FF(x){y}zend"
