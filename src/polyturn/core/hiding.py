@@ -109,6 +109,18 @@ def scrubbed(text: str) -> str:
     return hide(text, *secret_variables(os.environ))
 
 
+PASSED_ON = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""The variables of the trainer's environment that a process of somebody else's code has too."""
+
+
+def passed_on(*also: str) -> dict[str, str]:
+    """Return the variables of `PASSED_ON` and `also`, as far as they are set."""
+    return {name: os.environ[name] for name in (*PASSED_ON, *also) if name in os.environ}
+
+
 def secret_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the values of all variables with a secret's name."""
     return tuple(value for name, value in environ.items() if is_secret_name(name))

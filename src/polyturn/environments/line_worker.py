@@ -5,7 +5,8 @@
     await worker.call("rollout", input={…})        many at once; a caller that is cancelled cancels it over there
 
 Nothing but JSON crosses over. The process is started with the first request and again when it has died, ends when its input
-does, and is told to end when this process dies. What it prints is kept for the message of what went wrong.
+does, and is told to end when this process dies. What it prints is kept for the message of what went wrong. Of the trainer's
+environment it has a few names (`core.hiding.PASSED_ON`, and where caches lie), and none of its secrets.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import SchedulerError
+from polyturn.core.hiding import passed_on
 from polyturn.engines.launcher import dies_with_parent, signal_session
 
+_CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "XDG_CACHE_HOME")
 END_S = 5.0
 """Between the end of its input and the end by force."""
 _TAIL_BYTES = 2000
@@ -57,7 +60,7 @@ class LineWorker:
         Args:
             command: The program and its arguments.
             name: What to call it in messages.
-            variables: Variables of its environment.
+            variables: Further variables of its environment.
             greet: Called with `ask` whenever a process has been started.
         """
         self._command = tuple(command)
@@ -168,7 +171,7 @@ class LineWorker:
                         stderr=log,
                         text=True,
                         encoding="utf-8",
-                        env={**os.environ, **self._variables},
+                        env={**passed_on(*_CACHES), **self._variables},
                         start_new_session=True,
                     )
             except OSError as problem:

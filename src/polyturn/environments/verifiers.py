@@ -48,13 +48,18 @@ class Verifiers(Adapter):
         if not isinstance(self._timeout_s, int | float) or self._timeout_s <= 0:
             raise ConfigError(f"env {name!r}: timeout_s is {self._timeout_s!r}; give seconds")
         path = str((self.base / self.kwargs.pop("path", ".")).resolve())
+        names = self.kwargs.pop("variables", [])
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            raise ConfigError(f"env {name!r}: variables is {names!r}; list the names of variables of this environment")
+        if missing := [n for n in names if n not in os.environ]:
+            raise ConfigError(f"env {name!r}: the variable {missing[0]!r} is to be passed on and is not set; set it")
         if shutil.which(python) is None:
             raise ConfigError(f"env {name!r}: there is no interpreter {python!r}; see env.kwargs.python")
         arguments = self.kwargs
         self._worker = LineWorker(
             (python, str(Path(__file__).with_name("verifiers_worker.py"))),
             name=f"the environment {name!r}",
-            variables={"VF_LOG_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"},
+            variables={**{n: os.environ[n] for n in names}, "VF_LOG_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"},
             greet=lambda ask: ask("load", env=id, arguments=arguments, path=path, timeout_s=START_S),
         )
         try:

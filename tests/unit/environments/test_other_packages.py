@@ -300,3 +300,22 @@ def test_a_worker_that_dies_says_why_and_the_next_request_starts_another(tmp_pat
     assert worker.pid is None
     with pytest.raises(SchedulerError, match="the run has ended"):
         worker.start()
+
+
+def test_a_worker_has_no_secret_of_the_trainer_unless_it_is_given_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from polyturn.environments.line_worker import LineWorker
+
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "for line in sys.stdin:\n"
+        "    print(json.dumps({'id': json.loads(line)['id'], 'value': dict(os.environ)}), flush=True)\n"
+    )
+    monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
+    monkeypatch.setenv("HF_TOKEN", "hf-secret")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    worker = LineWorker((sys.executable, str(script)), name="it", variables={"JUDGE_KEY": "mine"})
+    seen = worker.ask("show")
+    worker.close()
+    assert "secret" not in str(seen)
+    assert seen["JUDGE_KEY"] == "mine" and seen["HF_HUB_OFFLINE"] == "1" and seen["PATH"]

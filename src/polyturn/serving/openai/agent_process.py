@@ -5,10 +5,10 @@
     standard input                           the task, one JSON object
     POLYTURN_REWARD_FD                       the number of a file descriptor with the reward key, where rewards are posted
 
-Of the trainer's own environment it has a few names (`PASSED_ON`) and none of its secrets. Exit code 0 is an agent that has
-finished. It posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions score the episode. The key for that
-is no variable, because programs that the agent starts for the model inherit those: it can be read once, from a pipe. However
-the episode ends, the process and what it started are gone behind it.
+Of the trainer's own environment it has a few names (`core.hiding.PASSED_ON`) and none of its secrets. Exit code 0 is an
+agent that has finished. It posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions score the episode.
+The key for that is no variable, because programs that the agent starts for the model inherit those: it can be read once,
+from a pipe. However the episode ends, the process and what it started are gone behind it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import SchedulerError
+from polyturn.core.hiding import passed_on
 from polyturn.core.serde import to_json
 from polyturn.core.task import Task
 from polyturn.serving.openai.endpoint import Address
@@ -32,11 +33,6 @@ logger = logging.getLogger(__name__)
 GRACE_S = 5.0
 """Between the request to end and the end by force."""
 TAIL_BYTES = 4000
-PASSED_ON = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
-    *("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SSL_CERT_FILE", "SSL_CERT_DIR"),
-)
-"""The variables of the trainer's environment that an agent's process has too."""
 
 
 async def run_command(
@@ -72,7 +68,7 @@ async def run_command(
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             cwd=cwd,
-            env={**environment(), **{k: str(v) for k, v in env.items()}, **variables},
+            env={**passed_on(), **{k: str(v) for k, v in env.items()}, **variables},
             pass_fds=inherited,
             start_new_session=True,
         )
@@ -92,11 +88,6 @@ async def run_command(
     if code != 0:
         last = " / ".join(said.result().decode(errors="replace").strip().splitlines()[-3:])
         raise SchedulerError(f"the agent's command {command[0]!r} ended with exit code {code}: {last or 'it said nothing'}")
-
-
-def environment() -> dict[str, str]:
-    """Return what an agent's process has of the trainer's environment."""
-    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
 def _readable_once(text: bytes) -> int:

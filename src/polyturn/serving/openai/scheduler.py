@@ -104,7 +104,7 @@ class BlackBox(SessionScheduler):
             command: Instead, a command to start for each episode. The addresses and the key are in its environment under
                 the names that the clients read, the task is a JSON object on its standard input.
             kwargs: Further arguments of the function, or variables of the command's environment, which has beside them
-                only those of `agent_process.PASSED_ON`.
+                only those of `core.hiding.PASSED_ON`.
             max_calls: Completions that an episode may have, over all its conversations.
             ignore: Parameters of requests that cannot be done here and are ignored instead of refused.
             models: Names that requests may use; () lets them use any.
