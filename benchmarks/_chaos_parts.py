@@ -22,7 +22,7 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.testing.episodes import turn_ids
 from polyturn.tools.base import BaseTool
-from polyturn.tools.bounded import GRACE_S
+from polyturn.tools.deadline import GRACE_S
 from polyturn.tools.schema import ToolResponse
 
 HUGE = 100_000_000

@@ -30,7 +30,7 @@ import _fuzz_tools
 from polyturn.core.errors import ConfigError
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
-from polyturn.testing.damage import a_text, as_json, damaged, damaged_bytes
+from polyturn.testing.corruption import a_text, as_json, damaged, damaged_bytes
 from polyturn.tools.executor import ToolBox
 
 Case = Callable[[random.Random], Awaitable[None]]
@@ -447,13 +447,13 @@ TYPED = ("And for four?", "/end thanks", "/end 1 thanks", "/score 0.5 go on", "/
 
 def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) -> Case:
     """Return the cases of the desk: its page, its folder, and what is typed."""
-    from polyturn.interactions.desk import Answer, Desk
+    from polyturn.interactions.human_queue import HumanQueue, HumanReply
     from polyturn.interactions.terminal import read_answer
     from polyturn.serving.rules import ServerRules
-    from polyturn.viewer.desk_app import create_desk_app
+    from polyturn.viewer.human_queue_app import create_desk_app
 
     place = folder / "desk"
-    found = Desk(place)
+    found = HumanQueue(place)
     app = create_desk_app(found, rules=ServerRules(max_body_bytes=1 << 20))
 
     def write(part: str, name: str, data: bytes) -> None:
@@ -487,7 +487,7 @@ def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) ->
                 write("answers", paths[0].stem, given)
                 break
         answer = await waiting
-        if answer is not None and not isinstance(answer, Answer):
+        if answer is not None and not isinstance(answer, HumanReply):
             raise Broken(f"{answer!r:.100} is no answer")
 
     async def of_line(rng: random.Random) -> None:

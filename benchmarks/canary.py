@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.remote import RemoteEngine
-from polyturn.engines.weight_ways import Way
+from polyturn.engines.weight_transport import Way
 from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
 from polyturn.training.weight_sync import WeightSync, _groups

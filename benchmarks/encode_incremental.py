@@ -23,8 +23,8 @@ import yaml
 
 from polyturn.core.arrays import Ids
 from polyturn.core.messages import Message, ToolCall
-from polyturn.testing.dialogues import TOOLS, Dialogue, Spoken
-from polyturn.testing.subject import Subject, load_subjects
+from polyturn.testing.dialogues import TOOLS, Dialogue, DialogueTurn
+from polyturn.testing.template_case import TemplateCase, load_subjects
 from polyturn.testing.tiny import tiny_tokenizer
 from polyturn.tokens.delta import DeltaEncoder
 
@@ -36,7 +36,7 @@ TARGET = 20.0
 SENTENCE = "Anna has 12 apples and gives 5 of them to Ben, who pays 3 coins for each and keeps the rest for later. "
 
 
-def conversation(subject: Subject, turns: int, tokens: int) -> Dialogue:
+def conversation(subject: TemplateCase, turns: int, tokens: int) -> Dialogue:
     """Return a conversation of about `tokens`; nothing follows the last answer but the generation prompt."""
     each = tokens // turns
     words = SENTENCE * max(1, round(each * 0.49 / len(subject.codec.encode(SENTENCE))))
@@ -48,7 +48,7 @@ def conversation(subject: Subject, turns: int, tokens: int) -> Dialogue:
             call = ToolCall(id=f"call{turn:05d}", name="look_up", arguments={"query": words.strip()})
             said = Message(role="assistant", content="", tool_calls=(call,))
             heard = Message(role="tool", content=words.strip(), tool_call_id=call.id, name=call.name)
-        spoken.append(Spoken(message=said, answer=(heard,)))
+        spoken.append(DialogueTurn(message=said, answer=(heard,)))
     return Dialogue(
         kind="long", seed=0, prompt=(Message(role="user", content="What is it?"),), turns=tuple(spoken), tools=TOOLS
     )
@@ -64,7 +64,7 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
     return median(out)
 
 
-def measure(subject: Subject, *, turns: int, tokens: int, repeats: int) -> dict[str, Any]:
+def measure(subject: TemplateCase, *, turns: int, tokens: int, repeats: int) -> dict[str, Any]:
     """Return the two times and their ratio for one template."""
     codec, oracle = subject.codec, subject.oracle
     told = conversation(subject, turns, tokens)

@@ -27,7 +27,7 @@ from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 from polyturn.tools.base import BaseTool
-from polyturn.training.flights import Flights
+from polyturn.training.journal_file import JournalFile
 
 TURNS, TOKENS = 8, 300
 CALL = '<tool_call>\n{"name": "count", "arguments": {}}\n</tool_call>'
@@ -71,7 +71,7 @@ def run(episodes: int, folder: Path | None) -> tuple[float, float, int]:
     def answer(request: GenerateRequest) -> Completion:
         return says[int(request.request_id.rpartition("/")[2])]
 
-    journal = None if folder is None else Flights(folder)
+    journal = None if folder is None else JournalFile(folder)
     if journal is not None:
         journal.begin(0)
     limits = Limits(max_turns=TURNS, max_context=100_000)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from polyturn.testing.kills import Killed, kill_until_done
+from polyturn.testing.crash_injection import Killed, kill_until_done
 from polyturn.testing.runs import SEVERAL_TURNS, write_tiny_run
 
 STEPS = 40

@@ -24,11 +24,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from polyturn.tools.python_sandbox.interpreter import Interpreter
-from polyturn.tools.python_sandbox.isolation import Walls, bare_python, find_walls
-from polyturn.tools.python_sandbox.limits import Limits, RunResult
+from polyturn.tools.python_sandbox.isolation import Isolation, bare_python, find_walls
+from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
 from polyturn.tools.python_sandbox.pool import WarmPool
 
-LIMITS = Limits(timeout_s=2.0, memory_mb=192, processes=24, disk_mb=16, output_bytes=20_000, flood_bytes=4 << 20)
+LIMITS = SandboxLimits(timeout_s=2.0, memory_mb=192, processes=24, disk_mb=16, output_bytes=20_000, flood_bytes=4 << 20)
 SECRET = "POLYTURN_SECRET_4711"
 SLACK_S = 6.0
 
@@ -207,10 +207,10 @@ def place() -> Iterator[Path]:
             del os.environ["API_KEY"]
 
 
-def attempt(name: str, code: str, outside: Path, limits: Limits = LIMITS) -> tuple[list[str], RunResult]:
+def attempt(name: str, code: str, outside: Path, limits: SandboxLimits = LIMITS) -> tuple[list[str], RunResult]:
     """Run one attempt in a sandbox of its own and return what is wrong (nothing: contained), and how it ended."""
     walls, why = find_walls()
-    if walls is Walls.NONE:
+    if walls is Isolation.NONE:
         raise SystemExit(why)
     files = sorted(p.name for p in outside.iterdir())
     wrong = []
@@ -262,7 +262,7 @@ def processes_of(sandbox: Interpreter) -> set[int]:
 def measure_speed(num: int = 60) -> dict[str, float]:
     """Return how long a cold start, the first call of an episode from a warm pool, and a later call take."""
     walls, _ = find_walls()
-    start = lambda: Interpreter(Limits(), walls=walls, python=bare_python())  # noqa: E731
+    start = lambda: Interpreter(SandboxLimits(), walls=walls, python=bare_python())  # noqa: E731
     cold, first, later, ends = [], [], [], []
     for _ in range(num // 3):
         began = time.perf_counter()

@@ -14,7 +14,7 @@ import httpx
 
 from polyturn.serving import RolloutService
 from polyturn.serving.app import create_app
-from polyturn.testing.plans import PlanScheduler, plan_context, random_plan
+from polyturn.testing.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
 from polyturn.testing.tiny import tiny_model, tiny_tokenizer
 
 NUM_PLANS = 200
@@ -28,7 +28,7 @@ async def main() -> int:
     body = {"infer_requests": requests, "request_config": {"seed": 1}}
     for seed in range(NUM_PLANS):
         plan = random_plan(seed)
-        here, there = (RolloutService(plan_context(plan, scheduler=PlanScheduler(plan))) for _ in range(2))
+        here, there = (RolloutService(plan_context(plan, scheduler=ScriptedScheduler(plan))) for _ in range(2))
         ours = await here.infer(requests, {"seed": 1})
         transport = httpx.ASGITransport(create_app(there, model=model))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

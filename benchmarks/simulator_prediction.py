@@ -21,7 +21,7 @@ from typing import Any
 
 from _real_servers import VOCAB, client, server
 
-from polyturn.engines.fit import fit
+from polyturn.engines.calibrate import fit
 from polyturn.testing.simulation import replay, simulate
 from polyturn.testing.workload import Workload
 

@@ -25,7 +25,7 @@ import yaml
 
 from polyturn.testing.dialogues import MARKERS, TOOLS, hostile_text
 from polyturn.testing.exactness import Violation, examine, examine_inference, examine_text
-from polyturn.testing.subject import Subject, load_subjects
+from polyturn.testing.template_case import TemplateCase, load_subjects
 from polyturn.testing.tiny import tiny_tokenizer
 from polyturn.tokens.certificate import certify
 
@@ -36,7 +36,7 @@ SHARE_AT_INFERENCE = 5
 MARK = "<!-- templates: written by benchmarks/token_exactness.py -->"
 
 
-def load(name: str, *, is_published: bool) -> Subject:
+def load(name: str, *, is_published: bool) -> TemplateCase:
     """Return one template with its tokenizer."""
     facts = yaml.safe_load((WRITTEN / "facts.yaml").read_text(encoding="utf-8"))
     if not is_published:

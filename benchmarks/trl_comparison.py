@@ -101,7 +101,7 @@ def make_model(size: str, folder: Path) -> float:
     # The libraries write a tool's schema differently; with its name alone both show the model the very same prompt.
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{{- tool | tojson", "{{- tool.function.name"))
     began = time.perf_counter()
-    place = build.Place(config=RunConfig.model_validate(config_of(model=folder, steps=1, size=size)), base=HERE)
+    place = build.ConfigSource(config=RunConfig.model_validate(config_of(model=folder, steps=1, size=size)), base=HERE)
     parts, sft = build.build_parts(place), place.config.warm_start
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
     run_sft(policy, build.warm_start_samples(parts), SftSettings(steps=sft.steps, batch_size=sft.batch_size))
@@ -146,7 +146,7 @@ def train_here(model: Path, steps: int) -> dict[str, Any]:
     from polyturn import build
     from polyturn.config.models import RunConfig
 
-    place = build.Place(config=RunConfig.model_validate(config_of(model=model, steps=steps)), base=HERE)
+    place = build.ConfigSource(config=RunConfig.model_validate(config_of(model=model, steps=steps)), base=HERE)
     parts, tasks = build.build_parts(place), build.build_run_tasks(place)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.cli.verl import Asked, config_path, parse_arguments
+from polyturn.cli.verl import HydraArguments, config_path, parse_arguments
 from polyturn.compat.verl_config.compose import compose_name, leaves
 from polyturn.compat.verl_config.paths import absolute
 from polyturn.compat.verl_config.table import table
@@ -186,7 +186,7 @@ def verdict(script: Path, checkout: Path) -> tuple[str, str]:
     return "accepted", ""
 
 
-def accept(asked: Asked) -> None:
+def accept(asked: HydraArguments) -> None:
     """Compose, translate and validate what a command line describes."""
     folder = None if asked.folder is None else config_path(asked.folder)
     translation = translate(compose_name(asked.name, folder=folder, overrides=asked.overrides, more=asked.more))

@@ -21,7 +21,7 @@ from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
 from polyturn.core import errors
 from polyturn.tools.failures import ToolFailure
-from polyturn.tracking.meanings import MEANINGS
+from polyturn.tracking.metric_docs import MEANINGS
 
 TOOL_ERRORS = {
     ToolFailure.UNKNOWN_TOOL: "The model called a name that is not among the task's tools.",

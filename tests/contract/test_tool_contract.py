@@ -16,7 +16,7 @@ from polyturn.retrieval.passages import Passage
 from polyturn.tools.base import BaseTool
 from polyturn.tools.geo3k import Geo3kTool
 from polyturn.tools.gsm8k import Gsm8kTool
-from polyturn.tools.outcome import normalize
+from polyturn.tools.result_shape import normalize
 from polyturn.tools.sandbox import SandboxFusionTool
 from polyturn.tools.search import SearchTool
 

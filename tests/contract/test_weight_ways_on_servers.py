@@ -149,7 +149,7 @@ def left_in_memory() -> list[str]:
 
 
 def small_buckets(weights):
-    from polyturn.engines.weight_ways import buckets
+    from polyturn.engines.weight_transport import buckets
 
     return buckets(weights, limit=20_000)
 

@@ -46,7 +46,7 @@ def test_the_example_trains(agent: str, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("agent", AGENTS)
 def test_the_record_is_what_the_engine_was_shown_and_sampled(agent: str, tmp_path: Path):
     config = load_config(RunConfig, EXAMPLE / "config.yaml", [f"rollout.scheduler_kwargs.agent={agent}"]).config
-    parts = build.build_parts(build.Place(config=config, base=EXAMPLE))
+    parts = build.build_parts(build.ConfigSource(config=config, base=EXAMPLE))
     tasks = build.build_tasks(config.data.train, base=EXAMPLE, split="train")  # type: ignore[arg-type]
     seen: list[tuple[GenerateRequest, Completion]] = []
     engine: Any = parts.engine

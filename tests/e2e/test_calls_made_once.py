@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.testing.kills import ledger_problems
+from polyturn.testing.crash_injection import ledger_problems
 from polyturn.testing.runs import SEVERAL_TURNS, call_command, write_tiny_run
 
 call = partial(call_command, main)
@@ -98,7 +98,7 @@ import asyncio, os, pathlib, signal, sys
 from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.base import BaseTool
-from polyturn.training.flights import Flights
+from polyturn.training.journal_file import JournalFile
 
 HERE = pathlib.Path(sys.argv[1])
 CALL = '<tool_call>\\n{"name": "count", "arguments": {}}\\n</tool_call>'
@@ -133,7 +133,7 @@ def says(request):
     return CALL if int(request.request_id.rpartition("/")[2]) < 6 else "#### 4"
 
 
-journal = Flights(HERE / "flights")
+journal = JournalFile(HERE / "flights")
 journal.resume(0, oldest=lambda ticket: 0) if (HERE / "flights").exists() else journal.begin(0)
 context = scripted_context(says, tools=[Count()], journal=journal)
 trajectory = asyncio.run(run_episode(context, task(), id="g0/0"))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.interactions.desk import Answer, Desk
+from polyturn.interactions.human_queue import HumanQueue, HumanReply
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -28,16 +28,16 @@ HOSTILE = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 2
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path / "desk")
+def desk(tmp_path: Path) -> HumanQueue:
+    return HumanQueue(tmp_path / "desk")
 
 
 @pytest.fixture
-def address(desk: Desk) -> Iterator[str]:
+def address(desk: HumanQueue) -> Iterator[str]:
     import uvicorn
 
     from polyturn.serving.address import bind
-    from polyturn.viewer.desk_app import create_desk_app
+    from polyturn.viewer.human_queue_app import create_desk_app
 
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(create_desk_app(desk), log_level="warning", lifespan="off"))
@@ -48,12 +48,12 @@ def address(desk: Desk) -> Iterator[str]:
     thread.join(10)
 
 
-def ask(desk: Desk, name: str, text: str) -> Answer | None:
+def ask(desk: HumanQueue, name: str, text: str) -> HumanReply | None:
     talk = [{"role": "user", "content": "I need a table."}, {"role": "assistant", "content": text}]
     return asyncio.run(desk.ask(talk, about={"conversation": name, "goal": "Eat."}, deadline_s=60))
 
 
-def test_a_person_answers_what_waits(desk: Desk, address: str, tmp_path: Path) -> None:
+def test_a_person_answers_what_waits(desk: HumanQueue, address: str, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as askers, playwright.sync_playwright() as running:
         browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1000, "height": 700}, base_url=address)
@@ -70,13 +70,13 @@ def test_a_person_answers_what_waits(desk: Desk, address: str, tmp_path: Path) -
         assert page.get_by_label("Your answer, as the user").input_value() == "That is no table.", "what is written stays"
         page.screenshot(path=Path(os.environ.get("POLYTURN_ARTEFACTS", tmp_path)) / "desk.png")
         page.get_by_label("Score of the model's turn").fill("-0.5")
-        page.get_by_role("button", name="Answer", exact=True).click()
+        page.get_by_role("button", name="HumanReply", exact=True).click()
         page.get_by_text("For how many?").last.wait_for()
-        page.get_by_role("button", name="Answer", exact=True).click()
+        page.get_by_role("button", name="HumanReply", exact=True).click()
         page.get_by_role("button", name="End the conversation").click()
         page.get_by_text("No conversation waits.").wait_for()
         assert page.evaluate("window.pwned") is None
         browser.close()
-        assert first.result(10) == Answer(text="That is no table.", score=-0.5)
-        assert second.result(10) == Answer(text="", is_end=True)
+        assert first.result(10) == HumanReply(text="That is no table.", score=-0.5)
+        assert second.result(10) == HumanReply(text="", is_end=True)
         assert problems == []

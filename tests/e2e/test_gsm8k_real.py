@@ -181,7 +181,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     lines = [json.dumps(c) for c in conversations(variant, files[:1], count=64)]
     (base / "conversations.jsonl").write_text("\n".join(lines))
 
-    place = build.Place(config=config_of(variant), base=base)
+    place = build.ConfigSource(config=config_of(variant), base=base)
     parts = build.build_parts(place)
     sft = place.config.warm_start
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)

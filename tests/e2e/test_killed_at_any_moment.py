@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from polyturn.cli.main import main
-from polyturn.testing.kills import kill_until_done, ledger_problems
+from polyturn.testing.crash_injection import kill_until_done, ledger_problems
 from polyturn.testing.runs import SEVERAL_TURNS, call_command, write_tiny_run
 from polyturn.training.checkpoint import Checkpoints
-from polyturn.training.flights import Flights
+from polyturn.training.journal_file import JournalFile
 
 call = partial(call_command, main)
 BARE = ["evaluation.data=null", "warm_start.conversations=null"]
@@ -102,7 +102,7 @@ def assert_same(one: object, other: object, where: str) -> None:
 
 def test_conversations_in_flight_go_on_from_their_last_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Groups that the checkpoint's weights sampled are not sampled again; the tokens are the same ones."""
-    monkeypatch.setattr(Flights, "settle", lambda self: None)  # a run that ends well leaves no journal
+    monkeypatch.setattr(JournalFile, "settle", lambda self: None)  # a run that ends well leaves no journal
     config, run = write_slow_run(tmp_path, max_s=0.01), tmp_path / "runs" / "tiny"
     settings = [*BARE, *SEVERAL_TURNS, "train.steps=3", "train.checkpoint_every=2", "train.keep_checkpoints=9"]
     assert call("train", config, *settings).code == 0

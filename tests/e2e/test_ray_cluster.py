@@ -27,7 +27,7 @@ from polyturn.testing.runs import SEVERAL_TURNS, call_command
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
 
-from polyturn.cluster.placement import Cluster, Need
+from polyturn.cluster.placement import Cluster, ResourceRequest
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,7 +74,7 @@ async def test_a_request_goes_to_another_replica_where_one_died_and_errors_are_i
     cluster = Cluster(address)
     try:
         script = [[5, 6], EngineError("the prompt is too long")]
-        engine = cluster.engines(Need(count=2, resources={"rollout": 0.5}), partial(ScriptedEngine, script))
+        engine = cluster.engines(ResourceRequest(count=2, resources={"rollout": 0.5}), partial(ScriptedEngine, script))
         first, second = (replica.home.pid for replica in engine.replicas)
         assert list((await engine.generate(request("a/0", session="a"))).token_ids) == [5, 6]
         os.kill(first, signal.SIGKILL)
@@ -99,7 +99,7 @@ async def test_a_call_waits_behind_no_other_however_many_run(address):
     cluster = Cluster(address)
     try:
         engine = cluster.engines(
-            Need(count=1, resources={"rollout": 0.5}), partial(ScriptedEngine, [[5]] * 1100, latency_s=60.0)
+            ResourceRequest(count=1, resources={"rollout": 0.5}), partial(ScriptedEngine, [[5]] * 1100, latency_s=60.0)
         )
         running = [asyncio.create_task(engine.generate(request(f"{i}/0", session=f"{i}"))) for i in range(1100)]
         await asyncio.sleep(2.0)

@@ -16,12 +16,12 @@ from polyturn.core.registry import import_attr
 from polyturn.rewards import gsm8k
 from polyturn.store.stored_run import open_store
 from polyturn.testing.runs import call_command
-from polyturn.tools.python_sandbox.isolation import Walls, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
 from polyturn.tools.registry import initialize_tools_from_config
 
 FOLDER = Path(__file__).parents[2] / "examples" / "sandbox"
 WALLS, WHY = find_walls()
-isolated = pytest.mark.skipif(WALLS is Walls.NONE, reason=f"the example's code cannot be isolated here: {WHY}")
+isolated = pytest.mark.skipif(WALLS is Isolation.NONE, reason=f"the example's code cannot be isolated here: {WHY}")
 
 
 def named(name: str) -> Any:

@@ -16,7 +16,7 @@ from polyturn.core.task import Task, as_rows
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.lifespan import run_episode
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context
 from polyturn.testing.tiny import tiny_tokenizer
@@ -59,7 +59,7 @@ async def search(query: str) -> str:
 class Asks(MultiTurnScheduler):
     """The user asks why after the first answer."""
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         if turn.message.tool_calls:
             return await episode.call_tools(turn)
         return DIALOGUE[3]["content"] if turn.index == 0 else None

@@ -24,7 +24,7 @@ from polyturn.testing.tiny import tiny_model
 from polyturn.training.local import LocalPolicy, with_marks
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
-from polyturn.training.team import assign
+from polyturn.training.rank_group import assign
 
 torch.set_num_threads(1)
 VOCAB = 48

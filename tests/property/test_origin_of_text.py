@@ -23,9 +23,9 @@ from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin, ToolCall
-from polyturn.rollout.conversation import Conversation
-from polyturn.rollout.flight_book import FlightBook
+from polyturn.rollout.conversation import EpisodeHistory
 from polyturn.rollout.history import shorten
+from polyturn.rollout.journal_codec import JournalCodec
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.rollout.scheduler import Reply
 from polyturn.rollout.stop_strings import Stopped
@@ -150,7 +150,7 @@ def shown(
 ) -> list[list[int]]:
     """Return the control tokens of every prompt that the model is shown while a scheduler takes these steps."""
     prompt = [Message(role="user", content="Hi", origin=Origin.OWNER)]
-    line, found = Conversation(Transcript(encoder, PlainParser(), prompt), codec), list[list[int]]()
+    line, found = EpisodeHistory(Transcript(encoder, PlainParser(), prompt), codec), list[list[int]]()
 
     def show() -> None:
         line.show(line.transcript.next_prompt())
@@ -185,7 +185,7 @@ def shown(
             history.rewrite(shorter or history.candidates())
         else:
             line.record(turn, Reply(messages=(second,)))
-            turns, line = line.turns, Conversation(_journaled(history, encoder), codec)
+            turns, line = line.turns, EpisodeHistory(_journaled(history, encoder), codec)
             line.turns = turns
         show()
     return found
@@ -193,7 +193,7 @@ def shown(
 
 def _journaled(transcript: Transcript, encoder: DeltaEncoder) -> Transcript:
     """Return the transcript that a journal of this one gives."""
-    writer, reader = FlightBook(), FlightBook()
+    writer, reader = JournalCodec(), JournalCodec()
     state = json.loads(json.dumps(writer.encode(transcript.state())))
     reader.read(json.loads(json.dumps(writer.take_new())))
     other = Transcript(encoder, PlainParser(), transcript.messages)

@@ -18,7 +18,7 @@ from polyturn.core.messages import Message
 from polyturn.testing.dialogues import KINDS, hostile_text
 from polyturn.testing.exactness import examine, examine_inference, examine_text
 from polyturn.testing.oracle import tame
-from polyturn.testing.subject import Subject, load_subjects
+from polyturn.testing.template_case import TemplateCase, load_subjects
 from polyturn.testing.tiny import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
@@ -32,7 +32,7 @@ needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="needs the tokeniz
 
 
 @functools.cache
-def written(name: str) -> Subject:
+def written(name: str) -> TemplateCase:
     return load_subjects(WRITTEN, FACTS["hand_written"], tiny_tokenizer(1024), only=[name])[0]
 
 
@@ -44,11 +44,11 @@ def qwen_tokenizer() -> Any:
 
 
 @functools.cache
-def published(name: str) -> Subject:
+def published(name: str) -> TemplateCase:
     return load_subjects(SHARED / "chat_templates", FACTS["published"], qwen_tokenizer(), only=[name])[0]
 
 
-def violations(subject: Subject, num: int) -> list[str]:
+def violations(subject: TemplateCase, num: int) -> list[str]:
     """Examine `num` dialogues, every third of them with tokens that the tokenizer would not choose."""
     found = []
     for seed in range(num):
@@ -57,12 +57,12 @@ def violations(subject: Subject, num: int) -> list[str]:
     return [f"{v.rule} ({v.kind}, seed {v.seed}): {v.detail}" for v in found]
 
 
-def inference_violations(subject: Subject, num: int) -> list[str]:
+def inference_violations(subject: TemplateCase, num: int) -> list[str]:
     told = [subject.dialogue(seed, subject.kinds[seed % len(subject.kinds)]) for seed in range(num)]
     return [f"{v.rule} ({v.kind}, seed {v.seed}): {v.detail}" for t in told for v in examine_inference(subject, t)]
 
 
-def prompt_violations(subject: Subject) -> list[str]:
+def prompt_violations(subject: TemplateCase) -> list[str]:
     """Let a prompt spell what ends and opens turns, in a user's and a system's message and a tool's description."""
     oracle, out = subject.oracle, []
     tools = subject.dialogue(0, "tool_calls").tools[:1] if subject.shows_results else ()
@@ -80,7 +80,7 @@ def prompt_violations(subject: Subject) -> list[str]:
     return out
 
 
-def hostile_violations(subject: Subject, num: int) -> list[str]:
+def hostile_violations(subject: TemplateCase, num: int) -> list[str]:
     draw = random.Random(0)
     texts = [hostile_text(draw, (*subject.markers, "<|im_end|>", "</think>")) for _ in range(num)]
     return [v.detail for text in texts for v in examine_text(subject, text)]

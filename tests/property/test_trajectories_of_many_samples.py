@@ -23,7 +23,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.group import GroupSpec, run_group
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.rollout_metrics import rollout_metrics
@@ -35,7 +35,7 @@ class Wanders(MultiTurnScheduler):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         dice = random.Random(f"{self.seed}-{episode.id}-{turn.index}")
         await asyncio.sleep(dice.choice([0, 0, 0.001]))
         if dice.random() < 0.4:

@@ -26,9 +26,9 @@ from polyturn.testing.runs import write_tiny_run
 from polyturn.training.observer import RunObserver
 
 
-def place(folder: Path, *overrides: str) -> build.Place:
+def place(folder: Path, *overrides: str) -> build.ConfigSource:
     loaded = load_config(RunConfig, write_tiny_run(folder), overrides)
-    return build.Place(config=loaded.config, base=folder)
+    return build.ConfigSource(config=loaded.config, base=folder)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_scheduler_is_a_class_of_ones_own(tmp_path: Path):
     assert type(build.build_scheduler(where)).__name__ == "Quiet"
     with pytest.raises(ConfigError, match="which makes no MultiTurnScheduler; inherit that class"):
         build.build_scheduler(
-            build.Place(config=place(tmp_path, "rollout.scheduler=plugins.py:corpus").config, base=tmp_path)
+            build.ConfigSource(config=place(tmp_path, "rollout.scheduler=plugins.py:corpus").config, base=tmp_path)
         )
 
 

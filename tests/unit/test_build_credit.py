@@ -19,9 +19,9 @@ from polyturn.testing.tiny import tiny_model
 from polyturn.training.observer import RunObserver
 
 
-def place(folder: Path, *overrides: str) -> build.Place:
+def place(folder: Path, *overrides: str) -> build.ConfigSource:
     loaded = load_config(RunConfig, write_tiny_run(folder), overrides)
-    return build.Place(config=loaded.config, base=folder)
+    return build.ConfigSource(config=loaded.config, base=folder)
 
 
 def options(folder: Path, *overrides: str) -> dict[str, Any]:

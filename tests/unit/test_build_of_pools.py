@@ -23,7 +23,7 @@ LAUNCH = ("engine.kind=vllm", f"engine.launch.python={sys.executable}")
 
 def build_pool(folder: Path, *overrides: str) -> EnginePool:
     loaded = load_config(RunConfig, write_tiny_run(folder), overrides)
-    engine = build.build_parts(build.Place(config=loaded.config, base=folder)).engine
+    engine = build.build_parts(build.ConfigSource(config=loaded.config, base=folder)).engine
     assert isinstance(engine, EnginePool)
     return engine
 

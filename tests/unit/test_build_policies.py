@@ -21,11 +21,11 @@ from polyturn.testing.runs import write_tiny_run
 from polyturn.testing.tiny import tiny_model, tiny_tokenizer
 
 
-def place(folder: Path, policies: dict[str, Any], *overrides: str, **sections: Any) -> build.Place:
+def place(folder: Path, policies: dict[str, Any], *overrides: str, **sections: Any) -> build.ConfigSource:
     config = write_tiny_run(folder)
     data = yaml.safe_load(config.read_text())
     config.write_text(yaml.safe_dump({**data, "policies": policies, **sections}))
-    return build.Place(config=load_config(RunConfig, config, overrides).config, base=folder)
+    return build.ConfigSource(config=load_config(RunConfig, config, overrides).config, base=folder)
 
 
 @pytest.fixture
@@ -181,5 +181,5 @@ def test_a_name_that_no_policy_has_is_told_with_the_nearest_one(
         check(where)
 
 
-def check(where: build.Place) -> None:
+def check(where: build.ConfigSource) -> None:
     build.check_run(build.build_parts(where), build.build_train_tasks(where), name="data.train")

@@ -24,7 +24,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class Slot:
     """A group that has a slot."""
 
     ticket: int
@@ -41,7 +41,7 @@ class Taken(NamedTuple):
     groups: list[TrajectoryGroup]
     tickets: list[int]
     """Of the groups."""
-    left: list[Flight]
+    left: list[Slot]
     """Those that no step will train on any more; the ones that run are to be cut off."""
 
 
@@ -74,7 +74,7 @@ class GroupBuffer:
         self._extra = extra
         self._carries = carries and extra > 0
         self._step = version
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, Slot] = {}
         self._again = list(pending)
         self._next = version * (groups_per_step if self._carries else groups_per_step + extra)
         self._next += len(self._again)
@@ -104,7 +104,7 @@ class GroupBuffer:
                 ticket = self._again.pop(0)
             else:
                 ticket, self._next = self._next, self._next + 1
-            self._flights[ticket] = Flight(ticket, self.version)
+            self._flights[ticket] = Slot(ticket, self.version)
             return ticket
 
     async def put(self, ticket: int, group: TrajectoryGroup) -> None:
@@ -118,7 +118,7 @@ class GroupBuffer:
     async def take(self) -> Taken:
         """Wait for one step's groups and return them in the order of their tickets."""
         async with self._changed:
-            chosen: list[Flight] | None = None
+            chosen: list[Slot] | None = None
 
             def is_ready() -> bool:
                 nonlocal chosen
@@ -131,7 +131,7 @@ class GroupBuffer:
             groups = [f.group for f in chosen if f.group is not None]
             for flight in chosen:
                 del self._flights[flight.ticket]
-            left: list[Flight] = []
+            left: list[Slot] = []
             if not self._carries:
                 end = (self._step + 1) * self.tickets_per_step
                 left = [self._flights.pop(ticket) for ticket in sorted(self._flights) if ticket < end]
@@ -151,7 +151,7 @@ class GroupBuffer:
             return ahead < (self.version + 1) * self.groups_per_step + self._extra
         return self._next < (self.version + 1 + self.max_staleness) * self.tickets_per_step
 
-    def _of_wave(self) -> list[Flight] | None:
+    def _of_wave(self) -> list[Slot] | None:
         """Return the first complete groups of the step's own tickets; None while there are too few."""
         end = (self._step + 1) * self.tickets_per_step
         done = [f for f in self._flights.values() if f.ticket < end and f.group is not None]
@@ -159,7 +159,7 @@ class GroupBuffer:
             return None
         return sorted(done, key=lambda f: f.finished)[: self.groups_per_step]
 
-    def _due(self) -> list[Flight] | None:
+    def _due(self) -> list[Slot] | None:
         """Return the first complete groups, and among them as many old ones as must not wait; None while there are too few.
 
         Of those that can be trained in the next j + 1 steps at the latest, all but j steps' worth must be trained now.
@@ -168,7 +168,7 @@ class GroupBuffer:
         done = [f for f in flights if f.group is not None]
         if len(done) < self.groups_per_step:
             return None
-        chosen: list[Flight] = []
+        chosen: list[Slot] = []
         for later in range(self.max_staleness + 1):
             oldest = self._step + later - self.max_staleness
             old = sum(f.version <= oldest for f in flights)

@@ -8,6 +8,7 @@ those to its left; nothing else in the library takes a config.
 """
 
 from polyturn.build.cluster import cluster_parts
+from polyturn.build.config_source import ConfigSource, model_folder
 from polyturn.build.endpoint import build_endpoint_context, check_endpoint_run, for_endpoint
 from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_media, build_model
@@ -19,7 +20,6 @@ from polyturn.build.parts import (
     build_scheduler,
     build_tools,
 )
-from polyturn.build.place import Place, model_folder
 from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.build.ranks import check_ranks, follow_leader, lead
 from polyturn.build.tasks import (
@@ -39,9 +39,9 @@ from polyturn.build.tasks import (
 from polyturn.build.training import build_estimator, build_policy, build_trainer, exporter, warm_start_samples
 
 __all__ = [
+    "ConfigSource",
     "FurtherPolicies",
     "Parts",
-    "Place",
     "RunTasks",
     "build_codec",
     "build_endpoint_context",

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.parts import Parts, build_parts
-from polyturn.build.place import Place
 from polyturn.build.ranks import check_ranks, model_of, rank_of
 from polyturn.core.errors import ConfigError
 from polyturn.rollout.pool import RolloutPool
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from polyturn.cluster.clients import Member
     from polyturn.cluster.journal import WorkerJournal
     from polyturn.core.protocols import EngineCapabilities
-    from polyturn.training.team import Rank
+    from polyturn.training.rank_group import RankWorker
 
 
-def cluster_parts(place: Place) -> Parts:
-    """Place engines, workers and ranks on the cluster that the configuration names, and return the leader's parts.
+def cluster_parts(place: ConfigSource) -> Parts:
+    """ConfigSource engines, workers and ranks on the cluster that the configuration names, and return the leader's parts.
 
     Raises:
         ConfigError: there is no such cluster, it has no room, or the run cannot go there.
@@ -43,17 +43,17 @@ def cluster_parts(place: Place) -> Parts:
         )
     try:
         from polyturn.cluster.clients import RayPool
-        from polyturn.cluster.placement import Cluster, Need
+        from polyturn.cluster.placement import Cluster, ResourceRequest
     except ModuleNotFoundError as problem:
         raise ConfigError(f"--ray needs Ray and it is not installed ({problem}); pip install 'polyturn[ray]'") from problem
     here = dataclasses.replace(place, config=config.model_copy(update={"cluster": type(cluster)()}))
     ray = Cluster(cluster.address, patience_s=cluster.patience_s)
     try:
-        engine = ray.engines(_need(Need, cluster.engines), functools.partial(_engine, here))
+        engine = ray.engines(_need(ResourceRequest, cluster.engines), functools.partial(_engine, here))
         parts = build_parts(place, engine=engine)
         pool = functools.partial(_pool, here, engine.replicas, engine.capabilities)
-        workers = ray.workers(_need(Need, cluster.workers), pool)
-        ranks = Need(count=config.train.distributed.ranks, resources=cluster.rank_resources)
+        workers = ray.workers(_need(ResourceRequest, cluster.workers), pool)
+        ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)
         team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=config.train.distributed.tensor_parallel)
     except BaseException:
         ray.close()
@@ -72,12 +72,14 @@ def _need(make: Any, actors: Any) -> Any:
     return make(count=actors.count, resources=actors.resources)
 
 
-def _engine(place: Place) -> BusyEngine:
+def _engine(place: ConfigSource) -> BusyEngine:
     """Build an engine replica, in its actor."""
     return build_parts(place).engine
 
 
-def _pool(place: Place, replicas: Sequence[Member], capabilities: EngineCapabilities, journal: WorkerJournal) -> RolloutPool:
+def _pool(
+    place: ConfigSource, replicas: Sequence[Member], capabilities: EngineCapabilities, journal: WorkerJournal
+) -> RolloutPool:
     """Build a rollout worker, in its actor."""
     from polyturn.cluster.clients import RayEngine
 
@@ -87,7 +89,7 @@ def _pool(place: Place, replicas: Sequence[Member], capabilities: EngineCapabili
     return RolloutPool(context, max_concurrent=place.config.rollout.max_concurrent, max_failed_share=1.0)
 
 
-def _rank(place: Place) -> Rank:
+def _rank(place: ConfigSource) -> RankWorker:
     """Build a trainer rank, in its actor."""
     from polyturn.training import process_group
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.loss import build_correction, build_kl, build_policy_loss
 from polyturn.build.parts import Parts
-from polyturn.build.place import Place
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugin_class import Call, check_function
+from polyturn.core.plugin_class import CallShape, check_function
 from polyturn.core.signature import has_parameter
 
 if TYPE_CHECKING:
     from polyturn.training.reward_kl import RewardKl
 
-OF_GROUP = Call(num=2, write="def estimate(rewards_G, samples_G, **options)")
-OF_BATCH = Call(num=1, write="def estimate(batch, **options)")
+OF_GROUP = CallShape(num=2, write="def estimate(rewards_G, samples_G, **options)")
+OF_BATCH = CallShape(num=1, write="def estimate(batch, **options)")
 
 
-def build_estimator(place: Place) -> Any:
+def build_estimator(place: ConfigSource) -> Any:
     """Return the advantage estimator with its options bound.
 
     Raises:
@@ -68,7 +68,7 @@ def check_credit(parts: Parts) -> None:
     check_algorithm(parts.place)
 
 
-def check_algorithm(place: Place) -> None:
+def check_algorithm(place: ConfigSource) -> None:
     """Refuse an estimator, a loss or a penalty that cannot be had by what the configuration alone says.
 
     Raises:
@@ -104,7 +104,7 @@ def require_scores(parts: Parts, estimator: Any) -> None:
         )
 
 
-def drops_zero_variance(place: Place, estimator: Any) -> bool:
+def drops_zero_variance(place: ConfigSource, estimator: Any) -> bool:
     """Return whether groups of equal rewards leave the loss: what the configuration says, else where nothing is lost."""
     from polyturn.algorithms.advantages import traits_of
 
@@ -116,7 +116,7 @@ def drops_zero_variance(place: Place, estimator: Any) -> bool:
     return traits_of(estimator).only_compares and not algorithm.kl_in_reward.coef
 
 
-def build_reward_kl(place: Place) -> RewardKl | None:
+def build_reward_kl(place: ConfigSource) -> RewardKl | None:
     """Return the KL penalty of the rewards; None without one."""
     from polyturn.algorithms.kl import AdaptiveKl, FixedKl
     from polyturn.training.reward_kl import RewardKl

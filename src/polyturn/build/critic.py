@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
 from polyturn.build.optim import optim_settings
-from polyturn.build.place import Place
 from polyturn.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | DistributedCritic | N
     return Critic(model, media=parts.context.media, **critic_options(place))
 
 
-def critic_model(place: Place, *, like: PreTrainedModel) -> PreTrainedModel:
+def critic_model(place: ConfigSource, *, like: PreTrainedModel) -> PreTrainedModel:
     """Load the model that `algorithm.critic.path` names, whose tokenizer must be that of `like`.
 
     Raises:
@@ -62,7 +62,7 @@ def critic_model(place: Place, *, like: PreTrainedModel) -> PreTrainedModel:
     return found.requires_grad_(True)
 
 
-def critic_options(place: Place) -> dict[str, Any]:
+def critic_options(place: ConfigSource) -> dict[str, Any]:
     """Return the options of a critic, in this process or on a rank."""
     from polyturn.batching.layout import LayoutSettings
     from polyturn.training.critic import CriticSettings

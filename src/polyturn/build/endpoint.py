@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.parts import (
     build_interactions,
     build_rewarder,
@@ -14,7 +15,6 @@ from polyturn.build.parts import (
     build_watchdog,
     check_plugins,
 )
-from polyturn.build.place import Place
 from polyturn.build.policies import build_policies
 from polyturn.build.tasks import check_use
 from polyturn.core.errors import ConfigError
@@ -23,7 +23,7 @@ from polyturn.core.task import Task
 from polyturn.data.dataset import check_tasks
 from polyturn.engines.chat_completions import ChatEngine, Endpoint
 from polyturn.evaluation.evaluate import EvalSet
-from polyturn.interactions.scene import check_row
+from polyturn.interactions.context import check_row
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import Limits
 from polyturn.tokens.parsers import HermesParser, build_parser
@@ -35,7 +35,7 @@ NO_LIMIT = 1 << 30
 """Of the ids here, which are bytes; the server counts its own tokens."""
 
 
-def build_endpoint_context(place: Place, endpoint: Endpoint) -> RolloutContext:
+def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> RolloutContext:
     """Make the rollout context of an evaluation whose model is served elsewhere, known by its text only.
 
     Turns, time and the tokens of one turn are limited as the config says; limits in tokens of the whole conversation are

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.place import Place
+from polyturn.build.config_source import ConfigSource
 from polyturn.core.errors import ConfigError
 from polyturn.core.secret import bearer, token_from
 
@@ -31,7 +31,7 @@ _FOR_PROBES = 16
 
 
 def build_engine(
-    place: Place,
+    place: ConfigSource,
     model: PreTrainedModel,
     *,
     tokenizer: PreTrainedTokenizerFast,
@@ -69,7 +69,7 @@ def build_engine(
     return EmbeddedEngine(model, **options)
 
 
-def _check(place: Place) -> None:
+def _check(place: ConfigSource) -> None:
     config, sampling = place.config.engine, place.config.rollout.sampling
     if config.deterministic:
         raise ConfigError(
@@ -83,7 +83,7 @@ def _check(place: Place) -> None:
 
 
 def _served(
-    place: Place,
+    place: ConfigSource,
     model: PreTrainedModel,
     *,
     tokenizer: PreTrainedTokenizerFast,
@@ -96,7 +96,7 @@ def _served(
     from polyturn.engines.sglang import SglangEngine
     from polyturn.engines.vllm import VllmEngine
     from polyturn.engines.weight_files import WeightFolder
-    from polyturn.engines.weight_ways import choose_way
+    from polyturn.engines.weight_transport import choose_way
 
     config = place.config.engine
     way = choose_way(config.weights, config.urls, has_gpu=_has_cuda())
@@ -129,7 +129,7 @@ def _served(
     return _pool(place, engines, policy=order, files=files)
 
 
-def _pool(place: Place, engines: Sequence[RemoteEngine], *, policy: OrderPolicy, files: WeightFolder) -> EnginePool:
+def _pool(place: ConfigSource, engines: Sequence[RemoteEngine], *, policy: OrderPolicy, files: WeightFolder) -> EnginePool:
     from polyturn.engines.pool import EnginePool
 
     config = place.config.engine
@@ -150,7 +150,7 @@ def _has_cuda() -> bool:
 
 
 def _model_folder(
-    place: Place,
+    place: ConfigSource,
     model: PreTrainedModel,
     *,
     tokenizer: PreTrainedTokenizerFast,
@@ -174,7 +174,7 @@ def _model_folder(
     return folder, True
 
 
-def _launches(place: Place, folder: Path, *, max_context: int, sees: bool) -> list[LaunchSpec]:
+def _launches(place: ConfigSource, folder: Path, *, max_context: int, sees: bool) -> list[LaunchSpec]:
     import dataclasses
 
     import torch

@@ -6,7 +6,7 @@ import atexit
 import re
 from collections.abc import Sequence
 
-from polyturn.build.place import Place
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.policies import FurtherPolicies
 from polyturn.config.models import EnvConfig
 from polyturn.core.errors import ConfigError
@@ -20,7 +20,7 @@ from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
 
-def env_configs(place: Place) -> list[EnvConfig]:
+def env_configs(place: ConfigSource) -> list[EnvConfig]:
     """Return the environments that a run names.
 
     Raises:
@@ -39,7 +39,7 @@ def env_configs(place: Place) -> list[EnvConfig]:
     return found
 
 
-def build_env_scheduler(place: Place, policies: FurtherPolicies) -> MultiTurnScheduler:
+def build_env_scheduler(place: ConfigSource, policies: FurtherPolicies) -> MultiTurnScheduler:
     """Make what drives the episodes of the run's environments.
 
     Raises:
@@ -68,12 +68,12 @@ def build_env_scheduler(place: Place, policies: FurtherPolicies) -> MultiTurnSch
     return next(iter(own.values())) if own else EnvScheduler(stages)
 
 
-def build_env_tools(place: Place) -> list[Tool]:
+def build_env_tools(place: ConfigSource) -> list[Tool]:
     """Return the tools that the run has because of its environments."""
     return [tool for one in env_configs(place) for tool in _adapter(one, place).tools()]
 
 
-def build_env_tasks(place: Place, *, split: str) -> Sequence[Task]:
+def build_env_tasks(place: ConfigSource, *, split: str) -> Sequence[Task]:
     """Return the tasks of the run's environments, seeds of the split ("train" or "eval").
 
     Raises:
@@ -92,7 +92,7 @@ def build_env_tasks(place: Place, *, split: str) -> Sequence[Task]:
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
-def rows_for_env(place: Place, tasks: Sequence[Task], *, key: str) -> Sequence[Task]:
+def rows_for_env(place: ConfigSource, tasks: Sequence[Task], *, key: str) -> Sequence[Task]:
     """Return rows of the user's own as tasks of the run's environment, for one that is made of a row.
 
     Raises:
@@ -119,14 +119,14 @@ class Staged(Changed):
         super().__init__(tasks, at_stage(split=split, score=score))
 
 
-def _adapter(one: EnvConfig, place: Place) -> Adapter:
+def _adapter(one: EnvConfig, place: ConfigSource) -> Adapter:
     if one.name not in place.adapters:
         place.adapters[one.name] = find_adapter(one.name, one.kwargs, base=place.base)
         atexit.register(place.adapters[one.name].close)
     return place.adapters[one.name]
 
 
-def _stage(one: EnvConfig, adapter: Adapter, place: Place, policies: FurtherPolicies) -> Stage:
+def _stage(one: EnvConfig, adapter: Adapter, place: ConfigSource, policies: FurtherPolicies) -> Stage:
     if adapter.num_seats == 1 and (one.seats or one.eval_seats):
         raise ConfigError(f"env {one.name!r} has one player and env.seats is {one.seats or one.eval_seats!r:.200}; drop it")
     seats, eval_seats = (

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
-from polyturn.build.place import Place
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugin_class import Call, check_function
+from polyturn.core.plugin_class import CallShape, check_function
 from polyturn.core.signature import has_parameter, required
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from polyturn.algorithms.kl import KlController
     from polyturn.algorithms.losses import PolicyLoss
 
-_LOSS = Call(num=3, write="def loss(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, clip_high)")
+_LOSS = CallShape(num=3, write="def loss(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, clip_high)")
 
 
-def build_policy_loss(place: Place) -> PolicyLoss:
+def build_policy_loss(place: ConfigSource) -> PolicyLoss:
     """Return the policy loss that the configuration names."""
     from polyturn.algorithms.losses import policy_losses
 
@@ -39,7 +39,7 @@ def build_policy_loss(place: Place) -> PolicyLoss:
     return loss
 
 
-def build_kl(place: Place) -> KlController:
+def build_kl(place: ConfigSource) -> KlController:
     """Return what holds or steers the weight of the KL term."""
     from polyturn.algorithms.kl import AdaptiveKl, FixedKl
 
@@ -53,7 +53,7 @@ def build_kl(place: Place) -> KlController:
     return AdaptiveKl(coef=algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
 
 
-def build_reference(place: Place, model: PreTrainedModel) -> bool | PreTrainedModel:
+def build_reference(place: ConfigSource, model: PreTrainedModel) -> bool | PreTrainedModel:
     """Return whether there is a reference, or the one that `model.reference` names."""
     config = place.config
     path = config.model.reference
@@ -64,7 +64,7 @@ def build_reference(place: Place, model: PreTrainedModel) -> bool | PreTrainedMo
     return True if path is None else load_frozen(place, path, like=model, dtype=None)
 
 
-def build_teacher(place: Place, model: PreTrainedModel) -> PreTrainedModel | None:
+def build_teacher(place: ConfigSource, model: PreTrainedModel) -> PreTrainedModel | None:
     """Return the model to distil from; None where there is none.
 
     Raises:
@@ -78,7 +78,7 @@ def build_teacher(place: Place, model: PreTrainedModel) -> PreTrainedModel | Non
     return load_frozen(place, algorithm.distill.teacher, like=model, dtype=algorithm.distill.dtype)
 
 
-def build_correction(place: Place) -> CorrectionSettings | None:
+def build_correction(place: ConfigSource) -> CorrectionSettings | None:
     """Return the off-policy correction; None where there is none.
 
     Raises:

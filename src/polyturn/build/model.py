@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyturn.build.place import Place, folder_or_name
+from polyturn.build.config_source import ConfigSource, folder_or_name
 from polyturn.core.errors import ConfigError
 from polyturn.core.registry import import_attr
 from polyturn.tokens.codec import Codec, load_codec
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_codec(place: Place, *, checkpoint: Path | None = None) -> Codec:
+def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec:
     """Load the tokenizer, or train the one that `model.train_tokenizer` describes; set the chat template."""
     model = place.config.model
     template = None
@@ -53,7 +53,9 @@ def build_codec(place: Place, *, checkpoint: Path | None = None) -> Codec:
     return codec
 
 
-def build_model(place: Place, tokenizer: PreTrainedTokenizerFast, *, checkpoint: Path | None = None) -> PreTrainedModel:
+def build_model(
+    place: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, checkpoint: Path | None = None
+) -> PreTrainedModel:
     """Load the model's weights, or make random ones from `model.init`; put in the adapter that `model.lora` describes.
 
     Raises:
@@ -81,7 +83,7 @@ def build_model(place: Place, tokenizer: PreTrainedTokenizerFast, *, checkpoint:
     return built
 
 
-def load_frozen(place: Place, path: str, *, like: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
+def load_frozen(place: ConfigSource, path: str, *, like: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
     """Load a model that is only scored, onto the device of `like`; in its own words, not in the adapter's."""
     from polyturn.training import hf
 
@@ -95,7 +97,7 @@ def _dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _base_model(place: Place, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def _base_model(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     from polyturn.training import hf
 
     model = place.config.model
@@ -113,7 +115,7 @@ def _base_model(place: Place, tokenizer: PreTrainedTokenizerFast) -> PreTrainedM
     return hf.load_model(folder_or_name(model.path, place.base), dtype=dtype, revision=model.revision)
 
 
-def build_media(place: Place, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
+def build_media(place: ConfigSource, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
     """Make the processor of a model that takes more than text; None for text.
 
     Raises:

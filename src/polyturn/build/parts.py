@@ -10,10 +10,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.engine import build_engine
 from polyturn.build.environments import build_env_scheduler, build_env_tools
 from polyturn.build.model import build_codec, build_media, build_model
-from polyturn.build.place import Place
 from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.config.models import (
     LimitsConfig,
@@ -33,7 +33,7 @@ from polyturn.core.signature import has_parameter, lacks
 from polyturn.core.watchdog import LoopWatchdog
 from polyturn.engines.update_gate import UpdateGate
 from polyturn.interactions.registry import check_interactions, initialize_interactions_from_config
-from polyturn.rewards.calls import CallOptions, RateLimit
+from polyturn.rewards.calls import CallOptions, CallRateLimit
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.router import RewardRef, RewardRouter
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.engines.pool import EnginePool
     from polyturn.engines.process import ProcessEngine
-    from polyturn.training.team import Team
+    from polyturn.training.rank_group import RankGroup
 
 NO_POLICIES = FurtherPolicies()
 _NUM_TRIALS = 9
@@ -68,7 +68,7 @@ _NUM_TRIALS = 9
 class Parts:
     """What rollout needs, live: the same for training, evaluation and `polyturn rollout`."""
 
-    place: Place
+    place: ConfigSource
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
     engine: EmbeddedEngine | ProcessEngine | EnginePool | RayEngine
@@ -77,7 +77,7 @@ class Parts:
     max_context: int
     policies: FurtherPolicies = NO_POLICIES
     """Those that speak and are not trained."""
-    team: Team | None = None
+    team: RankGroup | None = None
     """The ranks that train together; None where this process trains alone."""
     pool: RayPool | None = None
     """The workers of a cluster that run the episodes; None where this process runs them."""
@@ -89,7 +89,7 @@ class Parts:
 
 
 def build_parts(
-    place: Place,
+    place: ConfigSource,
     *,
     checkpoint: Path | None = None,
     engine: Any = None,
@@ -180,13 +180,13 @@ class Plugins(NamedTuple):
     rewarder: RewardRouter
 
 
-def _plugins(place: Place, policies: FurtherPolicies) -> Plugins:
+def _plugins(place: ConfigSource, policies: FurtherPolicies) -> Plugins:
     scheduler = build_scheduler(place, policies)
     rewarder = build_rewarder(place, policies, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward)
     return Plugins(scheduler=scheduler, interactions=build_interactions(place, policies), rewarder=rewarder)
 
 
-def check_plugins(place: Place) -> None:
+def check_plugins(place: ConfigSource) -> None:
     """Import what the configuration names of the user's own, and refuse what cannot be a plug-in, before anything is loaded.
 
     Raises:
@@ -207,7 +207,7 @@ def check_plugins(place: Place) -> None:
     build_rewarder(place)
 
 
-def _check_scheduler(place: Place) -> None:
+def _check_scheduler(place: ConfigSource) -> None:
     found = _scheduler_class(place)
     if not isinstance(found, type):
         return
@@ -228,7 +228,7 @@ def _is_of(found: type, module: str) -> bool:
     return any(c.__module__ == module for c in found.__mro__)
 
 
-def _scheduler_class(place: Place) -> Any:
+def _scheduler_class(place: ConfigSource) -> Any:
     """Return what `rollout.scheduler` names.
 
     Raises:
@@ -240,7 +240,7 @@ def _scheduler_class(place: Place) -> Any:
     return _swift_scheduler(name) or schedulers.resolve(name, base=place.base)
 
 
-def build_tools(place: Place, *, codec: Codec) -> ToolBox:
+def build_tools(place: ConfigSource, *, codec: Codec) -> ToolBox:
     """Make the tools of the file and of the named functions."""
     tools = place.config.rollout.tools
     found: list[BaseTool] = []
@@ -266,7 +266,7 @@ def build_tools(place: Place, *, codec: Codec) -> ToolBox:
     )
 
 
-def _function_tools(place: Place) -> list[BaseTool]:
+def _function_tools(place: ConfigSource) -> list[BaseTool]:
     """Return the functions that `rollout.tools.functions` names.
 
     Raises:
@@ -292,7 +292,7 @@ def build_watchdog(config: RolloutConfig) -> LoopWatchdog | None:
     return None if config.watchdog_s is None else LoopWatchdog(limit_s=config.watchdog_s)
 
 
-def build_interactions(place: Place, policies: FurtherPolicies = NO_POLICIES) -> Mapping[str, Any]:
+def build_interactions(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES) -> Mapping[str, Any]:
     """Make the interactions of the file or the list."""
     source = place.config.rollout.interactions
     if source is None:
@@ -303,7 +303,7 @@ def build_interactions(place: Place, policies: FurtherPolicies = NO_POLICIES) ->
 
 
 def build_rewarder(
-    place: Place, policies: FurtherPolicies = NO_POLICIES, *, scores_turns: bool = False, may_be_given: bool = False
+    place: ConfigSource, policies: FurtherPolicies = NO_POLICIES, *, scores_turns: bool = False, may_be_given: bool = False
 ) -> RewardRouter:
     """Make what scores finished trajectories; the flags say what the run's scheduler scores."""
     reward = place.config.reward
@@ -340,12 +340,12 @@ def _reward_ref(named: str | RewardFunctionConfig) -> RewardRef:
     return RewardRef(target=named) if isinstance(named, str) else RewardRef(target=named.name, kwargs=named.kwargs)
 
 
-def _rate_limit(rate: RewardRateConfig) -> RateLimit | None:
+def _rate_limit(rate: RewardRateConfig) -> CallRateLimit | None:
     of_tokens = None if rate.tokens_per_minute is None else rate.tokens_per_minute / rate.tokens_per_call
     per_minute = min((r for r in (rate.calls_per_minute, of_tokens) if r is not None), default=None)
     if rate.max_concurrent is None and per_minute is None:
         return None
-    return RateLimit(max_concurrent=rate.max_concurrent, calls_per_minute=per_minute)
+    return CallRateLimit(max_concurrent=rate.max_concurrent, calls_per_minute=per_minute)
 
 
 def _overlong(config: OverlongConfig, limits: LimitsConfig) -> Overlong | None:
@@ -357,7 +357,7 @@ def _overlong(config: OverlongConfig, limits: LimitsConfig) -> Overlong | None:
     return Overlong(max_tokens=limit, buffer=config.buffer, penalty=config.penalty)
 
 
-def build_scheduler(place: Place, policies: FurtherPolicies = NO_POLICIES) -> MultiTurnScheduler:
+def build_scheduler(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES) -> MultiTurnScheduler:
     """Make the scheduler.
 
     Raises:

@@ -1,7 +1,7 @@
 """From the `policies` section to further policies of the run: each a model, a tokenizer and an engine of its own.
 
 opponent  ->  model.py, engine.py as for the run itself, with the sections `model` and `engine` in its place
-past      ->  a copy of the trained model, the run's own tokenizer, and a `Follower` that training keeps up
+past      ->  a copy of the trained model, the run's own tokenizer, and a `PolicySnapshot` that training keeps up
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.config_source import ConfigSource, folder_or_name, model_folder
 from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_model
-from polyturn.build.place import Place, folder_or_name, model_folder
 from polyturn.config.models import EngineConfig, ModelConfig, PolicyConfig, RolloutConfig
 from polyturn.config.models.policies import SELF
 from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.core.generation import SamplingParams
-from polyturn.engines.other_policy import OtherPolicy
+from polyturn.engines.frozen_policy import FrozenPolicy
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser, build_parser
@@ -26,7 +26,7 @@ from polyturn.tokens.parsers import ToolCallParser, build_parser
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from polyturn.training.followers import Follower
+    from polyturn.training.policy_snapshots import PolicySnapshot
 
 MAX_TOKENS = 512
 """What a policy says at once where nothing limits it."""
@@ -36,8 +36,8 @@ MAX_TOKENS = 512
 class FurtherPolicies:
     """The further policies of a run."""
 
-    by_name: dict[str, OtherPolicy] = dataclasses.field(default_factory=dict)
-    followers: tuple[Follower, ...] = ()
+    by_name: dict[str, FrozenPolicy] = dataclasses.field(default_factory=dict)
+    followers: tuple[PolicySnapshot, ...] = ()
     """Those that are copies of the trained one."""
 
     @property
@@ -52,7 +52,9 @@ class FurtherPolicies:
         return found | {f"policies/{one.name}/version": float(one.version or 0) for one in self.followers}
 
 
-def build_policies(place: Place, *, model: PreTrainedModel | None = None, codec: Codec | None = None) -> FurtherPolicies:
+def build_policies(
+    place: ConfigSource, *, model: PreTrainedModel | None = None, codec: Codec | None = None
+) -> FurtherPolicies:
     """Make the further policies of a run.
 
     Args:
@@ -63,8 +65,8 @@ def build_policies(place: Place, *, model: PreTrainedModel | None = None, codec:
     Raises:
         ConfigError: one of them cannot be loaded, or cannot be.
     """
-    by_name: dict[str, OtherPolicy] = {}
-    followers: list[Follower] = []
+    by_name: dict[str, FrozenPolicy] = {}
+    followers: list[PolicySnapshot] = []
     for name, one in place.config.policies.items():
         try:
             if one.model != SELF:
@@ -79,7 +81,7 @@ def build_policies(place: Place, *, model: PreTrainedModel | None = None, codec:
     return FurtherPolicies(by_name=by_name, followers=tuple(followers))
 
 
-def _frozen(name: str, one: PolicyConfig, place: Place) -> OtherPolicy:
+def _frozen(name: str, one: PolicyConfig, place: ConfigSource) -> FrozenPolicy:
     checkpoint = None if one.checkpoint is None else model_folder(place.base / Path(one.checkpoint).expanduser())
     import torch
 
@@ -94,27 +96,27 @@ def _frozen(name: str, one: PolicyConfig, place: Place) -> OtherPolicy:
 
 
 def _follower(
-    name: str, one: PolicyConfig, place: Place, *, model: PreTrainedModel, codec: Codec
-) -> tuple[Follower, OtherPolicy]:
-    from polyturn.training.followers import Follower
+    name: str, one: PolicyConfig, place: ConfigSource, *, model: PreTrainedModel, codec: Codec
+) -> tuple[PolicySnapshot, FrozenPolicy]:
     from polyturn.training.hf import frozen_copy
+    from polyturn.training.policy_snapshots import PolicySnapshot
 
     copied = frozen_copy(model)
     max_context = _max_context(one, copied, default=place.config.rollout.limits.max_context or 4096)
     own = _own_place(one, place, place.config.model)
     engine = build_engine(own, copied, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=None)
-    follower = Follower(name=name, model=copied, engine=engine, refresh_every=one.refresh_every)
+    follower = PolicySnapshot(name=name, model=copied, engine=engine, refresh_every=one.refresh_every)
     rollout = place.config.rollout
     parser = build_parser(codec, rollout.parser, reasoning=rollout.reasoning_parser, base=place.base)
     return follower, _policy(name, one, place, engine=engine, codec=codec, parser=parser, max_context=max_context)
 
 
 def _policy(
-    name: str, one: PolicyConfig, place: Place, *, engine: Any, codec: Codec, parser: ToolCallParser, max_context: int
-) -> OtherPolicy:
+    name: str, one: PolicyConfig, place: ConfigSource, *, engine: Any, codec: Codec, parser: ToolCallParser, max_context: int
+) -> FrozenPolicy:
     rollout = place.config.rollout
     sampling = one.sampling or rollout.sampling
-    return OtherPolicy(
+    return FrozenPolicy(
         name,
         engine=engine,
         encoder=DeltaEncoder(codec, escape_prompts=rollout.escape_prompts, escape_observations=rollout.escape_observations),
@@ -129,15 +131,15 @@ def _policy(
     )
 
 
-def _own_place(one: PolicyConfig, place: Place, model: ModelConfig) -> Place:
+def _own_place(one: PolicyConfig, place: ConfigSource, model: ModelConfig) -> ConfigSource:
     """Return the place of a run whose only policy this one is; how others are sampled is none of its engine's business."""
     config = place.config
     engine = one.engine or (config.engine if config.engine.kind == "embedded" else EngineConfig())
     changed = config.model_copy(update={"model": model, "engine": engine, "rollout": RolloutConfig()})
-    return Place(config=changed, base=place.base)
+    return ConfigSource(config=changed, base=place.base)
 
 
-def _model_config(one: PolicyConfig, place: Place, checkpoint: Path | None) -> ModelConfig:
+def _model_config(one: PolicyConfig, place: ConfigSource, checkpoint: Path | None) -> ModelConfig:
     own = place.config.model
     if isinstance(one.model, ModelConfig):
         return one.model

@@ -12,12 +12,12 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.critic import critic_model, critic_options
 from polyturn.build.loss import build_kl, build_policy_loss, build_reference, build_teacher
 from polyturn.build.model import build_codec, build_media, build_model
 from polyturn.build.optim import optim_settings
 from polyturn.build.parts import Parts
-from polyturn.build.place import Place
 from polyturn.config.models import OptimConfig, RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from polyturn.tokens.multimodal import MediaProcessor
     from polyturn.training.fsdp import ShardedPolicy
-    from polyturn.training.team import Rank
+    from polyturn.training.rank_group import RankWorker
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class PolicySpec:
 
 
 def policy_options(
-    place: Place, spec: PolicySpec, model: PreTrainedModel, media: MediaProcessor | None, *, has_frozen: bool = True
+    place: ConfigSource, spec: PolicySpec, model: PreTrainedModel, media: MediaProcessor | None, *, has_frozen: bool = True
 ) -> dict[str, Any]:
     """Return the options of a policy over `model`, on one rank or on many; `has_frozen` loads frozen ones too."""
     import torch
@@ -128,7 +128,7 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
     return dataclasses.replace(parts, team=team)
 
 
-def follow_leader(place: Place, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> None:
+def follow_leader(place: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> None:
     """Be one of the other ranks until the leader is done; `on_joined` is called once all are there."""
     from polyturn.training import process_group
 
@@ -139,7 +139,7 @@ def follow_leader(place: Place, *, num_ranks: int, local_rank: int, on_joined: C
     process_group.follow(rank_of(place, make_model, media, device))
 
 
-def model_of(place: Place) -> tuple[Callable[[], PreTrainedModel], MediaProcessor | None]:
+def model_of(place: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaProcessor | None]:
     """Return what makes the model of a rank that has no other parts, and its processor."""
     import torch
 
@@ -154,13 +154,13 @@ def model_of(place: Place) -> tuple[Callable[[], PreTrainedModel], MediaProcesso
 
 
 def rank_of(
-    place: Place, make_model: Callable[[], PreTrainedModel], media: MediaProcessor | None, device: torch.device
-) -> Rank:
+    place: ConfigSource, make_model: Callable[[], PreTrainedModel], media: MediaProcessor | None, device: torch.device
+) -> RankWorker:
     """Return what runs the leader's commands on this rank."""
     from polyturn.training.critic_shards import ShardedCritic
     from polyturn.training.fsdp import ShardedPolicy, make_mesh
     from polyturn.training.hf import checkpoint_activations
-    from polyturn.training.team import Rank
+    from polyturn.training.rank_group import RankWorker
 
     @functools.cache
     def mesh() -> DeviceMesh:
@@ -176,4 +176,4 @@ def rank_of(
             checkpoint_activations(model)
         return ShardedCritic(model, mesh=mesh(), device=device, media=media, **critic_options(place))
 
-    return Rank(make=make, make_critic=make_critic)
+    return RankWorker(make=make, make_critic=make_critic)

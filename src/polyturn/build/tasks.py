@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyturn.batching.loss_scale import build_loss_scale
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.credit import check_algorithm, check_credit
 from polyturn.build.environments import build_env_tasks, env_configs, rows_for_env
 from polyturn.build.parts import Parts, Plugins, sampling_params
-from polyturn.build.place import Place
 from polyturn.config.models import (
     TaskSourceConfig,
 )
@@ -31,14 +31,14 @@ from polyturn.data.mix import MixSettings, MixState, TaskMix
 from polyturn.data.sampler import CURRICULUM, Curriculum, TaskSampler
 from polyturn.data.sequences import Subset, WithSystem
 from polyturn.evaluation.evaluate import EvalSet
-from polyturn.interactions.scene import check_row, check_setup
+from polyturn.interactions.context import check_row, check_setup
 from polyturn.rollout.context import RolloutContext
 from polyturn.tools.executor import ToolBox
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
     from polyturn.store.parquet_store import StoreSettings
-    from polyturn.tracking.fan_out import TrackerSpec
+    from polyturn.tracking.manager import TrackerSpec
     from polyturn.training.observer import AlsoRecord
 
 
@@ -69,7 +69,7 @@ class RunTasks:
     eval_sets: Sequence[EvalSet]
 
 
-def build_run_tasks(place: Place) -> RunTasks:
+def build_run_tasks(place: ConfigSource) -> RunTasks:
     """Open the tasks of a training run.
 
     Raises:
@@ -81,7 +81,7 @@ def build_run_tasks(place: Place) -> RunTasks:
     return RunTasks(train=train, eval_sets=eval_sets)
 
 
-def _refuse_evaluation_of_nothing(place: Place) -> None:
+def _refuse_evaluation_of_nothing(place: ConfigSource) -> None:
     """Refuse settings that evaluate during training where there is nothing to evaluate on."""
     evaluation = place.config.evaluation
     for name in ("every", "stop_at", "patience"):
@@ -92,7 +92,7 @@ def _refuse_evaluation_of_nothing(place: Place) -> None:
             )
 
 
-def build_train_tasks(place: Place) -> Sequence[Task]:
+def build_train_tasks(place: ConfigSource) -> Sequence[Task]:
     """Open what a run trains on: data.train, or the tasks of its environment.
 
     Raises:
@@ -111,7 +111,7 @@ def build_train_tasks(place: Place) -> Sequence[Task]:
     return build_tasks(source, base=place.base, split="train")
 
 
-def check_before_weights(place: Place, tasks: RunTasks, plugins: Plugins, tools: ToolBox) -> None:
+def check_before_weights(place: ConfigSource, tasks: RunTasks, plugins: Plugins, tools: ToolBox) -> None:
     """Refuse what can be refused before any weights are loaded: names that lead nowhere, and rows that nothing scores.
 
     Raises:
@@ -160,7 +160,7 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
             logger.warning("policies.%s is in memory, and no seat, simulated user or judge of the config names it", name)
 
 
-def check_warm_start(place: Place) -> None:
+def check_warm_start(place: ConfigSource) -> None:
     """Refuse a supervised start that has nothing to imitate.
 
     Raises:
@@ -238,11 +238,11 @@ def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
             f"train.groups_per_step = {train.groups_per_step}; lower it, or give more tasks"
         )
     train = train.model_copy(update={"steps": visits // train.groups_per_step, "epochs": None})
-    place = Place(config=config.model_copy(update={"train": train}), base=parts.place.base)
+    place = ConfigSource(config=config.model_copy(update={"train": train}), base=parts.place.base)
     return dataclasses.replace(parts, place=place), tasks
 
 
-def build_sampler(place: Place, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
+def build_sampler(place: ConfigSource, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
     """Return what makes the order of tasks anew, from the start.
 
     Raises:
@@ -369,7 +369,7 @@ def _read_tasks(parts: Parts, tasks: Sequence[Task], *, name: str) -> DatasetSum
         )
 
 
-def build_eval_sets(place: Place) -> list[EvalSet]:
+def build_eval_sets(place: ConfigSource) -> list[EvalSet]:
     """Make the evaluation sets; none when `evaluation.data` is not set."""
     config = place.config
     tasks: Sequence[Task]
@@ -394,20 +394,20 @@ def build_eval_sets(place: Place) -> list[EvalSet]:
     ]
 
 
-def build_trackers(place: Place) -> tuple[TrackerSpec, ...]:
+def build_trackers(place: ConfigSource) -> tuple[TrackerSpec, ...]:
     """Find the trackers of a run and check their keys, before any time is spent.
 
     Raises:
         ConfigError: one is not known, not installed, or does not take its keys.
     """
     from polyturn.config.models import TrackerConfig
-    from polyturn.tracking.fan_out import tracker_spec
+    from polyturn.tracking.manager import tracker_spec
 
     wanted = [TrackerConfig(name=t) if isinstance(t, str) else t for t in place.config.tracking]
     return tuple(tracker_spec(t.name, samples=t.samples, base=place.base, **(t.model_extra or {})) for t in wanted)
 
 
-def build_store_settings(place: Place) -> StoreSettings:
+def build_store_settings(place: ConfigSource) -> StoreSettings:
     """Return how much of the trajectories is kept."""
     from polyturn.store.parquet_store import StoreSettings
 

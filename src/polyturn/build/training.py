@@ -57,10 +57,10 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     from polyturn.algorithms.advantages import traits_of
     from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.training.checkpoint import Checkpoints
-    from polyturn.training.flights import FOLDER, Flights
-    from polyturn.training.followers import Followers
     from polyturn.training.hf import plain_weights
+    from polyturn.training.journal_file import FOLDER, JournalFile
     from polyturn.training.loop import Trainer
+    from polyturn.training.policy_snapshots import PolicySnapshots
     from polyturn.training.state import LoopSettings
 
     place, config = parts.place, parts.place.config
@@ -68,7 +68,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
     restarts = "engine.deterministic restarts every conversation" if config.engine.deterministic else None
-    flights = Flights(folder / FOLDER, why_not=restarts)
+    flights = JournalFile(folder / FOLDER, why_not=restarts)
     if parts.pool is not None:
         parts.pool.keep_in(flights)
     return Trainer(
@@ -111,7 +111,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         channel=_gated(parts, _channel(parts, policy)),
         fingerprint=parts.context.codec.fingerprint,
         sampler=build_sampler(place, tasks.train),
-        followers=Followers(parts.policies.followers, weights=functools.partial(plain_weights, parts.model)),
+        followers=PolicySnapshots(parts.policies.followers, weights=functools.partial(plain_weights, parts.model)),
         trains_in_thread=not isinstance(parts.engine, EmbeddedEngine),
     )
 

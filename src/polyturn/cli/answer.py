@@ -10,11 +10,11 @@ from polyturn.cli.console import Output
 from polyturn.cli.listening import needing, show_page
 from polyturn.cli.serve import ServeOptions
 from polyturn.core.errors import DataError
-from polyturn.interactions.desk import POLL_S, Desk
+from polyturn.interactions.human_queue import POLL_S, HumanQueue
 from polyturn.interactions.terminal import Terminal, TerminalClosedError
 
 
-def open_desk(folder: Path) -> Desk:
+def open_desk(folder: Path) -> HumanQueue:
     """Return the desk of a folder.
 
     Raises:
@@ -25,7 +25,7 @@ def open_desk(folder: Path) -> Desk:
             f"no conversation waits for a person in {str(folder)!r}: it has no folder waiting/. Give the folder that the "
             "interaction's key `desk` names, once the run has started"
         )
-    return Desk(folder)
+    return HumanQueue(folder)
 
 
 def run(folder: Path, options: ServeOptions) -> None:
@@ -36,7 +36,7 @@ def run(folder: Path, options: ServeOptions) -> None:
         DataError: no conversation waits in the folder.
     """
     with needing("view", what="the page"):
-        from polyturn.viewer.desk_app import MAX_BODY_BYTES, create_desk_app
+        from polyturn.viewer.human_queue_app import MAX_BODY_BYTES, create_desk_app
     desk = open_desk(folder)
     show_page(lambda rules: create_desk_app(desk, rules=rules), options, label="answer at", max_body_bytes=MAX_BODY_BYTES)
 

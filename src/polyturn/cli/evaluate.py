@@ -33,7 +33,7 @@ from polyturn.training.observer import RunObserver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class EvaluatedSet:
     """What one evaluation set showed."""
 
     report: EvalReport
@@ -83,14 +83,14 @@ def _model_overrides(model: str) -> list[str]:
     return [f"model.path={json.dumps(model)}", *nothing]
 
 
-def _sets(place: build.Place) -> list[EvalSet]:
+def _sets(place: build.ConfigSource) -> list[EvalSet]:
     sets = build.build_eval_sets(place)
     if not sets:
         raise ConfigError("evaluation.data is not set: there are no tasks to evaluate on")
     return sets
 
 
-def _new_folder(place: build.Place, resolved: dict[str, Any]) -> Path:
+def _new_folder(place: build.ConfigSource, resolved: dict[str, Any]) -> Path:
     folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-eval")
     write_resolved(resolved, folder / "config.yaml")
     return folder
@@ -98,7 +98,7 @@ def _new_folder(place: build.Place, resolved: dict[str, Any]) -> Path:
 
 async def _all(
     context: RolloutContext, config: RunConfig, sets: Sequence[EvalSet], observer: RunObserver
-) -> dict[str, Found]:
+) -> dict[str, EvaluatedSet]:
     out = {}
     engine = context.engine
     finish: Callable[[TrajectoryGroup], TrajectoryGroup] | None = engine.finish if isinstance(engine, ChatEngine) else None
@@ -117,13 +117,13 @@ async def _all(
             )
             observer.on_eval(0, which.name, result.report, result.groups)
             found = statistics(result.groups, success_at=which.success_at, seed=config.seed)
-            out[which.name] = Found(report=result.report, statistics=found)
+            out[which.name] = EvaluatedSet(report=result.report, statistics=found)
     finally:
         await context.close()
     return out
 
 
-def _show(found: Mapping[str, Found], folder: Path, *, as_json: bool) -> None:
+def _show(found: Mapping[str, EvaluatedSet], folder: Path, *, as_json: bool) -> None:
     data = {name: one.to_json() for name, one in found.items()}
     (folder / "report.json").write_text(json.dumps(data, indent=2) + "\n")
     out = Output()

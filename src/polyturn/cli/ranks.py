@@ -37,7 +37,7 @@ _LAUNCHER = "POLYTURN_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Which of how many processes this one is."""
 
     rank: int
@@ -50,7 +50,7 @@ class RankError(PolyturnError, RuntimeError):
     """A process of the run died."""
 
 
-def this_rank() -> Place | None:
+def this_rank() -> RankPlace | None:
     """Return which rank this process is; None where no launcher said so.
 
     Raises:
@@ -60,7 +60,7 @@ def this_rank() -> Place | None:
         return None
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
+        return RankPlace(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
     except ValueError as problem:
         raise ConfigError(
             f"RANK is {os.environ['RANK']!r} and WORLD_SIZE {os.environ['WORLD_SIZE']!r}; a launcher sets both to numbers"

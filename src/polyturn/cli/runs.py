@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polyturn.build import Parts, Place
+from polyturn.build import ConfigSource, Parts
 from polyturn.cli.console import quiet_transformers
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, one_line
 
 
-def open_place(path: Path, overrides: Sequence[str]) -> tuple[Place, dict[str, Any]]:
+def open_place(path: Path, overrides: Sequence[str]) -> tuple[ConfigSource, dict[str, Any]]:
     """Read a config; return it with the folder its paths start from, and as resolved data that is safe to write."""
     loaded = load_config(RunConfig, path, overrides)
     quiet_transformers()
-    return Place(config=loaded.config, base=path.parent.resolve()), loaded.resolved
+    return ConfigSource(config=loaded.config, base=path.parent.resolve()), loaded.resolved
 
 
 def new_run_folder(wanted: Path) -> Path:

@@ -39,7 +39,7 @@ class ServeOptions:
     grace_s: float = 30.0
     deadline_s: float | None = None
     rate_limit: str | None = None
-    """How often one client may ask, as `RateLimit.parse` reads it; None is as often as it likes."""
+    """How often one client may ask, as `ClientRateLimit.parse` reads it; None is as often as it likes."""
     allowed_hosts: tuple[str, ...] = ()
     """Further names under which the server is reached."""
 
@@ -81,14 +81,14 @@ def server_rules(
         ConfigError: the address would be open to others without a token, or a value cannot work.
     """
     from polyturn.serving.address import check_exposure, is_loopback
-    from polyturn.serving.rules import RateLimit, ServerRules
+    from polyturn.serving.rules import ClientRateLimit, ServerRules
 
     check_exposure(host, token)
     return ServerRules(
         token=token,
         is_loopback=is_loopback(host),
         allowed_hosts=frozenset(name.lower() for name in allowed_hosts),
-        rate=None if rate_limit is None else RateLimit.parse(rate_limit),
+        rate=None if rate_limit is None else ClientRateLimit.parse(rate_limit),
         **changes,
     )
 
@@ -131,7 +131,7 @@ def _serve(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> N
     from polyturn.serving.service import RolloutService
 
     quiet_transformers()
-    parts = build.build_parts(build.Place(config=loaded.config, base=base.resolve()))
+    parts = build.build_parts(build.ConfigSource(config=loaded.config, base=base.resolve()))
 
     async def serve_parts() -> None:
         service = RolloutService(

@@ -20,12 +20,12 @@ def run(options: ServeOptions, *, python: Path | None = None, allow_unsafe: bool
         from polyturn.serving.sandbox import MAX_BODY_BYTES, SandboxService, create_app
     from polyturn.tools.python_sandbox.interpreter import Interpreter
     from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_walls
-    from polyturn.tools.python_sandbox.limits import OUTPUT_OF_PROGRAMS, Limits
+    from polyturn.tools.python_sandbox.limits import OUTPUT_OF_PROGRAMS, SandboxLimits
 
     rules = options.rules(max_body_bytes=MAX_BODY_BYTES)
     walls = require_walls(allow_unsafe=allow_unsafe)
     timeout_s = 30.0 if options.deadline_s is None else options.deadline_s
-    limits = Limits(timeout_s=timeout_s, memory_mb=1024, output_bytes=OUTPUT_OF_PROGRAMS)
+    limits = SandboxLimits(timeout_s=timeout_s, memory_mb=1024, output_bytes=OUTPUT_OF_PROGRAMS)
     interpreter = bare_python() if python is None else str(python)
     interpreter_folders(interpreter)
     slots = max(2, os.cpu_count() or 2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.run_loop import run_loop
-from polyturn.engines import fit as fitting
+from polyturn.engines import calibrate as fitting
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.simulated import Speed

@@ -74,7 +74,7 @@ def train(
     for notice in translation.notices():
         logger.info("%s", notice)
 
-    from polyturn.build import Place
+    from polyturn.build import ConfigSource
     from polyturn.cli import train as native
     from polyturn.cli.console import quiet_transformers
 
@@ -83,7 +83,9 @@ def train(
     def of_name(name: str) -> Sequence[str]:
         return again("" if name == loaded.config.name else name)
 
-    native.train(Place(config=loaded.config, base=base), loaded.resolved, again=of_name, resume=resume, dry_run=dry_run)
+    native.train(
+        ConfigSource(config=loaded.config, base=base), loaded.resolved, again=of_name, resume=resume, dry_run=dry_run
+    )
 
 
 def check_plugins(config: RunConfig, *, base: Path) -> None:

@@ -63,7 +63,7 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool, wi
 
 
 def train(
-    place: build.Place,
+    place: build.ConfigSource,
     resolved: Mapping[str, Any],
     *,
     again: Callable[[str], Sequence[str]],
@@ -82,7 +82,7 @@ def train(
         with_ids: Of a dry run: also show the ids of the first prompt's tokens.
     """
     config = place.config
-    this = ranks.this_rank() or ranks.Place(0, 1, 0)
+    this = ranks.this_rank() or ranks.RankPlace(0, 1, 0)
     build.check_ranks(config, max(this.size, config.train.distributed.ranks))
     if this.rank > 0:
         build.follow_leader(place, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
@@ -112,7 +112,7 @@ def train(
 class _Attempt:
     """One try to train a run to its end."""
 
-    place: build.Place
+    place: build.ConfigSource
     resume: bool | Literal["auto"]
     name: str = ""
     """The run's folder, once it is chosen."""
@@ -121,7 +121,7 @@ class _Attempt:
 def _train(
     attempt: _Attempt,
     resolved: Mapping[str, Any],
-    this: ranks.Place,
+    this: ranks.RankPlace,
     *,
     again: Callable[[str], Sequence[str]],
     dry_run: bool,

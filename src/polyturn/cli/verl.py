@@ -53,12 +53,12 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
     for notice in translation.notices():
         logger.info("%s", notice)
 
-    from polyturn.build import Place
+    from polyturn.build import ConfigSource
     from polyturn.cli import train as native
     from polyturn.cli.console import quiet_transformers
 
     quiet_transformers()
-    place = Place(config=loaded.config, base=(folder or Path()).resolve())
+    place = ConfigSource(config=loaded.config, base=(folder or Path()).resolve())
     when: bool | Literal["auto"] = "auto" if translation.resumes and not resume else resume
 
     def again(name: str) -> list[str]:
@@ -68,7 +68,7 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
     native.train(place, loaded.resolved, again=again, resume=when, dry_run=dry_run)
 
 
-class Asked(NamedTuple):
+class HydraArguments(NamedTuple):
     """What a Hydra program's command line says."""
 
     folder: Path | None
@@ -79,7 +79,7 @@ class Asked(NamedTuple):
     """Of `--config-dir`, searched behind it."""
 
 
-def parse_arguments(arguments: Sequence[str]) -> Asked:
+def parse_arguments(arguments: Sequence[str]) -> HydraArguments:
     """Read a Hydra program's command line.
 
     Raises:
@@ -113,7 +113,7 @@ def parse_arguments(arguments: Sequence[str]) -> Asked:
     for given in more:
         if not given.is_dir():
             raise ConfigError(f"--config-dir is {str(given)!r}, which is no folder; check the path")
-    return Asked(folder, name, overrides, more)
+    return HydraArguments(folder, name, overrides, more)
 
 
 _OPTIONS = {

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple, Protocol
 
 import ray
 
-from polyturn.cluster.journal import Handed, Post, WorkerJournal
+from polyturn.cluster.journal import JournalEntry, ResumeState, WorkerJournal
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.group import GroupSpec, LiveGroup
 from polyturn.rollout.pool import RolloutPool
-from polyturn.training.team import Answer, Rank
+from polyturn.training.rank_group import RankReply, RankWorker
 
 
-class Home(NamedTuple):
+class ActorInfo(NamedTuple):
     """Where an actor lives."""
 
     node: str
@@ -42,10 +42,10 @@ class Home(NamedTuple):
 class _Actor:
     """What all of them can say."""
 
-    def home(self) -> Home:
+    def home(self) -> ActorInfo:
         """Return where this actor lives."""
         logs = tuple(os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2))
-        return Home(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid(), logs)
+        return ActorInfo(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid(), logs)
 
 
 class RankActor(_Actor):
@@ -57,7 +57,7 @@ class RankActor(_Actor):
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
-    def join(self, rank: int, num_ranks: int, address: str, port: int, build: Callable[[], Rank]) -> None:
+    def join(self, rank: int, num_ranks: int, address: str, port: int, build: Callable[[], RankWorker]) -> None:
         """Join the process group of all ranks, and build this one."""
         logging.basicConfig(stream=sys.stderr, level=logging.INFO)
         os.environ.update(
@@ -65,7 +65,7 @@ class RankActor(_Actor):
         )
         self._rank = build()
 
-    def run(self, command: str, share: tuple[Any, ...]) -> Answer:
+    def run(self, command: str, share: tuple[Any, ...]) -> RankReply:
         """Run one command of the leader."""
         return self._rank.run(command, share)
 
@@ -120,7 +120,7 @@ class RolloutActor(_Actor):
         self._live: dict[str, LiveGroup] = {}
         self._lock = asyncio.Lock()
 
-    async def run(self, spec: GroupSpec, handed: Handed | None) -> TrajectoryGroup:
+    async def run(self, spec: GroupSpec, handed: ResumeState | None) -> TrajectoryGroup:
         """Run one group; `handed` is what the leader's journal has of its episodes."""
         async with self._lock:
             if self._pool is None:
@@ -139,6 +139,6 @@ class RolloutActor(_Actor):
         await live.abort()
         return live.lengths
 
-    async def posts(self, received: int) -> list[Post]:
+    async def posts(self, received: int) -> list[JournalEntry]:
         """Return what the episodes have to say to the leader's journal, once there is something."""
         return await self._journal.posts(received)

@@ -21,18 +21,18 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from polyturn.cluster.actors import Home
-from polyturn.cluster.journal import Handed, carry
+from polyturn.cluster.actors import ActorInfo
+from polyturn.cluster.journal import ResumeState, carry
 from polyturn.core.errors import EngineLostError, PolyturnError, RankLostError
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.flight import Held
 from polyturn.rollout.group import GroupSpec, LiveGroup
+from polyturn.rollout.journal import JournaledEpisode
 from polyturn.rollout.pool import RolloutPool
-from polyturn.training.flights import Flights
-from polyturn.training.team import values_of
+from polyturn.training.journal_file import JournalFile
+from polyturn.training.rank_group import values_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Member:
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name
         self.handle = handle
-        self.home: Home = ray.get(handle.home.remote())
+        self.home: ActorInfo = ray.get(handle.home.remote())
 
     def obituary(self) -> str:
         """Return that it died, and the last lines of its log where this machine has it."""
@@ -233,10 +233,10 @@ class RayPool(RolloutPool):
         self._workers = {worker.name: worker for worker in workers}
         self._last_words = ""
         """Of the worker that died last."""
-        self._flights: Flights | None = None
+        self._flights: JournalFile | None = None
         self._carriers: dict[str, asyncio.Task[None]] = {}
 
-    def keep_in(self, flights: Flights) -> None:
+    def keep_in(self, flights: JournalFile) -> None:
         """Let the episodes of training on all workers be kept in a journal, turn by turn; call it before the first group."""
         self._flights = flights
 
@@ -248,7 +248,7 @@ class RayPool(RolloutPool):
             RolloutError: too large a share of the latest trajectories failed.
         """
         self._carry()
-        handed = self._recall(spec, Flights.recall)
+        handed = self._recall(spec, JournalFile.recall)
         while True:
             if not self._workers:
                 raise RankLostError(f"no rollout worker is left. {self._last_words}")
@@ -268,7 +268,7 @@ class RayPool(RolloutPool):
                 raise own_words(problem) from None
             except RayActorError:
                 await self._lose(name)
-                handed = self._recall(spec, Flights.recall_lost)
+                handed = self._recall(spec, JournalFile.recall_lost)
             finally:
                 self._loads[name] -= spec.size
         if live is None or not live.is_cut:
@@ -282,13 +282,13 @@ class RayPool(RolloutPool):
                 carrying = _carry_until_dead(self._flights, worker)
                 self._carriers[name] = asyncio.create_task(carrying, name=f"journal of {name}")
 
-    def _recall(self, spec: GroupSpec, recall: Callable[[Flights, str], Held | None]) -> Handed | None:
+    def _recall(self, spec: GroupSpec, recall: Callable[[JournalFile, str], JournaledEpisode | None]) -> ResumeState | None:
         """Return what the journal holds of a group's episodes; None where no journal is kept."""
         flights = self._flights
         if flights is None:
             return None
         found = {episode: recall(flights, episode) for episode in spec.episodes}
-        return Handed({episode: held for episode, held in found.items() if held is not None}, flights.why_not)
+        return ResumeState({episode: held for episode, held in found.items() if held is not None}, flights.why_not)
 
     async def _lose(self, name: str) -> None:
         worker = self._workers.pop(name, None)
@@ -307,7 +307,7 @@ async def _abort(handle: Any, group: str) -> list[int]:
     return lengths
 
 
-async def _carry_until_dead(flights: Flights, worker: Member) -> None:
+async def _carry_until_dead(flights: JournalFile, worker: Member) -> None:
     try:
         await carry(flights, worker.handle.posts.remote)
     except RayActorError:

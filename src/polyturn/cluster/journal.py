@@ -1,7 +1,7 @@
 """The journal of conversations in flight, where episodes run on workers: each line travels to the leader, who has the file.
 
     worker   WorkerJournal.write   line -> post -> waits                        episode goes on once the line is on disk
-    leader   carry                 posts(received so far) -> Flights.append     one call to each worker is always under way
+    leader   carry                 posts(received so far) -> JournalFile.append   one call to each worker is always under way
 
 What a worker is handed with a group is what the leader's journal holds of its episodes: of a run that is resumed, or of a
 worker that died. So a conversation goes on behind its last complete turn on whichever worker has room.
@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from polyturn.core.aio import OneThread
-from polyturn.rollout.flight import Held
-from polyturn.training.flights import Flights, Line, is_of_training, to_line
+from polyturn.rollout.journal import JournaledEpisode
+from polyturn.training.journal_file import JournalFile, Line, is_of_training, to_line
 
 
-class Post(NamedTuple):
+class JournalEntry(NamedTuple):
     """Something that a worker's episode has to say to the leader's journal."""
 
     number: int
@@ -31,10 +31,10 @@ class Post(NamedTuple):
     reason: str = ""
 
 
-class Handed(NamedTuple):
+class ResumeState(NamedTuple):
     """What the leader's journal gives along with a group."""
 
-    held: Mapping[str, Held]
+    held: Mapping[str, JournaledEpisode]
     """Of its episodes, those that were in flight before."""
     why_not: str | None
     """Why no turn is kept at all."""
@@ -47,21 +47,21 @@ class WorkerJournal:
         self.why_not: str | None = None
         self._is_kept = False
         self._thread = OneThread("polyturn-flights")
-        self._held: dict[str, Held] = {}
-        self._posts: deque[Post] = deque()
+        self._held: dict[str, JournaledEpisode] = {}
+        self._posts: deque[JournalEntry] = deque()
         """Those that the leader has not said it received."""
         self._num_posts = 0
         self._news = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
-    def hand(self, handed: Handed | None) -> None:
+    def hand(self, handed: ResumeState | None) -> None:
         """Take what the leader holds of episodes that are about to run here; None where it keeps no journal."""
         self._is_kept = handed is not None
         if handed is not None:
             self._held.update(handed.held)
             self.why_not = handed.why_not
 
-    async def posts(self, received: int) -> list[Post]:
+    async def posts(self, received: int) -> list[JournalEntry]:
         """Return what there is to say behind post number `received`, which tells that it and those before it are on disk."""
         while self._posts and self._posts[0].number <= received:
             done = self._waiting.pop(self._posts.popleft().number, None)
@@ -76,7 +76,7 @@ class WorkerJournal:
         """Return whether it is an episode of training."""
         return self._is_kept and is_of_training(episode)
 
-    def recall(self, episode: str) -> Held | None:
+    def recall(self, episode: str) -> JournaledEpisode | None:
         """Return what was handed over of an episode, once."""
         return self._held.pop(episode, None)
 
@@ -97,12 +97,12 @@ class WorkerJournal:
 
     def _say(self, **what: Any) -> int:
         self._num_posts += 1
-        self._posts.append(Post(self._num_posts, **what))
+        self._posts.append(JournalEntry(self._num_posts, **what))
         self._news.set()
         return self._num_posts
 
 
-async def carry(flights: Flights, posts: Callable[[int], Awaitable[list[Post]]]) -> None:
+async def carry(flights: JournalFile, posts: Callable[[int], Awaitable[list[JournalEntry]]]) -> None:
     """Bring what one worker's episodes say into the leader's journal, until cancelled or the worker is gone.
 
     Args:

@@ -24,7 +24,7 @@ from polyturn.cluster.clients import Member, RayEngine, RayTeam, own_words
 from polyturn.cluster.journal import WorkerJournal
 from polyturn.core.errors import ConfigError, EngineLostError, RankLostError
 from polyturn.rollout.pool import RolloutPool
-from polyturn.training.team import Rank
+from polyturn.training.rank_group import RankWorker
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ behind groups would carry no conversation to the journal, and those groups wait 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class ResourceRequest:
     """How many actors of a kind, and what each of them occupies."""
 
     count: int
@@ -71,16 +71,16 @@ class Cluster:
                 "--head`, or use --ray local"
             ) from problem
 
-    def engines(self, need: Need, build: Callable[[], BusyEngine]) -> RayEngine:
+    def engines(self, need: ResourceRequest, build: Callable[[], BusyEngine]) -> RayEngine:
         """Place engine replicas and return them as one engine."""
         replicas = self._place("engine replica", EngineActor, need, build, strategy="SPREAD")
         return RayEngine(replicas, ray.get(replicas[0].handle.capabilities.remote()))
 
-    def workers(self, need: Need, build: Callable[[WorkerJournal], RolloutPool]) -> list[Member]:
+    def workers(self, need: ResourceRequest, build: Callable[[WorkerJournal], RolloutPool]) -> list[Member]:
         """Place rollout workers."""
         return self._place("rollout worker", RolloutActor, need, build, strategy="SPREAD")
 
-    def team(self, need: Need, build: Callable[[], Rank], *, tensor_parallel: int) -> RayTeam:
+    def team(self, need: ResourceRequest, build: Callable[[], RankWorker], *, tensor_parallel: int) -> RayTeam:
         """Place trainer ranks, join them to one process group, and return them as a team."""
         ranks = self._place("trainer rank", RankActor, need, strategy="PACK")
         address = ranks[0].home.address
@@ -104,7 +104,7 @@ class Cluster:
         self._groups.clear()
         ray.shutdown()
 
-    def _place(self, name: str, actor: type, need: Need, *arguments: Any, strategy: str) -> list[Member]:
+    def _place(self, name: str, actor: type, need: ResourceRequest, *arguments: Any, strategy: str) -> list[Member]:
         group = placement_group([dict(need.resources)] * need.count, strategy=strategy)
         self._groups.append(group)
         try:

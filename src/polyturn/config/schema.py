@@ -33,7 +33,7 @@ class Unknown(NamedTuple):
     hint: str
 
 
-class Row(NamedTuple):
+class KeyInfo(NamedTuple):
     """One key of a configuration."""
 
     key: str
@@ -220,12 +220,12 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def schema_table(model: type[BaseModel]) -> list[Row]:
+def schema_table(model: type[BaseModel]) -> list[KeyInfo]:
     """Return a row for every key of `model`, sections first, in the order of the fields."""
     return list(_rows(model, "", (model,)))
 
 
-def _rows(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[Row]:
+def _rows(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[KeyInfo]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         inner = list(_inner_models(field.annotation, key))
@@ -233,7 +233,7 @@ def _rows(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...
         if inner and not doc:
             doc = (inner[0][1].__doc__ or "").strip().partition("\n")[0]
         is_section = bool(inner) and inner[0][0] == key
-        yield Row(key, "section" if is_section else type_name(field.annotation), _default_text(field, is_section), doc)
+        yield KeyInfo(key, "section" if is_section else type_name(field.annotation), _default_text(field, is_section), doc)
         for at, of in inner:
             if of not in above:
                 yield from _rows(of, f"{at}.", (*above, of))

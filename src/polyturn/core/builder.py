@@ -64,7 +64,7 @@ class _Open:
         self.length = length
 
 
-class Place(NamedTuple):
+class BuilderState(NamedTuple):
     """Where a builder stands, to be taken up again by `fork` when it has gone on."""
 
     segment: int
@@ -109,11 +109,11 @@ class TrajectoryBuilder:
         return self._current >= 0
 
     @property
-    def place(self) -> Place:
+    def place(self) -> BuilderState:
         """Where this builder stands."""
-        return Place(self._current, self._length, self._num_media)
+        return BuilderState(self._current, self._length, self._num_media)
 
-    def fork(self, *, agent: str | None = None, at: Place | None = None) -> TrajectoryBuilder:
+    def fork(self, *, agent: str | None = None, at: BuilderState | None = None) -> TrajectoryBuilder:
         """Return a second place to append at.
 
         Args:

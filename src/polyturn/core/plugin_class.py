@@ -26,7 +26,7 @@ _FAR = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CallShape:
     """How a method is called."""
 
     num: int
@@ -53,7 +53,7 @@ class Shape:
     """Methods that a class must define as well that inherits none of the bases."""
     may_be_empty: bool = False
     """Whether a class without a method of its own is the default under another name, and as good."""
-    calls: Mapping[str, Call] = field(default_factory=dict)
+    calls: Mapping[str, CallShape] = field(default_factory=dict)
     """Methods that the library calls, and how."""
     also: tuple[str, ...] = ("snapshot", "restore")
     """Further methods that a class may define."""
@@ -105,7 +105,7 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
             _check_call(cls, name, call, prefix=prefix)
 
 
-def check_function(function: Any, call: Call, *, where: str) -> None:
+def check_function(function: Any, call: CallShape, *, where: str) -> None:
     """Refuse what is no function, takes other arguments than it is called with, or yields where it should return.
 
     Args:
@@ -141,7 +141,7 @@ def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
         raise ConfigError(f"{where} has `yield` in it, so that a call of it gives nothing; write `return`")
 
 
-def _check_call(cls: type, name: str, call: Call, *, prefix: str) -> None:
+def _check_call(cls: type, name: str, call: CallShape, *, prefix: str) -> None:
     method: Callable[..., Any] = getattr(cls, name)
     refuse_generator(method, where=f"{prefix}{cls.__name__}.{name}")
     try:

@@ -36,7 +36,7 @@ class Snapshots(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seam:
+class SnapshotHooks:
     """How one plug-in takes part."""
 
     label: str
@@ -47,7 +47,7 @@ class Seam:
     """Why its conversations restart from their tasks; None where they can go on."""
 
     @classmethod
-    def of(cls, plugin: Any, *, label: str) -> Seam:
+    def of(cls, plugin: Any, *, label: str) -> SnapshotHooks:
         """Read off a plug-in, which may inherit nothing of ours, what it offers."""
         offers = [name for name in ("snapshot", "restore") if callable(inspect.getattr_static(plugin, name, None))]
         if len(offers) == 2:

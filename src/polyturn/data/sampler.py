@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.errors import CheckpointError, DataError
-from polyturn.core.plugin_class import Call, Shape
+from polyturn.core.plugin_class import CallShape, Shape
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 
@@ -156,7 +156,7 @@ CURRICULUM = Shape(
     what="a curriculum",
     needs=(("choose",),),
     bases=(Curriculum, TaskSampler),
-    calls={"choose": Call(num=1, write="def choose(self, epoch)")},
+    calls={"choose": CallShape(num=1, write="def choose(self, epoch)")},
 )
 """What the class of a curriculum defines."""
 

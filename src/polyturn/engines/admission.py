@@ -12,7 +12,7 @@ import asyncio
 
 from polyturn.core.errors import EngineLostError
 from polyturn.engines.order import OrderPolicy
-from polyturn.engines.replica import FIRST_RETRY_S, Replica, Waiting
+from polyturn.engines.replica import FIRST_RETRY_S, PooledRequest, Replica
 
 
 class Admission:
@@ -33,11 +33,11 @@ class Admission:
         self._patience_s = patience_s
         self._homes: dict[str, Replica] = {}
         """Where an episode's latest turn ran."""
-        self._waiting: dict[Waiting, None] = {}
+        self._waiting: dict[PooledRequest, None] = {}
         """In the order of their arrival."""
         self._timer: asyncio.TimerHandle | None = None
 
-    async def place(self, waiting: Waiting) -> Replica | None:
+    async def place(self, waiting: PooledRequest) -> Replica | None:
         """Wait for a server; None once the request was aborted, or its deadline has passed.
 
         Raises:
@@ -65,7 +65,7 @@ class Admission:
             waited = loop.time() - waiting.arrived
             self._policy.predictor.admitted(waiting.request, waited_s=waited)
 
-    def free(self, replica: Replica, waiting: Waiting) -> None:
+    def free(self, replica: Replica, waiting: PooledRequest) -> None:
         """Give the place of a request back."""
         if replica.running.get(waiting.request.request_id) is waiting:
             del replica.running[waiting.request.request_id]
@@ -83,7 +83,7 @@ class Admission:
             waiting = self._policy.pop()
             if waiting is None:
                 break
-            assert isinstance(waiting, Waiting)
+            assert isinstance(waiting, PooledRequest)
             self._leave(waiting)
             if waiting.place.done():
                 continue
@@ -113,11 +113,11 @@ class Admission:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _leave(self, waiting: Waiting) -> None:
+    def _leave(self, waiting: PooledRequest) -> None:
         waiting.is_gone = True
         self._waiting.pop(waiting, None)
 
-    def _withdraw(self, waiting: Waiting) -> None:
+    def _withdraw(self, waiting: PooledRequest) -> None:
         """Take a request that nobody waits for out of the queue, or off the place that it was just given."""
         if waiting.place.done() and not waiting.place.cancelled() and waiting.place.exception() is None:
             self.free(waiting.place.result(), waiting)

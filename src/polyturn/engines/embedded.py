@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.checks import Accepts
+from polyturn.engines.batch_step import BatchStep
 from polyturn.engines.media import ShownPrompts
-from polyturn.engines.seating import Seating
+from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.shared_module import share_parameters
-from polyturn.engines.slots import EngineStats, Running, Slots
-from polyturn.engines.steps import Steps
+from polyturn.engines.slot_allocator import SlotAllocator
+from polyturn.engines.slots import EngineStats, SlotRequest, Slots
 from polyturn.tokens.multimodal import MediaProcessor
 
 MAX_YIELDS = 8
@@ -84,7 +84,7 @@ class EmbeddedEngine:
         for name, value in (("num_slots", num_slots), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
-        self._accepts = accepts = Accepts.of(model, max_context=max_context, takes_media=media is not None)
+        self._accepts = accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None)
         self.module = share_parameters(model)
         self._shown = None if media is None else ShownPrompts(model, media)
         self.stats = stats = EngineStats()
@@ -92,14 +92,14 @@ class EmbeddedEngine:
         self._keep_kv_on_update = keep_kv_on_update
         self._max_burst_s = max_burst_s
         self._slots = slots = Slots.make(num_slots, accepts.max_context)
-        self._seating = Seating(
+        self._seating = SlotAllocator(
             slots, max_context=accepts.max_context, share_prefixes=share_prefixes and not deterministic, stats=stats
         )
-        self._steps = Steps(
+        self._steps = BatchStep(
             self.module, slots, self._seating, prefill_chunk=prefill_chunk, is_alone=deterministic, stats=stats
         )
-        self._waiting: list[Running] = []
-        self._requests: dict[str, Running] = {}
+        self._waiting: list[SlotRequest] = []
+        self._requests: dict[str, SlotRequest] = {}
         self._seeds = random.Random(seed)
         self._others_s = 0.0
         self._num_finished = 0
@@ -130,7 +130,7 @@ class EmbeddedEngine:
         seed = request.sampling.seed
         uniform = random.Random(self._seeds.getrandbits(64) if seed is None else seed)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        running = Running(
+        running = SlotRequest(
             request=request,
             future=future,
             uniform=uniform,
@@ -252,7 +252,7 @@ class EmbeddedEngine:
 
     # -- the end of a request ----------------------------------------------------------------------------------------
 
-    def _finish(self, running: Running, reason: FinishReason) -> None:
+    def _finish(self, running: SlotRequest, reason: FinishReason) -> None:
         slots, slot = self._slots, running.slot
         begin, end = int(slots.prompt[slot]), int(slots.known[slot])
         ids, logprobs = slots.ids[slot, begin:end].copy(), slots.logprobs[slot, begin:end].copy()
@@ -268,13 +268,13 @@ class EmbeddedEngine:
         self.stats.completions += 1
         self._deliver(running, completion)
 
-    def _deliver(self, running: Running, completion: Completion) -> None:
+    def _deliver(self, running: SlotRequest, completion: Completion) -> None:
         del self._requests[running.request.request_id]
         self._num_finished += 1
         if not running.future.done():
             running.future.set_result(completion)
 
-    def _drop(self, running: Running) -> None:
+    def _drop(self, running: SlotRequest) -> None:
         """Forget a request that nobody waits for any more."""
         del self._requests[running.request.request_id]
         if running.slot < 0:
@@ -292,7 +292,7 @@ class EmbeddedEngine:
         self._waiting.clear()
 
 
-def _nothing(running: Running) -> Completion:
+def _nothing(running: SlotRequest) -> Completion:
     """Return the completion of a request that ended before its first token."""
     return Completion(
         token_ids=np.empty(0, np.int32),

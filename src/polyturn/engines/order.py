@@ -22,7 +22,7 @@ from polyturn.core.registry import Registry
 from polyturn.engines.predictor import WorkPredictor
 
 
-class Waiting(Protocol):
+class OrderedRequest(Protocol):
     """A request that waits in the pool."""
 
     request: GenerateRequest
@@ -30,7 +30,7 @@ class Waiting(Protocol):
     """Whether it waits no more: its caller was cancelled."""
 
 
-class Place(Protocol):
+class OrderedServer(Protocol):
     """A server of the pool, as a policy sees it."""
 
     index: int
@@ -48,14 +48,14 @@ class OrderPolicy(ABC):
         self.predictor = WorkPredictor()
 
     @abstractmethod
-    def push(self, waiting: Waiting) -> None:
+    def push(self, waiting: OrderedRequest) -> None:
         """Take a request."""
 
     @abstractmethod
-    def pop(self) -> Waiting | None:
+    def pop(self) -> OrderedRequest | None:
         """Return the request to admit now; None if none waits."""
 
-    def place(self, home: Place | None, free: Sequence[Place]) -> Place:
+    def place(self, home: OrderedServer | None, free: Sequence[OrderedServer]) -> OrderedServer:
         """Return one of `free`; `home` is where the session's prefix is cached, if it is among them."""
         return home or min(free, key=lambda place: (place.load, place.index))
 
@@ -73,15 +73,15 @@ class LeastLoaded(OrderPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap: list[tuple[float, int, Waiting]] = []
+        self._heap: list[tuple[float, int, OrderedRequest]] = []
         self._count = 0
 
-    def push(self, waiting: Waiting) -> None:
+    def push(self, waiting: OrderedRequest) -> None:
         """Take a request; those with a higher priority of their own go first."""
         self._count += 1
         heapq.heappush(self._heap, (-waiting.request.priority, self._count, waiting))
 
-    def pop(self) -> Waiting | None:
+    def pop(self) -> OrderedRequest | None:
         """Return the oldest."""
         while self._heap:
             waiting = heapq.heappop(self._heap)[2]
@@ -98,7 +98,7 @@ class Fifo(LeastLoaded):
         super().__init__()
         self._next = 0
 
-    def place(self, home: Place | None, free: Sequence[Place]) -> Place:
+    def place(self, home: OrderedServer | None, free: Sequence[OrderedServer]) -> OrderedServer:
         """Return `home`, or the next server in turn."""
         if home is not None:
             return home
@@ -111,7 +111,7 @@ class _Entry:
 
     __slots__ = ("arrival", "due", "is_taken", "waiting")
 
-    def __init__(self, waiting: Waiting, *, arrival: int, due: int) -> None:
+    def __init__(self, waiting: OrderedRequest, *, arrival: int, due: int) -> None:
         self.waiting, self.arrival, self.due, self.is_taken = waiting, arrival, due, False
 
 
@@ -133,7 +133,7 @@ class LongestFirst(OrderPolicy):
         self._by_due: list[tuple[int, int, _Entry]] = []
         self._num_waiting = self._num_arrived = self._num_admitted = self._learned = 0
 
-    def push(self, waiting: Waiting) -> None:
+    def push(self, waiting: OrderedRequest) -> None:
         """Take a request and predict what its episode still has to do."""
         self._num_arrived += 1
         share = self._num_waiting + 1
@@ -142,7 +142,7 @@ class LongestFirst(OrderPolicy):
         heapq.heappush(self._by_work, (self._key(entry), entry.arrival, entry))
         heapq.heappush(self._by_due, (entry.due, entry.arrival, entry))
 
-    def pop(self) -> Waiting | None:
+    def pop(self) -> OrderedRequest | None:
         """Return what is due, else the longest."""
         self._predict_again()
         for entry in self._next():

@@ -25,8 +25,8 @@ from polyturn.engines.admission import Admission
 from polyturn.engines.capabilities import common_capabilities
 from polyturn.engines.continuation import nothing
 from polyturn.engines.order import OrderPolicy, make_policy
-from polyturn.engines.recovery import Revivable, Served, Verify, recover
-from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Replica, Waiting
+from polyturn.engines.recovery import PoolWeights, Revivable, Verify, recover
+from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, PooledRequest, Replica
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 
 logger = logging.getLogger(__name__)
@@ -69,10 +69,10 @@ class EnginePool:
         self._replicas: list[Replica] = []
         self.admission = Admission(self._policy, self._replicas, patience_s=patience_s)
         """Who waits, and who gets which place."""
-        self._live: dict[str, Waiting] = {}
+        self._live: dict[str, PooledRequest] = {}
         self._files = files
         self._recovery_s = recovery_s
-        self._served = Served(0, None)
+        self._served = PoolWeights(0, None)
         self._num_updates = 0
         self._coming = 0
         """The policy version that is being pushed, else the one that is served."""
@@ -174,7 +174,7 @@ class EnginePool:
             self._busy_since = time.perf_counter()
         try:
             while len(problems) < self._max_tries:
-                waiting = self._live[request.request_id] = Waiting(request, loop.time(), loop.create_future())
+                waiting = self._live[request.request_id] = PooledRequest(request, loop.time(), loop.create_future())
                 replica = await self.admission.place(waiting)
                 if replica is None:
                     return nothing(self._served.version)
@@ -252,7 +252,7 @@ class EnginePool:
             if isinstance(weights, WrittenWeights):
                 weights.settle()  # who comes back gets what was written, while the trainer's own change
             if is_kept:
-                self._served = Served(version, weights)  # before anybody waits: who comes back gets these
+                self._served = PoolWeights(version, weights)  # before anybody waits: who comes back gets these
             self._is_pushing = False
             if not any(replica.is_live for replica in self._replicas) and not (is_kept and await self._one_is_live()):
                 problems = problems or ["all are lost"]
@@ -260,7 +260,7 @@ class EnginePool:
                     f"none of the {len(self._replicas)} servers took policy version {version}: {'; '.join(problems)}"
                 )
             if not is_kept and (weights is not None or version != self._served.version):
-                self._served = Served(version, None)
+                self._served = PoolWeights(version, None)
         finally:
             self._coming, self._is_pushing = self._served.version, False
             if isinstance(weights, WrittenWeights):
@@ -307,7 +307,7 @@ class EnginePool:
 
     # One request.
 
-    async def _ask(self, replica: Replica, waiting: Waiting) -> Completion | None:
+    async def _ask(self, replica: Replica, waiting: PooledRequest) -> Completion | None:
         """Ask `replica`; None where it answered with other weights than it was given."""
         request, before, epoch = waiting.request, replica.version, replica.epoch
         priority = self._policy.priority(request)
@@ -370,7 +370,7 @@ class EnginePool:
             replica.recovery = asyncio.create_task(self._recover(replica, replica.engine), name=f"recover {replica.name}")
 
     async def _recover(self, replica: Replica, engine: Revivable) -> None:
-        def on_back(served: Served) -> bool:
+        def on_back(served: PoolWeights) -> bool:
             if self._is_pushing or served is not self._served:
                 return False
             replica.version, replica.is_stale, replica.is_up = served.version, False, True

@@ -31,11 +31,11 @@ from transformers import PreTrainedModel
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.checks import Accepts
+from polyturn.engines.ipc import MessageSocket
 from polyturn.engines.process_main import Boot
+from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.slots import EngineStats
 from polyturn.engines.weight_memory import WeightMemory, first_names, tensors_of
-from polyturn.engines.wire import Wire
 from polyturn.tokens.multimodal import MediaProcessor
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ProcessEngine:
         Raises:
             ConfigError: the model has layers other than full attention, or it cannot be sent to another process.
         """
-        self._accepts = Accepts.of(model, max_context=max_context, takes_media=media is not None)
+        self._accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None)
         self._model = model
         self._media = media
         self._num_threads = num_threads or torch.get_num_threads()
@@ -86,7 +86,7 @@ class ProcessEngine:
         self._live_slot = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the engine)
-        self._wire: Wire | None = None
+        self._wire: MessageSocket | None = None
         self._starting = asyncio.Lock()
         self._updating = asyncio.Lock()
         self._numbers = itertools.count()
@@ -190,7 +190,7 @@ class ProcessEngine:
         with theirs:
             self._process = _spawn(theirs, memory=memory.fd, log=self._log)
         loop = asyncio.get_running_loop()
-        _, wire = await loop.create_unix_connection(lambda: Wire(self._on_message, self._on_end), sock=ours)
+        _, wire = await loop.create_unix_connection(lambda: MessageSocket(self._on_message, self._on_end), sock=ours)
         boot = Boot(
             memory_fd=memory.fd,
             places=memory.places,

@@ -55,7 +55,7 @@ class _Unpickler(pickle.Unpickler):
         return self._made[name]
 
 
-class Served:
+class ServedEngine:
     """The engine and what it was asked for."""
 
     def __init__(self, boot: Boot) -> None:
@@ -98,11 +98,11 @@ def main() -> None:
 
 async def _serve(connection: socket.socket) -> None:
     from polyturn.core.errors import one_line
+    from polyturn.engines.ipc import MessageSocket
     from polyturn.engines.slots import EngineStats
-    from polyturn.engines.wire import Wire
 
     ended = asyncio.Event()
-    served: Served | None = None
+    served: ServedEngine | None = None
 
     async def answer(number: int, work: Awaitable[Any]) -> None:
         assert served is not None
@@ -124,7 +124,7 @@ async def _serve(connection: socket.socket) -> None:
         kind, number, *rest = message
         if kind == "boot":
             try:
-                served = Served(*rest)
+                served = ServedEngine(*rest)
             except Exception as error:
                 traceback.print_exc()
                 wire.send((number, None, one_line(error), EngineStats()))
@@ -148,6 +148,6 @@ async def _serve(connection: socket.socket) -> None:
         }
         served.tasks[number] = asyncio.ensure_future(answer(number, methods[kind](*rest)))
 
-    wire = Wire(on_message, ended.set)
+    wire = MessageSocket(on_message, ended.set)
     await asyncio.get_running_loop().create_unix_connection(lambda: wire, sock=connection)
     await ended.wait()

@@ -48,7 +48,7 @@ class Revivable(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Served:
+class PoolWeights:
     """What a pool serves; a new object for every push, so that two of one version differ."""
 
     version: int
@@ -60,9 +60,9 @@ async def recover(
     replica: Replica,
     engine: Revivable,
     *,
-    served: Callable[[], Served],
+    served: Callable[[], PoolWeights],
     verify: Callable[[], Verify | None],
-    on_back: Callable[[Served], bool],
+    on_back: Callable[[PoolWeights], bool],
     attempt_s: float,
 ) -> None:
     """Bring `replica` back, however long that takes.
@@ -99,7 +99,7 @@ async def recover(
         pause = FIRST_RETRY_S
 
 
-async def _renew(replica: Replica, target: Served, verify: Verify | None) -> bool:
+async def _renew(replica: Replica, target: PoolWeights, verify: Verify | None) -> bool:
     """Give `replica` the weights that it should have; return whether it needed them."""
     if not replica.is_stale and await _serves(replica.engine, target.version):
         return False

@@ -27,16 +27,16 @@ from typing import Any, NamedTuple
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.checks import check_request
 from polyturn.engines.continuation import before_banned, continued, joined, nothing
-from polyturn.engines.flight import Flight
-from polyturn.engines.keeper import Keeper
+from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import LaunchSpec
-from polyturn.engines.link import Link
+from polyturn.engines.pending_request import PendingRequest
+from polyturn.engines.request_limits import check_request
 from polyturn.engines.served_media import ServedMedia
+from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 from polyturn.engines.weight_group import WeightGroup
-from polyturn.engines.weight_ways import FOLDER_WAYS, GROUP_WAYS, Way
+from polyturn.engines.weight_transport import FOLDER_WAYS, GROUP_WAYS, Way
 from polyturn.tokens.multimodal import MediaProcessor
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _HUNG_AFTER = 3.0
 """A server of our own that has not answered for so many times `health_s` is killed and started again."""
 
 
-class Call(NamedTuple):
+class HttpCall(NamedTuple):
     """A request as one server wants it."""
 
     path: str
@@ -113,7 +113,7 @@ class RemoteEngine(ABC):
         self.version = 0
         self.num_busy = 0
         """How often the server refused a request because it was full."""
-        self._link = Link(url, headers=headers, timeout_s=control_timeout_s)
+        self._link = HttpClient(url, headers=headers, timeout_s=control_timeout_s)
         self._updates = 0
         self._prefix = f"polyturn-{uuid.uuid4().hex[:8]}-"
         self._vocab_size = vocab_size
@@ -122,14 +122,14 @@ class RemoteEngine(ABC):
         self._health_s = health_s
         self._busy_limit_s = busy_s
         self._places = asyncio.Semaphore(max_in_flight)
-        self._live: dict[str, Flight] = {}
+        self._live: dict[str, PendingRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._files = None if model is None else WeightFolder(model)
         self._way = way
         self._media = ServedMedia(media)
         self._group: WeightGroup | None = None
-        self._keeper = None if launch is None else Keeper(launch, max_restarts=max_restarts)
+        self._keeper = None if launch is None else ServerSupervisor(launch, max_restarts=max_restarts)
         self._facts: ServerFacts | None = None
         self._meeting = asyncio.Lock()
         self._silent_since: float | None = None
@@ -173,7 +173,7 @@ class RemoteEngine(ABC):
         """What this engine can do."""
 
     @abstractmethod
-    def _call(self, request: GenerateRequest, wire_id: str) -> Call:
+    def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
         """Return `request` in the server's words."""
 
     @abstractmethod
@@ -227,7 +227,7 @@ class RemoteEngine(ABC):
             self._check(request)  # now also against what the server said about itself
         if not self._live:
             self._busy_since = time.perf_counter()
-        flight = self._live[request.request_id] = Flight(
+        flight = self._live[request.request_id] = PendingRequest(
             self.url, abort=self._abort_quietly, abort_later=self._abort_later, busy_limit_s=self._busy_limit_s
         )
         if self._watch is None:
@@ -250,7 +250,7 @@ class RemoteEngine(ABC):
             if not self._live:
                 self._busy_s += time.perf_counter() - self._busy_since
 
-    def _goes_on(self, request: GenerateRequest, part: Completion, flight: Flight) -> bool:
+    def _goes_on(self, request: GenerateRequest, part: Completion, flight: PendingRequest) -> bool:
         """Return whether `part` was cut by something that its caller did not ask for."""
         is_late = request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline
         return part.finish_reason is FinishReason.ABORT and not flight.is_ended and not is_late
@@ -436,7 +436,7 @@ class RemoteEngine(ABC):
 
     # One request.
 
-    async def _ask(self, request: GenerateRequest, parts: Sequence[Completion], flight: Flight) -> Completion:
+    async def _ask(self, request: GenerateRequest, parts: Sequence[Completion], flight: PendingRequest) -> Completion:
         """Send `request`, continued behind the tokens of `parts`, and wait for the answer."""
         if parts:
             request = continued(request, parts)

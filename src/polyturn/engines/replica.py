@@ -18,7 +18,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class PooledRequest:
     """A request of the pool, from its arrival to its answer."""
 
     request: GenerateRequest
@@ -37,7 +37,7 @@ class Replica:
     index: int
     slots: int
     version: int = 0
-    running: dict[str, Waiting] = field(default_factory=dict)
+    running: dict[str, PooledRequest] = field(default_factory=dict)
     is_up: bool = True
     is_stale: bool = False
     """Its weights are older than the pool's, or nobody knows whose they are."""

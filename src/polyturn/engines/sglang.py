@@ -24,12 +24,12 @@ from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.continuation import version_runs
-from polyturn.engines.remote import Call, RemoteEngine, ServerFacts
-from polyturn.engines.weight_checksums import Held
+from polyturn.engines.remote import HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.weight_checksums import ServerChecksums
 from polyturn.engines.weight_files import WrittenWeights
 from polyturn.engines.weight_group import WeightGroup
 from polyturn.engines.weight_handles import SharedBucket
-from polyturn.engines.weight_ways import buckets
+from polyturn.engines.weight_transport import buckets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,7 @@ class SglangEngine(RemoteEngine):
             num_workers=int(found.get("tp_size") or 1) * int(found.get("pp_size") or 1),
         )
 
-    async def checksums(self) -> Held | None:
+    async def checksums(self) -> ServerChecksums | None:
         """Return the checksums of what each rank holds; None from a server without our plug-in: its own do not add up."""
         await self._met()
         try:
@@ -82,12 +82,12 @@ class SglangEngine(RemoteEngine):
             raise
         except EngineError:
             return None
-        return Held.read([rank["checksums"] for rank in (reply or {}).get("ranks") or ()])
+        return ServerChecksums.read([rank["checksums"] for rank in (reply or {}).get("ranks") or ()])
 
     async def _look(self) -> None:
         await self._link.get("/health_generate", timeout_s=self._health_s)  # asks for a token unless tokens are coming
 
-    def _call(self, request: GenerateRequest, wire_id: str) -> Call:
+    def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
         sampling = request.sampling
         parameters: dict[str, Any] = {
             "max_new_tokens": self._room(request),
@@ -112,7 +112,7 @@ class SglangEngine(RemoteEngine):
             body["image_data"] = list(sent.uris)
         if facts is not None and facts.priorities:
             body["priority"] = round(request.priority)  # the highest goes first there
-        return Call("/generate", body)
+        return HttpCall("/generate", body)
 
     def _read(self, request: GenerateRequest, reply: Any) -> Completion:
         meta = reply["meta_info"]

@@ -47,7 +47,7 @@ class EngineStats:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class SlotRequest:
     """A request in a slot."""
 
     request: GenerateRequest
@@ -93,7 +93,7 @@ class Slots:
     last_used: NDArray[np.int64]
     rope_offset: NDArray[np.int64]
     """[N] what is added to a sampled token's index to get its position; 0 unless the prompt shows media."""
-    running: list[Running | None] = field(default_factory=list)
+    running: list[SlotRequest | None] = field(default_factory=list)
     clock: int = 0
     session: list[str | None] = field(default_factory=list)
     """The session that owns the slot; None when it is free (its content may still serve as a prefix)."""

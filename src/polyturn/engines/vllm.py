@@ -21,11 +21,11 @@ from polyturn.core.errors import EngineError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.continuation import version_runs
-from polyturn.engines.remote import Call, RemoteEngine, ServerFacts
-from polyturn.engines.weight_checksums import Held
+from polyturn.engines.remote import HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.weight_checksums import ServerChecksums
 from polyturn.engines.weight_files import WrittenWeights
 from polyturn.engines.weight_handles import SharedBucket
-from polyturn.engines.weight_ways import buckets
+from polyturn.engines.weight_transport import buckets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,17 +73,17 @@ class VllmEngine(RemoteEngine):
             checksums=bool(facts.get("checksums")),
         )
 
-    async def checksums(self) -> Held | None:
+    async def checksums(self) -> ServerChecksums | None:
         """Return the checksums of what each worker holds; None from a server with an older copy of our worker."""
         await self._met()
         if self._facts is None or not self._facts.checksums:
             return None
-        return Held.read((await self._rpc("polyturn_checksums"))["results"])
+        return ServerChecksums.read((await self._rpc("polyturn_checksums"))["results"])
 
     async def _look(self) -> None:
         await self._link.get("/is_sleeping", timeout_s=self._health_s)  # answered by the engine between two steps
 
-    def _call(self, request: GenerateRequest, wire_id: str) -> Call:
+    def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
         sampling = request.sampling
         parameters: dict[str, Any] = {
             "max_tokens": self._room(request),
@@ -105,7 +105,7 @@ class VllmEngine(RemoteEngine):
             body["return_token_ids"] = True
         if self._facts is not None and self._facts.priorities:
             body["priority"] = -round(request.priority)  # the lowest goes first there
-        return Call("/inference/v1/generate", body)
+        return HttpCall("/inference/v1/generate", body)
 
     def _read(self, request: GenerateRequest, reply: Any) -> Completion:
         if request.media:

@@ -36,7 +36,7 @@ class HeldTensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ServerChecksums:
     """What a server says that it holds."""
 
     tensors: Mapping[str, HeldTensor]
@@ -63,7 +63,7 @@ class Held:
 class Checked(Protocol):
     """An engine that can say what weights it holds."""
 
-    async def checksums(self) -> Held | None:
+    async def checksums(self) -> ServerChecksums | None:
         """Return the checksums of its tensors; None where the server cannot say.
 
         Raises:
@@ -95,7 +95,7 @@ class Composition:
     parts: tuple[Part, ...]
 
     @classmethod
-    def find(cls, held: Held, weights: Mapping[str, Tensor]) -> Self:
+    def find(cls, held: ServerChecksums, weights: Mapping[str, Tensor]) -> Self:
         """Find out from what a server holds and the weights that it was given, all of which differ."""
         weights = once_each(weights)
         dtypes = {tensor.dtype for tensor in held.tensors.values()}
@@ -117,7 +117,7 @@ class Composition:
         """(the trainer's name, dtype) of each checksum that a comparison needs."""
         return frozenset((name, part.dtype) for part in self.parts for _, name in part.terms)
 
-    def problem(self, held: Held, folds: Folds) -> str | None:
+    def problem(self, held: ServerChecksums, folds: Folds) -> str | None:
         """Return which tensors are not what `folds` says; None if all are."""
         wrong = [
             part.described

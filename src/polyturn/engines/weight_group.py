@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.core.aio import OneThread
 from polyturn.core.errors import EngineError, EngineLostError, one_line
-from polyturn.engines.weight_ways import address_towards
+from polyturn.engines.weight_transport import address_towards
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,7 @@ _ALIGN = 64
 NUM_SLOTS = 2
 
 
-class Place(NamedTuple):
+class TensorSlot(NamedTuple):
     """Where a tensor lies in a slot."""
 
     offset: int
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 class WeightMemory:
     """Two slots of one model's parameters and buffers."""
 
-    def __init__(self, fd: int, places: Mapping[str, Place], *, size: int) -> None:
+    def __init__(self, fd: int, places: Mapping[str, TensorSlot], *, size: int) -> None:
         """Map the memory behind `fd`, a slot of which has `size` bytes."""
         self.fd = fd
         self.places = dict(places)
@@ -50,7 +50,7 @@ class WeightMemory:
         """Make memory for the tensors of `model`; tied ones have one place."""
         places, offset = {}, 0
         for name, tensor in tensors_of(model).items():
-            places[name] = Place(offset, tuple(tensor.shape), tensor.dtype)
+            places[name] = TensorSlot(offset, tuple(tensor.shape), tensor.dtype)
             offset = -(-(offset + tensor.nbytes) // _ALIGN) * _ALIGN
         fd = _anonymous()
         os.ftruncate(fd, max(1, NUM_SLOTS * offset))

@@ -29,7 +29,7 @@ import yaml
 from polyturn.core.errors import ConfigError, EngineError, MissingModuleError, SchedulerError, did_you_mean, one_line
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.environments.base import Adapter
-from polyturn.environments.openenv_words import Words
+from polyturn.environments.openenv_codec import OpenEnvCodec
 
 if TYPE_CHECKING:
     import aiohttp
@@ -41,7 +41,7 @@ _OUR_FAULT = ("VALIDATION_ERROR", "INVALID_JSON")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class OpenEnvOptions:
     """`env.kwargs` of an OpenEnv environment."""
 
     python: str = sys.executable
@@ -208,13 +208,13 @@ class OpenEnvSession:
         self._slot: _Slot | None = None
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._words: Words | None = None
+        self._words: OpenEnvCodec | None = None
 
     async def reset(self, *, seed: int) -> str:
         """Connect, which makes the environment, and reset it."""
         options = self._adapter.options
         schema = await self.connect()
-        self._words = Words(schema.get("action") or {}, field=options.action, show=options.show)
+        self._words = OpenEnvCodec(schema.get("action") or {}, field=options.action, show=options.show)
         answer = await self.ask("reset", {"seed": seed % (1 << 31), **options.reset})
         return self._words.shown(answer.get("observation"))
 
@@ -319,12 +319,12 @@ class OpenEnvSession:
         return SchedulerError(f"the environment {self._adapter.name!r} {what}{tail}")
 
 
-def _options(name: str, kwargs: Mapping[str, Any]) -> Options:
-    known = list(Options.__dataclass_fields__)
+def _options(name: str, kwargs: Mapping[str, Any]) -> OpenEnvOptions:
+    known = list(OpenEnvOptions.__dataclass_fields__)
     for key in kwargs:
         if key not in known:
             raise ConfigError(f"env {name!r}: there is no env.kwargs.{key}.{did_you_mean(key, known)}")
-    options = Options(**{**kwargs, "python": os.path.expanduser(str(kwargs.get("python", sys.executable)))})
+    options = OpenEnvOptions(**{**kwargs, "python": os.path.expanduser(str(kwargs.get("python", sys.executable)))})
     if options.sessions < 1 or options.servers < 1:
         raise ConfigError(f"env {name!r}: sessions is {options.sessions} and servers is {options.servers}; use at least 1")
     return options

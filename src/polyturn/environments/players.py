@@ -31,7 +31,7 @@ from polyturn.core.registry import import_attr
 from polyturn.core.seeds import derive_seed
 from polyturn.core.signature import has_parameter
 from polyturn.engines.chat_client import ChatClient, Endpoint, key_from
-from polyturn.engines.other_policy import SAMPLED_WITH, OtherPolicy, Policies, policy_named, sampled_with
+from polyturn.engines.frozen_policy import SAMPLED_WITH, FrozenPolicy, Policies, policy_named, sampled_with
 from polyturn.rollout.schedulers.gym import with_text
 
 POLICY = "policy"
@@ -39,7 +39,7 @@ RANDOM = "random"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class PlayerSlot:
     """A place in a game, for the length of one episode."""
 
     id: str
@@ -77,7 +77,7 @@ class Leaves(Protocol):
         ...
 
 
-MakePlayer = Callable[[Seat], Player]
+MakePlayer = Callable[[PlayerSlot], Player]
 """From an episode's seat to its player."""
 Named = MakePlayer | None | tuple[MakePlayer | None, ...]
 """Who a seat is given to: None is the policy that is trained; of several, one is drawn for each task."""
@@ -99,7 +99,7 @@ def moves_in(observation: str) -> list[str]:
 class RandomPlayer:
     """Makes any of the moves that it was last offered."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: PlayerSlot) -> None:
         self._random = random.Random(seat.seed)
         self._offered: list[str] = ["[pass]"]
 
@@ -158,7 +158,7 @@ class EndpointPlayer:
 class PolicyPlayer:
     """A further policy of the run, in the place of the one that is trained."""
 
-    def __init__(self, policy: OtherPolicy, seat: Seat, *, sampling: SamplingParams, system: str | None) -> None:
+    def __init__(self, policy: FrozenPolicy, seat: PlayerSlot, *, sampling: SamplingParams, system: str | None) -> None:
         self.name = policy.name
         self.version: int | None = None
         """The version of its weights that moved last."""

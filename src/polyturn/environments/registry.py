@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
-from polyturn.core.plugin_class import Call, Shape, check_class
+from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import import_attr
 from polyturn.environments.base import Adapter
 from polyturn.rollout.env import ENV, Env
@@ -38,11 +38,11 @@ ADAPTER = Shape(
     needs=(("make", "make_for", "scheduler"),),
     bases=(Adapter,),
     calls={
-        "make": Call(num=0, write="def make(self)"),
-        "make_for": Call(num=1, write="def make_for(self, task)"),
-        "tools": Call(num=0, write="def tools(self)"),
-        "scheduler": Call(num=0, write="def scheduler(self)"),
-        "close": Call(num=0, write="def close(self)"),
+        "make": CallShape(num=0, write="def make(self)"),
+        "make_for": CallShape(num=1, write="def make_for(self, task)"),
+        "tools": CallShape(num=0, write="def tools(self)"),
+        "scheduler": CallShape(num=0, write="def scheduler(self)"),
+        "close": CallShape(num=0, write="def close(self)"),
     },
 )
 """What the class of an adapter defines."""

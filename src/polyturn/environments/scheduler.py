@@ -26,12 +26,12 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter
-from polyturn.environments.players import Leaves, MakePlayer, Named, Player, PolicyPlayer, Recalls, Seat
+from polyturn.environments.players import Leaves, MakePlayer, Named, Player, PlayerSlot, PolicyPlayer, Recalls
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.env import EnvStep, Seated, observed
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers.gym import with_text
 
@@ -147,7 +147,7 @@ class EnvScheduler(MultiTurnScheduler):
             await self._opponents_move(episode)
         return self._ended
 
-    async def on_turn_end(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> Any:
         """Act; end the episode where the environment does."""
         if turn.message.tool_calls and episode.tool_schemas:
             return None  # a tool of the run is to answer first
@@ -163,7 +163,7 @@ class EnvScheduler(MultiTurnScheduler):
             turn.observation += self._answer.observation
         return self._ended
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         """Show what the environment answered, or what the run's tools did."""
         if turn.message.tool_calls and episode.tool_schemas:
             return await episode.call_tools(turn)
@@ -296,19 +296,19 @@ class EnvScheduler(MultiTurnScheduler):
             last.info["earned"] = {str(seat): earned for seat, earned in sorted(self._earned.items())}
             self._tell_opponents(last)
 
-    def _last_turn(self) -> LiveTurn | None:
+    def _last_turn(self) -> OpenTurn | None:
         """Return the policy's latest turn, in whichever seat."""
         return max((e.turns[-1] for e in self._seats.values() if e.turns), key=lambda t: t.index, default=None)
 
-    def _tell_opponents(self, turn: LiveTurn) -> None:
+    def _tell_opponents(self, turn: OpenTurn) -> None:
         """Record with a game's last turn which further policies played, and which version of each."""
         others = {s: p for s, p in sorted(self._opponents.items()) if isinstance(p, PolicyPlayer)}
         if others:
             turn.info["opponents"] = {str(s): {"policy": p.name, "version": p.version} for s, p in others.items()}
 
 
-def _seat(episode: Episode, stage: Stage, number: int) -> Seat:
-    return Seat(
+def _seat(episode: Episode, stage: Stage, number: int) -> PlayerSlot:
+    return PlayerSlot(
         id=f"{episode.id}:{SEAT} {number}",
         seed=derive_seed(episode.id, SEAT, number),
         prompt=episode.task.prompt,

@@ -34,7 +34,7 @@ from polyturn.environments.base import ENV, Adapter, check_kwargs
 from polyturn.rollout.env import Env
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler
 from polyturn.tools.function import FunctionTool
-from polyturn.tools.outcome import ToolOutcome, finite, normalize
+from polyturn.tools.result_shape import ToolOutcome, finite, normalize
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode

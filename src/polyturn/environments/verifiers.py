@@ -22,7 +22,7 @@ from polyturn.core.errors import ConfigError, DataError, SchedulerError
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter, env_task
-from polyturn.environments.line_worker import LineWorker, WorkerRefusal
+from polyturn.environments.json_subprocess import JsonSubprocess, WorkerRefusal
 from polyturn.rollout.env import Env
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox
@@ -56,7 +56,7 @@ class Verifiers(Adapter):
         if shutil.which(python) is None:
             raise ConfigError(f"env {name!r}: there is no interpreter {python!r}; see env.kwargs.python")
         arguments = self.kwargs
-        self._worker = LineWorker(
+        self._worker = JsonSubprocess(
             (python, str(Path(__file__).with_name("verifiers_worker.py"))),
             name=f"the environment {name!r}",
             variables={**{n: os.environ[n] for n in names}, "VF_LOG_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"},

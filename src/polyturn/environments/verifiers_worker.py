@@ -33,7 +33,7 @@ LIMITS = ("limit", "context_full", "context_length_exceeded", "episode_ended")
 """Codes of the endpoint where a limit of the run ended the episode: what the environment scores then, stands."""
 
 
-class Refusal(Exception):
+class RefusedRequest(Exception):
     """A request that cannot be answered, with a sentence."""
 
 
@@ -48,17 +48,17 @@ class Worker:
         try:
             import verifiers
         except ModuleNotFoundError as problem:
-            raise Refusal(f"the package {problem.name!r} is not installed in {sys.executable}") from problem
+            raise RefusedRequest(f"the package {problem.name!r} is not installed in {sys.executable}") from problem
         try:
             load_environment = verifiers.load_environment
         except AttributeError as problem:
-            raise Refusal(
+            raise RefusedRequest(
                 f"verifiers {verifiers.__version__} has no load_environment; the environments that it loads are those of 0.1"
             ) from problem
         sys.path.insert(0, path)
         self.env = load_environment(env, **arguments)
         if self.env.requires_group_rollouts:
-            raise Refusal("it scores the rollouts of a group together, and here each episode is scored by itself")
+            raise RefusedRequest("it scores the rollouts of a group together, and here each episode is scored by itself")
         return {"version": verifiers.__version__, "kind": type(self.env).__name__}
 
     async def rows(self, split, num):
@@ -96,11 +96,11 @@ class Worker:
         id, kind = request.pop("id"), request.pop("do")
         try:
             if kind not in ("load", "rows", "rollout"):
-                raise Refusal(f"there is no request {kind!r}")
+                raise RefusedRequest(f"there is no request {kind!r}")
             said = {"value": await getattr(self, kind)(**request)}
         except asyncio.CancelledError:
             said = {"error": "it was cancelled"}
-        except Refusal as problem:
+        except RefusedRequest as problem:
             said = {"error": str(problem)}
         except Exception as problem:  # an environment may raise anything
             traceback.print_exc()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 if TYPE_CHECKING:
-    from polyturn.interactions.scene import Scene
+    from polyturn.interactions.context import ConversationView
 
 
 class BaseInteraction:
@@ -77,7 +77,7 @@ class SceneInteraction(BaseInteraction):
         return await self.respond(None, instance_id, messages, **kwargs)  # type: ignore[return-value]
 
     async def respond(
-        self, scene: Scene | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Answer the conversation so far; a subclass does it."""
         raise NotImplementedError

@@ -22,11 +22,11 @@ from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, InteractionError
 from polyturn.core.reward import as_score
-from polyturn.engines.chat_voice import check_positive, refuse_unknown, without_thoughts
+from polyturn.engines.chat_partner import check_positive, refuse_unknown, without_thoughts
 from polyturn.interactions.base import SceneInteraction
-from polyturn.interactions.desk import Answer, Desk
+from polyturn.interactions.context import ConversationView
+from polyturn.interactions.human_queue import HumanQueue, HumanReply
 from polyturn.interactions.roles import text_of
-from polyturn.interactions.scene import Scene
 from polyturn.interactions.terminal import Terminal, TerminalClosedError
 from polyturn.tools.threads import DaemonThreads
 
@@ -74,7 +74,7 @@ class HumanUser(SceneInteraction):
         if isinstance(self._score, bool) or not isinstance(self._score, int | float) or as_score(self._score) is None:
             raise ConfigError(f"{who}: score is {self._score!r}; give the number that a turn without a score has")
         self._shows_thoughts = bool(config.get("show_thoughts", False))
-        self._desk = Desk((base or Path()) / str(config["desk"])) if at == "desk" else None
+        self._desk = HumanQueue((base or Path()) / str(config["desk"])) if at == "desk" else None
         self._is_announced = False
         self._is_own_terminal = terminal is None
         self._terminal = terminal
@@ -100,7 +100,7 @@ class HumanUser(SceneInteraction):
         return str(uuid4()) if instance_id is None else instance_id
 
     async def respond(
-        self, scene: Scene | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """Ask the person.
 
@@ -127,7 +127,7 @@ class HumanUser(SceneInteraction):
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """Nothing is kept of an episode."""
 
-    async def _ask(self, shown: list[dict[str, Any]], about: Mapping[str, Any]) -> Answer | None:
+    async def _ask(self, shown: list[dict[str, Any]], about: Mapping[str, Any]) -> HumanReply | None:
         if self._desk is not None:
             if not self._is_announced:  # once: else a run that waits for a person looks like one that hangs
                 self._is_announced = True
@@ -137,7 +137,7 @@ class HumanUser(SceneInteraction):
         ask = functools.partial(terminal.ask, shown, about=about, deadline_s=self._deadline_s)
         async with self._one_at_a_time():
             try:
-                found: Answer | None = await self._threads.run(ask)
+                found: HumanReply | None = await self._threads.run(ask)
             except TerminalClosedError as problem:
                 raise InteractionError(f"{self._who}: the terminal was closed ({problem}); nobody can answer") from problem
         return found

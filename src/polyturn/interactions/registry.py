@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.plugin_class import Call, Shape, check_class
+from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter, lacks
 from polyturn.interactions.base import BaseInteraction, SceneInteraction
 from polyturn.interactions.files import PluginFile, read_plugin_file
 
 _CALLS = {
-    "start_interaction": Call(num=1, write="async def start_interaction(self, instance_id=None, **kwargs)"),
-    "generate_response": Call(num=2, write="async def generate_response(self, instance_id, messages, **kwargs)"),
-    "respond": Call(num=3, write="async def respond(self, scene, instance_id, messages, **kwargs)"),
-    "calculate_score": Call(num=1, or_nothing=True, write="async def calculate_score(self, instance_id=None, **kwargs)"),
-    "finalize_interaction": Call(
+    "start_interaction": CallShape(num=1, write="async def start_interaction(self, instance_id=None, **kwargs)"),
+    "generate_response": CallShape(num=2, write="async def generate_response(self, instance_id, messages, **kwargs)"),
+    "respond": CallShape(num=3, write="async def respond(self, scene, instance_id, messages, **kwargs)"),
+    "calculate_score": CallShape(
+        num=1, or_nothing=True, write="async def calculate_score(self, instance_id=None, **kwargs)"
+    ),
+    "finalize_interaction": CallShape(
         num=1, or_nothing=True, write="async def finalize_interaction(self, instance_id=None, **kwargs)"
     ),
 }

@@ -20,10 +20,10 @@ from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
 from polyturn.core.reward import as_score
-from polyturn.engines.chat_voice import refuse_unknown
+from polyturn.engines.chat_partner import refuse_unknown
 from polyturn.interactions.base import SceneInteraction
+from polyturn.interactions.context import ConversationView
 from polyturn.interactions.roles import UserTurns, text_of
-from polyturn.interactions.scene import Scene
 
 ENDS = ("end", "repeat", "fail")
 
@@ -77,7 +77,7 @@ class ReplayedUser(SceneInteraction):
         return instance_id
 
     async def respond(
-        self, scene: Scene | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Say what was said.
 

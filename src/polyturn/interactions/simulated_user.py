@@ -25,22 +25,22 @@ from polyturn.core.errors import ConfigError, DataError, InteractionError, one_l
 from polyturn.core.registry import import_attr
 from polyturn.core.reward import as_score
 from polyturn.core.seeds import derive_seed
-from polyturn.engines.chat_voice import (
-    ChatVoice,
-    Said,
-    Voice,
-    VoiceSettings,
+from polyturn.engines.chat_partner import (
+    ChatPartner,
+    ChatPartnerSettings,
+    ChatReply,
+    SpeakingPolicy,
     check_positive,
     check_within,
     names_of,
     refuse_unknown,
     without_thoughts,
 )
-from polyturn.engines.other_policy import Policies, PolicyVoice
+from polyturn.engines.frozen_policy import Policies, PolicyVoice
 from polyturn.interactions.base import SceneInteraction
+from polyturn.interactions.context import ConversationView, VoiceOptions
 from polyturn.interactions.roles import UserTurns, flipped
-from polyturn.interactions.scene import Scene, VoiceOptions
-from polyturn.tools.bounded import Bounded
+from polyturn.tools.deadline import CallWithDeadline
 
 POLICY = "policy"
 """The name that stands for the run's own model."""
@@ -103,11 +103,11 @@ class SimulatedUser(SceneInteraction):
         """
         super().__init__(config)
         who = f"the simulated user {self.name!r}"
-        refuse_unknown(config, ["name", "policy", *names_of(UserSettings), *names_of(VoiceSettings)], who=who)
+        refuse_unknown(config, ["name", "policy", *names_of(UserSettings), *names_of(ChatPartnerSettings)], who=who)
         self._who = who
         self._settings = _user_settings(config, who=who)
         self.reply_timeout_s = math.inf  # of the run's own engine, which has deadlines
-        self._voice: Voice | None = None
+        self._voice: SpeakingPolicy | None = None
         self._policy: str | None = None
         if config.get("policy") is not None:
             self._voice = PolicyVoice.read(config, policies or {}, who=who)
@@ -116,14 +116,14 @@ class SimulatedUser(SceneInteraction):
         elif config.get("model") == POLICY:
             self._options = _policy_options(config, self._settings, who=who)
         else:
-            voice = VoiceSettings.read({"max_tokens": 256, **config}, who=who)
+            voice = ChatPartnerSettings.read({"max_tokens": 256, **config}, who=who)
             self._refuse_train(voice.model, who=who)
-            self._voice = ChatVoice(voice, who=who, base=base)
+            self._voice = ChatPartner(voice, who=who, base=base)
             self.reply_timeout_s = MAX_EMPTY * voice.deadline_s + 5.0
         self._predicate: Predicate | None = None
         if self._settings.stop_when is not None:
             self._predicate = import_attr(self._settings.stop_when, base=base)
-        self._bounded = Bounded(name="stop_when", timeout_s=STOP_TIMEOUT_S)
+        self._bounded = CallWithDeadline(name="stop_when", timeout_s=STOP_TIMEOUT_S)
         self._live: dict[str, _Live] = {}
 
     def check_setup(self) -> None:
@@ -145,7 +145,7 @@ class SimulatedUser(SceneInteraction):
         return instance_id
 
     async def respond(
-        self, scene: Scene | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, scene: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Answer the model as the user would.
 
@@ -200,7 +200,9 @@ class SimulatedUser(SceneInteraction):
         live = self._live[instance_id]
         live.num_calls, live.first = dict(state["num_calls"]), state["first"]
 
-    async def _say(self, scene: Scene | None, shown: list[dict[str, Any]], *, live: _Live, place: str, number: int) -> Said:
+    async def _say(
+        self, scene: ConversationView | None, shown: list[dict[str, Any]], *, live: _Live, place: str, number: int
+    ) -> ChatReply:
         """Return what its model says, which is not nothing."""
         for attempt in range(MAX_EMPTY):
             live.num_calls[place] = live.num_calls.get(place, 0) + 1
@@ -212,7 +214,7 @@ class SimulatedUser(SceneInteraction):
                 raise InteractionError(f"{self._who} speaks with the run's own model (model: {POLICY}) and there is no run")
             else:
                 message = await scene.speak(shown, self._options)
-                said = Said(text=without_thoughts(message.text))
+                said = ChatReply(text=without_thoughts(message.text))
             if said.text:
                 return said
         raise InteractionError(
@@ -297,7 +299,7 @@ def _user_settings(config: Mapping[str, Any], *, who: str) -> UserSettings:
 def _policy_options(config: Mapping[str, Any], settings: UserSettings, *, who: str) -> VoiceOptions:
     """Return how the run's own model is sampled for the user."""
     for name in config:
-        if name in names_of(VoiceSettings) and name not in ("model", "temperature", "top_p", "max_tokens"):
+        if name in names_of(ChatPartnerSettings) and name not in ("model", "temperature", "top_p", "max_tokens"):
             raise ConfigError(f"{who}: {name} is for a model at an endpoint, and model is {POLICY}, the run's own; drop it")
     if settings.train and (config.get("temperature") is not None or config.get("top_p") is not None):
         raise ConfigError(

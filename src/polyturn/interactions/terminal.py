@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from polyturn.core.errors import DataError
 from polyturn.core.printable import printable
-from polyturn.interactions.desk import Answer
+from polyturn.interactions.human_queue import HumanReply
 from polyturn.interactions.roles import text_of
 
 HELP = "Answer, /end [SCORE] [TEXT] to end the conversation, /score SCORE TEXT to answer and score."
@@ -37,7 +37,9 @@ class Terminal:
         self._typed = b""
         """What was typed and is not read yet: ours and not the stream's own, which a wait for input does not know of."""
 
-    def ask(self, messages: Sequence[Mapping[str, Any]], *, about: Mapping[str, Any], deadline_s: float) -> Answer | None:
+    def ask(
+        self, messages: Sequence[Mapping[str, Any]], *, about: Mapping[str, Any], deadline_s: float
+    ) -> HumanReply | None:
         """Show a conversation and return the answer; None if none came in time. It blocks: call it in a thread.
 
         Raises:
@@ -80,7 +82,7 @@ class Terminal:
         self._screen.flush()
 
 
-def read_answer(line: str) -> Answer:
+def read_answer(line: str) -> HumanReply:
     """Return the answer that a line means.
 
     Raises:
@@ -90,15 +92,15 @@ def read_answer(line: str) -> Answer:
     if not text.startswith(("/end", "/score")):
         if text.startswith("/"):
             raise DataError(f"there is no {text.split()[0]!r}. {HELP}")
-        return Answer.read({"text": text})
+        return HumanReply.read({"text": text})
     command, _, rest = text.partition(" ")
     first, _, more = rest.strip().partition(" ")
     score = _number(first)
     if command == "/end":
-        return Answer.read({"text": rest if score is None else more, "is_end": True, "score": score})
+        return HumanReply.read({"text": rest if score is None else more, "is_end": True, "score": score})
     if command != "/score" or score is None:
         raise DataError(f"{text!r:.60} is no answer. {HELP}")
-    return Answer.read({"text": more, "score": score})
+    return HumanReply.read({"text": more, "score": score})
 
 
 def _number(text: str) -> float | None:

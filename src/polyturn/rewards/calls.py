@@ -17,12 +17,12 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from polyturn.core.errors import RewardError
-from polyturn.rewards.written import TextOf
+from polyturn.rewards.rendered_text import TextOf
 
 T = TypeVar("T")
 
 
-class RateLimit:
+class CallRateLimit:
     """At most so many calls at once, and calls spread evenly over the minute. Shared by the functions of a run."""
 
     def __init__(self, *, max_concurrent: int | None = None, calls_per_minute: float | None = None) -> None:
@@ -70,7 +70,7 @@ class CallOptions:
     neither does what runs there, which has limits of its own."""
     text: TextOf = "answer"
     """What a function of `solution_str` reads."""
-    rate: RateLimit | None = None
+    rate: CallRateLimit | None = None
     batch_size: int | None = 64
     """Trajectories in one call of a function of `solution_strs`; None is no bound."""
     batch_wait_s: float | None = 0.05
@@ -79,7 +79,7 @@ class CallOptions:
     """Processes that call a plain function that is named by its file or module; None calls it in threads."""
 
 
-class Running:
+class RunningEpisodes:
     """Counts the episodes that run, so that a call for many can wait for all of them.
 
     Once all of them wait for such calls nothing more can come, and the calls are made.
@@ -130,7 +130,7 @@ class Batch(Generic[T]):
         *,
         size: int | None = None,
         wait_s: float | None = None,
-        running: Running | None = None,
+        running: RunningEpisodes | None = None,
     ) -> None:
         """Wait for nobody yet.
 
@@ -141,7 +141,7 @@ class Batch(Generic[T]):
             running: Who runs.
         """
         self._call = call
-        self._running = Running() if running is None else running
+        self._running = RunningEpisodes() if running is None else running
         if wait_s is None:
             self._running.join(self)
         self._size = size
@@ -165,7 +165,7 @@ class Batch(Generic[T]):
         elif self._wait_s is None and not self._running.is_idle:
             self._running.check()
         elif len(self._waiting) == 1:
-            self._timer = loop.call_later(Running.IDLE_WAIT_S if self._wait_s is None else self._wait_s, self.start)
+            self._timer = loop.call_later(RunningEpisodes.IDLE_WAIT_S if self._wait_s is None else self._wait_s, self.start)
         return await result
 
     @property

@@ -28,12 +28,12 @@ from polyturn.core.plugin_class import refuse_generator
 from polyturn.core.signature import lacks
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
-from polyturn.rewards.calls import Batch, CallOptions, Running
+from polyturn.rewards.calls import Batch, CallOptions, RunningEpisodes
 from polyturn.rewards.processes import Processes
 from polyturn.rewards.registry import CHECKS, QUICK
-from polyturn.rewards.written import written
-from polyturn.tools.bounded import Bounded
-from polyturn.tools.outcome import finite
+from polyturn.rewards.rendered_text import written
+from polyturn.tools.deadline import CallWithDeadline
+from polyturn.tools.result_shape import finite
 
 ANSWER = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What a function of one answer is told."""
@@ -59,7 +59,7 @@ class RewardFunction:
         kwargs: Mapping[str, Any] | None = None,
         supplies: Mapping[str, Any] | None = None,
         options: CallOptions | None = None,
-        running: Running | None = None,
+        running: RunningEpisodes | None = None,
         source: str | None = None,
         base: Path | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class RewardFunction:
         self._kwargs = {**{k: v for k, v in (supplies or {}).items() if lacks(function, k)}, **(kwargs or {})}
         self._options = options or CallOptions()
         self._is_quick = any(function is quick for quick in QUICK)
-        self._bounded = Bounded(name=f"reward-{name}", timeout_s=self._options.timeout_s)
+        self._bounded = CallWithDeadline(name=f"reward-{name}", timeout_s=self._options.timeout_s)
         self._accepted = _told(parameters, self._kwargs, name=name)
         self._called = function
         num_processes = self._options.num_processes

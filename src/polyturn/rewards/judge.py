@@ -28,16 +28,16 @@ from polyturn.core.reward import as_score, shown
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.chat_voice import (
-    ChatVoice,
-    Voice,
-    VoiceSettings,
+from polyturn.engines.chat_partner import (
+    ChatPartner,
+    ChatPartnerSettings,
+    SpeakingPolicy,
     check_positive,
     names_of,
     refuse_unknown,
     without_thoughts,
 )
-from polyturn.engines.other_policy import Policies, PolicyVoice
+from polyturn.engines.frozen_policy import Policies, PolicyVoice
 
 RUBRIC = (
     "How well did the assistant serve the user: did the user get what it wanted, correctly, and with as little effort of "
@@ -107,14 +107,14 @@ class ConversationJudge:
         Raises:
             ConfigError: a setting is unknown or cannot work.
         """
-        refuse_unknown(config, ["policy", *names_of(JudgeSettings), *names_of(VoiceSettings)], who=who)
+        refuse_unknown(config, ["policy", *names_of(JudgeSettings), *names_of(ChatPartnerSettings)], who=who)
         self._who = who
         self.settings = _settings(config, who=who)
-        self._voice: Voice
+        self._voice: SpeakingPolicy
         if config.get("policy") is not None:
             self._voice = PolicyVoice.read({"temperature": 0.0, "max_tokens": 512, **config}, policies or {}, who=who)
         else:
-            self._voice = ChatVoice(VoiceSettings.read({"temperature": 0.0, **config}, who=who), who=who, base=base)
+            self._voice = ChatPartner(ChatPartnerSettings.read({"temperature": 0.0, **config}, who=who), who=who, base=base)
         self._is_required = False
 
     @property
@@ -247,7 +247,7 @@ def require(kwargs: Mapping[str, Any]) -> None:
 
 
 async def score_conversation(trajectory: Trajectory, *, judges: Judges, **config: Any) -> dict[str, Any]:
-    """Let a judge score a trajectory's conversation; see `JudgeSettings` and `VoiceSettings` for the arguments."""
+    """Let a judge score a trajectory's conversation; see `JudgeSettings` and `ChatPartnerSettings` for the arguments."""
     verdict = await judges.get(config).score(trajectory.messages, task=trajectory.task)
     return {"score": verdict.score, "judge_reason": verdict.reason, "judge_tokens": verdict.tokens}
 

@@ -19,14 +19,14 @@ from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.tools.python_sandbox import isolation
 from polyturn.tools.python_sandbox.fusion import reply_of
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
-from polyturn.tools.python_sandbox.limits import OUTPUT_OF_PROGRAMS, Limits
+from polyturn.tools.python_sandbox.limits import OUTPUT_OF_PROGRAMS, SandboxLimits
 from polyturn.tools.python_sandbox.pool import WarmPool
 
 
 class LocalSandbox:
     """Runs programs behind the walls of this machine."""
 
-    def __init__(self, limits: Limits, *, python: str) -> None:
+    def __init__(self, limits: SandboxLimits, *, python: str) -> None:
         self._limits = limits
         self._python = python
         cores = max(2, os.cpu_count() or 2)
@@ -42,7 +42,7 @@ class LocalSandbox:
         try:
             isolation.interpreter_folders(self._python)
             walls, why = isolation.find_walls()
-            if walls is isolation.Walls.NONE:
+            if walls is isolation.Isolation.NONE:
                 raise ConfigError(why)
         except ConfigError as problem:
             raise ConfigError(
@@ -88,5 +88,5 @@ def local_sandbox(*, timeout_s: float, memory_mb: int, python: str | None = None
     Raises:
         ConfigError: a limit cannot work.
     """
-    limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb, output_bytes=OUTPUT_OF_PROGRAMS)
+    limits = SandboxLimits(timeout_s=timeout_s, memory_mb=memory_mb, output_bytes=OUTPUT_OF_PROGRAMS)
     return LocalSandbox(limits, python=python or isolation.bare_python())

@@ -14,7 +14,7 @@ from polyturn.core.registry import Registry
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards import code, environment, exact_match, geo3k, gsm8k, judge, math, math_dapo, search_r1
 from polyturn.rewards.default import ROUTES
-from polyturn.rewards.written import written
+from polyturn.rewards.rendered_text import written
 
 __all__ = ["BUILT_IN_ROUTES", "CHECKS", "QUICK", "ground_truth", "last_answer", "rewards"]
 

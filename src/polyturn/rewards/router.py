@@ -28,8 +28,8 @@ from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNam
 from polyturn.core.reward import AGENTS, MAX_REWARD, Reward, as_score, shown
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.other_policy import Policies
-from polyturn.rewards.calls import CallOptions, Running
+from polyturn.engines.frozen_policy import Policies
+from polyturn.rewards.calls import CallOptions, RunningEpisodes
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import RewardFunction
 from polyturn.rewards.judge import Judges
@@ -113,7 +113,7 @@ class RewardRouter:
         self._overlong = overlong
         self._scores_turns = scores_turns
         self._may_be_given = may_be_given
-        self.running = Running()
+        self.running = RunningEpisodes()
         """The episodes that run; whoever runs one holds `running.one()` until it is scored."""
         options, sandbox = calls or CallOptions(), sandbox or Sandbox(url=None)
         resolve = _Resolver(options=options, sandbox=sandbox, policies=policies, base=base, running=self.running)
@@ -267,7 +267,13 @@ class _Resolver:
     """Turns route targets into reward functions."""
 
     def __init__(
-        self, *, options: CallOptions, sandbox: Sandbox, policies: Policies | None, base: Path | None, running: Running
+        self,
+        *,
+        options: CallOptions,
+        sandbox: Sandbox,
+        policies: Policies | None,
+        base: Path | None,
+        running: RunningEpisodes,
     ) -> None:
         self._running = running
         self._options = options

@@ -22,7 +22,7 @@ from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.lifecycle import StopReason
 from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.context import RolloutContext, derive_seed
-from polyturn.rollout.conversation import Conversation
+from polyturn.rollout.conversation import EpisodeHistory
 from polyturn.rollout.stop_strings import Stopped, generate_until
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def refuse_banned(completion: Completion, sampling: SamplingParams) -> None:
 
 def next_request(
     context: RolloutContext,
-    conversation: Conversation,
+    conversation: EpisodeHistory,
     *,
     limits: limit_rules.Limits,
     sampling: SamplingParams,

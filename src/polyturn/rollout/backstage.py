@@ -26,7 +26,7 @@ from polyturn.rollout.record import EpisodeRecord
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.flight import Flight
+    from polyturn.rollout.journal import EpisodeJournal
     from polyturn.rollout.scheduler import MultiTurnScheduler
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Backstage:
         """Not the episode itself: it would hold itself, and stay in memory until the garbage collector looks for cycles."""
         self.is_started = False
         """Whether tools and interaction are."""
-        self.flight: Flight | None = None
+        self.flight: EpisodeJournal | None = None
         """Keeps it turn by turn; None where nothing is kept."""
 
     async def close(self) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from polyturn.core.errors import PolyturnError, RolloutError, SchedulerError, one_line
 from polyturn.core.own_time import OwnTime
-from polyturn.tools.bounded import Bounded, DeadlineError
+from polyturn.tools.deadline import CallWithDeadline, DeadlineError
 from polyturn.tools.threads import DaemonThreads
 
 MAX_THREADS = 1024
@@ -40,7 +40,7 @@ class AuthorCalls:
         self.timeout_s = timeout_s
         self._max_abandoned = max_abandoned
         self._threads = DaemonThreads(name="scheduler", max_threads=MAX_THREADS)
-        self._bounded = Bounded(name="scheduler", timeout_s=timeout_s, grace_s=GRACE_S)
+        self._bounded = CallWithDeadline(name="scheduler", timeout_s=timeout_s, grace_s=GRACE_S)
         self._turn_taking: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def call(

@@ -23,8 +23,8 @@ from polyturn.core.watchdog import LoopWatchdog
 from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.calls import AuthorCalls
+from polyturn.rollout.interaction_session import InteractionSession, LoadedInteraction
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.partner import InteractionHost, Partner
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.tokens import sanity
 from polyturn.tokens.codec import Codec
@@ -35,7 +35,7 @@ from polyturn.tokens.trust import name_of
 from polyturn.tools.executor import ToolBox
 
 if TYPE_CHECKING:
-    from polyturn.rollout.flight import Journal
+    from polyturn.rollout.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class RolloutContext:
     _encoders: dict[tuple[str, ...], MediaEncoder] = field(default_factory=dict)
     _brought: dict[tuple[str, ...], MediaEncoder] = field(default_factory=dict)
     """Encoders by the schemas of tools that agents brought."""
-    _hosts: dict[str, InteractionHost] = field(default_factory=dict)
+    _hosts: dict[str, LoadedInteraction] = field(default_factory=dict)
     """The interactions that episodes have used, by name."""
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class RolloutContext:
         """The tokens that stand for media, which no engine may sample."""
         return () if self.media is None else self.media.token_ids
 
-    def partner_for(self, task: Task) -> Partner | None:
+    def partner_for(self, task: Task) -> InteractionSession | None:
         """Return the partner that the task's row names; None if it names none.
 
         Raises:
@@ -152,8 +152,8 @@ class RolloutContext:
         host = self._hosts.get(ref.name)
         if host is None:
             timeout_s = self.interaction_timeout_s
-            host = self._hosts[ref.name] = InteractionHost(self.interactions[ref.name], ref.name, timeout_s=timeout_s)
-        return Partner(host, ref)
+            host = self._hosts[ref.name] = LoadedInteraction(self.interactions[ref.name], ref.name, timeout_s=timeout_s)
+        return InteractionSession(host, ref)
 
     async def close(self) -> None:
         """Close the engines, all of them also where one fails."""

@@ -1,4 +1,4 @@
-"""Conversation: one agent's line through an episode: its transcript, its turns, and how far it is in the limits' units.
+"""EpisodeHistory: one agent's line through an episode: its transcript, its turns, and how far it is in the limits' units.
 
     sample -> record -> next_prompt -> show -> sample -> …     what an episode does with it, turn after turn
     shorten     leave some of it out, where the context is full
@@ -23,8 +23,8 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin, with_origin
 from polyturn.core.trajectory import Span, SpanRef
 from polyturn.rollout.history import shorten
-from polyturn.rollout.limits import Limits, Progress
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.limits import EpisodeProgress, Limits
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import Reply
 from polyturn.rollout.stop_strings import Stopped
 from polyturn.rollout.transcript import Mark, Prompt, Transcript
@@ -42,7 +42,7 @@ class EpisodeMark(NamedTuple):
     """What the tools kept there, where it was asked for; see `Episode.mark_with_tools`."""
 
 
-class Conversation:
+class EpisodeHistory:
     """One history that the model is shown, with the turns that it took in it."""
 
     __slots__ = ("_codec", "_has_user_reply", "_response_tokens", "num_user_turns", "transcript", "turns")
@@ -51,7 +51,7 @@ class Conversation:
         """Begin with a transcript that has no turn yet."""
         self.transcript = transcript
         """The messages and the tokens."""
-        self.turns: list[LiveTurn] = []
+        self.turns: list[OpenTurn] = []
         """In order; a fork begins with those that there were before it."""
         self.num_user_turns = 0
         """How many replies of the interaction it has had."""
@@ -63,9 +63,9 @@ class Conversation:
 
     # Where it is.
 
-    def progress(self, *, elapsed_s: float, prompt: Prompt | None = None) -> Progress:
+    def progress(self, *, elapsed_s: float, prompt: Prompt | None = None) -> EpisodeProgress:
         """Return where it is in the units of the limits; with `prompt`, where it would be once that is shown."""
-        return Progress(
+        return EpisodeProgress(
             elapsed_s=elapsed_s,
             turns=len(self.turns),
             user_turns=self.num_user_turns,
@@ -88,7 +88,7 @@ class Conversation:
             last.spans.append(ref)
         self._response_tokens += prompt.num_new
 
-    def sample(self, ended: Stopped, *, index: int, cut_by: StopReason) -> LiveTurn:
+    def sample(self, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
         """Append a completion, as it was sampled, and return the turn that it makes.
 
         Args:
@@ -99,7 +99,7 @@ class Conversation:
         transcript, completion = self.transcript, ended.completion
         said_before = transcript.said
         message, spans = transcript.sample(completion, turn=index)
-        turn = LiveTurn(
+        turn = OpenTurn(
             index=index,
             message=message,
             completion=completion,
@@ -114,7 +114,7 @@ class Conversation:
         self.turns.append(turn)
         return turn
 
-    def record(self, turn: LiveTurn, reply: Reply) -> None:
+    def record(self, turn: OpenTurn, reply: Reply) -> None:
         """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
 
         Raises:
@@ -130,7 +130,7 @@ class Conversation:
         self._has_user_reply = "interaction" in turn.timings
         self.num_user_turns += self._has_user_reply
 
-    def weigh(self, turn: LiveTurn, weights: ArrayLike) -> None:
+    def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:
         """Set the loss weights of a turn's sampled tokens, one for all or one per token."""
         values = np.asarray(weights, np.float32)
         if values.ndim == 0:
@@ -192,11 +192,11 @@ class Conversation:
         agent: str | None = None,
         messages: Sequence[Message | Mapping[str, Any]] | None = None,
         at: EpisodeMark | None = None,
-    ) -> Conversation:
+    ) -> EpisodeHistory:
         """Return a second line that goes on from here, or from `at`; with `agent`, one that begins with `messages`."""
         given = None if messages is None else self.transcript.typed(messages)
         transcript = self.transcript.fork(agent=agent, messages=given, at=None if at is None else at.transcript)
-        other = Conversation(transcript, self._codec)
+        other = EpisodeHistory(transcript, self._codec)
         if agent is not None:
             return other
         if at is not None:
@@ -217,7 +217,7 @@ class Conversation:
             "response_tokens": self._response_tokens,
         }
 
-    def restore(self, state: Mapping[str, Any], turns: Callable[[Callable[[SpanRef], Span]], Sequence[LiveTurn]]) -> None:
+    def restore(self, state: Mapping[str, Any], turns: Callable[[Callable[[SpanRef], Span]], Sequence[OpenTurn]]) -> None:
         """Stand where it stood that `state` was taken of.
 
         Args:

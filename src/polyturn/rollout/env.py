@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from polyturn.core.errors import SchedulerError
 from polyturn.core.messages import Message
-from polyturn.core.plugin_class import Call, Shape
+from polyturn.core.plugin_class import CallShape, Shape
 from polyturn.core.registry import Registry
 from polyturn.core.reward import MAX_REWARD, as_score, shown
 
@@ -56,9 +56,9 @@ ENV = Shape(
     needs=(("reset",), ("step",), ("close",)),
     bases=(Env,),
     calls={
-        "reset": Call(num=0, names=("seed",), write="def reset(self, *, seed)"),
-        "step": Call(num=1, write="def step(self, action)"),
-        "close": Call(num=0, write="def close(self)"),
+        "reset": CallShape(num=0, names=("seed",), write="def reset(self, *, seed)"),
+        "step": CallShape(num=1, write="def step(self, action)"),
+        "close": CallShape(num=0, write="def close(self)"),
     },
 )
 """What the class of an environment defines."""

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from polyturn.core.errors import NoSnapshotError, SnapshotError
-from polyturn.core.snapshots import Seam
+from polyturn.core.snapshots import SnapshotHooks
 from polyturn.rollout.env import Env, EnvStep, first_shown
 
 GRACE_S = 1.0
@@ -90,7 +90,7 @@ class EnvSession:
             NoSnapshotError: it offers neither.
             SchedulerError: it raised or was late.
         """
-        seam = Seam.of(self._open, label=f"the environment {self.name!r}")
+        seam = SnapshotHooks.of(self._open, label=f"the environment {self.name!r}")
         if seam.why_not is None:
             return {"state": None if seam.snapshot is None else await self._ask(seam.snapshot)}
         if not self.replays:
@@ -116,7 +116,7 @@ class EnvSession:
             self.check_trace(kept["trace"])
             return
         env = await self._ask(self.make)
-        seam = Seam.of(env, label=f"the environment {self.name!r}")
+        seam = SnapshotHooks.of(env, label=f"the environment {self.name!r}")
         if seam.why_not is not None:
             raise NoSnapshotError(seam.why_not)
         if seam.restore is None:

@@ -14,9 +14,9 @@ from polyturn.core.errors import InteractionError, LifecycleError, SnapshotError
 from polyturn.core.messages import Message, Origin
 from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
-from polyturn.interactions.scene import Scene
+from polyturn.interactions.context import ConversationView
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import Reply
 from polyturn.rollout.tool_branches import ToolBranch
 from polyturn.tools.session import copied
@@ -108,7 +108,7 @@ class Environment:
         return copied(await (self._tools.snapshot() if branch is None else branch.states()))
 
     async def call_tools(
-        self, turn: LiveTurn, messages: Callable[[], list[dict[str, Any]]], *, branch: ToolBranch | None = None
+        self, turn: OpenTurn, messages: Callable[[], list[dict[str, Any]]], *, branch: ToolBranch | None = None
     ) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other. A fork brings its `branch`."""
         began = time.monotonic()
@@ -121,7 +121,9 @@ class Environment:
                 turn.scores[key] = turn.scores.get(key, 0.0) + result.reward
         return Reply(messages=_tool_messages(turn.tool_results))
 
-    async def ask_partner(self, turn: LiveTurn, messages: list[dict[str, Any]], scene: Scene | None = None) -> Reply:
+    async def ask_partner(
+        self, turn: OpenTurn, messages: list[dict[str, Any]], scene: ConversationView | None = None
+    ) -> Reply:
         """Let the interaction answer the turn and score it; one that asks for the scene is told it.
 
         Raises:
@@ -140,7 +142,7 @@ class Environment:
             info=dict(answer.metadata),
         )
 
-    async def score_last(self, turns: Sequence[LiveTurn]) -> None:
+    async def score_last(self, turns: Sequence[OpenTurn]) -> None:
         """Ask the interaction for the score of a final turn that no reply scored."""
         if self._partner is not None and turns and "interaction" not in turns[-1].timings:
             score = await self._partner.final_score()

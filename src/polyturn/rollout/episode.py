@@ -30,14 +30,14 @@ from polyturn.core.messages import Message
 from polyturn.core.own_time import not_own_time
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Span, SpanRef, Trajectory
+from polyturn.rollout import event_log
 from polyturn.rollout import limits as limit_rules
-from polyturn.rollout import narration
 from polyturn.rollout.asking import next_request, refuse_banned
 from polyturn.rollout.backstage import Backstage
 from polyturn.rollout.context import RolloutContext, derive_seed
-from polyturn.rollout.conversation import Conversation, EpisodeMark
-from polyturn.rollout.live_turn import LiveTurn
-from polyturn.rollout.scene import Aside, EpisodeScene
+from polyturn.rollout.conversation import EpisodeHistory, EpisodeMark
+from polyturn.rollout.conversation_view import Aside, EpisodeView
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.rollout.token_check import check_tokens
 from polyturn.rollout.tool_branches import ToolBranch
@@ -80,7 +80,7 @@ class Episode:
         """Of a fork: its own tools; None where it has all in common with the episode."""
         encoder = context.encoder_for(task)
         transcript = Transcript(encoder, context.parser, task.prompt, renders_history=context.renders_history)
-        self._conversation = Conversation(transcript, context.codec)
+        self._conversation = EpisodeHistory(transcript, context.codec)
         self.backstage = Backstage(context, task, id=id)
         """What it shares with its forks, for who runs it and watches it; a scheduler needs none of it."""
 
@@ -92,7 +92,7 @@ class Episode:
         return self._seed
 
     @property
-    def turns(self) -> list[LiveTurn]:
+    def turns(self) -> list[OpenTurn]:
         """The turns of this episode, and those that it had when it was forked."""
         return self._conversation.turns
 
@@ -185,8 +185,8 @@ class Episode:
         shared.record.prompt_tokens = prompt.length
         if shared.flight is not None:
             await shared.flight.begin(self)
-        if narration.is_on():
-            narration.start(self, num_tokens=prompt.length)
+        if event_log.is_on():
+            event_log.start(self, num_tokens=prompt.length)
 
     @not_own_time
     async def prepare(self) -> StopReason | None:
@@ -213,8 +213,8 @@ class Episode:
             return None
         if reason is None:
             conversation.show(prompt)
-        elif narration.is_on():
-            narration.limited(self, reason)
+        elif event_log.is_on():
+            event_log.limited(self, reason)
         return reason
 
     async def process_media(self, messages: Sequence[Message]) -> None:
@@ -227,7 +227,7 @@ class Episode:
             await self._context.media.prepare(messages)
 
     @not_own_time
-    async def generate(self) -> LiveTurn:
+    async def generate(self) -> OpenTurn:
         """Let the model speak: one completion, kept as it was sampled, and the message that it reads as.
 
         Raises:
@@ -263,8 +263,8 @@ class Episode:
             shared.record.aside_tokens += turn.num_tokens
             if not self._aside.is_trained:
                 self.weigh(turn, 0.0)
-        if narration.is_on():
-            narration.sampled(self, turn)
+        if event_log.is_on():
+            event_log.sampled(self, turn)
         return turn
 
     def play_as(self, agent: str) -> None:
@@ -306,18 +306,18 @@ class Episode:
         return self._conversation.mark()._replace(tools=await self.backstage.environment.tool_states(self._tools))
 
     @not_own_time
-    async def call_tools(self, turn: LiveTurn) -> Reply:
+    async def call_tools(self, turn: OpenTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         self.lifecycle.move(RequestState.TOOL_CALLING)
         reply = await self.backstage.environment.call_tools(
             turn, lambda: self._conversation.transcript.openai, branch=self._tools
         )
-        if narration.is_on():
-            narration.tools_answered(self, turn)
+        if event_log.is_on():
+            event_log.tools_answered(self, turn)
         return reply
 
     @not_own_time
-    async def ask_partner(self, turn: LiveTurn) -> Reply:
+    async def ask_partner(self, turn: OpenTurn) -> Reply:
         """Let the interaction answer the turn and score it.
 
         Raises:
@@ -328,12 +328,12 @@ class Episode:
         messages = self._conversation.transcript.openai
         leaves_time = self.backstage.environment.asks_person and not self.limits.counts_people
         with self.backstage.record.clock.still() if leaves_time else contextlib.nullcontext():
-            reply = await self.backstage.environment.ask_partner(turn, messages, EpisodeScene(self))
-        if narration.is_on():
-            narration.partner_answered(self, turn, reply)
+            reply = await self.backstage.environment.ask_partner(turn, messages, EpisodeView(self))
+        if event_log.is_on():
+            event_log.partner_answered(self, turn, reply)
         return reply
 
-    def record(self, turn: LiveTurn, reply: Reply) -> None:
+    def record(self, turn: OpenTurn, reply: Reply) -> None:
         """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
 
         Raises:
@@ -341,11 +341,11 @@ class Episode:
         """
         self._conversation.record(turn, reply)
 
-    def read(self, text: str, *, turn: LiveTurn) -> Message:
+    def read(self, text: str, *, turn: OpenTurn) -> Message:
         """Return a text as the message that a turn with it would have; nothing becomes tokens."""
         return self._conversation.transcript.read(text, turn=turn.index)
 
-    def weigh(self, turn: LiveTurn, weights: ArrayLike) -> None:
+    def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:
         """Set the loss weights of a turn's sampled tokens, one for all or one per token; 0 leaves one out of the loss."""
         self._conversation.weigh(turn, weights)
 
@@ -476,7 +476,7 @@ class Episode:
         """Return all that it holds but its turns and plug-ins, for `restore`: behind a turn, without forks."""
         return {**self._conversation.state(), **self.backstage.record.state(), "stops": self._stops}
 
-    def restore(self, state: Mapping[str, Any], turns: Callable[[Callable[[SpanRef], Span]], Sequence[LiveTurn]]) -> None:
+    def restore(self, state: Mapping[str, Any], turns: Callable[[Callable[[SpanRef], Span]], Sequence[OpenTurn]]) -> None:
         """Stand where the episode stood that `state` was taken of; its plug-ins are restored by themselves.
 
         Args:

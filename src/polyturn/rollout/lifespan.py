@@ -30,11 +30,11 @@ from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import RequestState, StopReason
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout import narration
+from polyturn.rollout import event_log
 from polyturn.rollout.backstage import close_episode
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.flight import Flight
+from polyturn.rollout.journal import EpisodeJournal
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.watched import watched, with_blocks
 
@@ -72,9 +72,9 @@ async def run_episode(
         episode.backstage.bridge.enter()
         return episode
 
-    flight: Flight | None = None
+    flight: EpisodeJournal | None = None
     if context.journal is not None and context.journal.takes(id):
-        flight = Flight(context.journal, context, task, id=id, sampling=sampling or context.sampling)
+        flight = EpisodeJournal(context.journal, context, task, id=id, sampling=sampling or context.sampling)
         if (finished := flight.trajectory()) is not None:
             return finished
         episode = await flight.resume(make) or make()
@@ -94,7 +94,7 @@ async def run_episode(
     return trajectory
 
 
-async def run_and_score(context: RolloutContext, episode: Episode, flight: Flight | None = None) -> Trajectory:
+async def run_and_score(context: RolloutContext, episode: Episode, flight: EpisodeJournal | None = None) -> Trajectory:
     """Let the scheduler drive the episode, release everything, and score what came of it.
 
     Args:
@@ -119,7 +119,7 @@ async def _run(episode: Episode, scheduler: MultiTurnScheduler, *, is_resumed: b
     return stop
 
 
-async def _run_and_score(context: RolloutContext, episode: Episode, flight: Flight | None) -> Trajectory:
+async def _run_and_score(context: RolloutContext, episode: Episode, flight: EpisodeJournal | None) -> Trajectory:
     backstage = episode.backstage
     is_resumed = flight is not None and flight.scheduler is not None
     scheduler = context.scheduler_for_episode() if flight is None else flight.scheduler or context.scheduler_for_episode()
@@ -165,8 +165,8 @@ async def _run_and_score(context: RolloutContext, episode: Episode, flight: Flig
         except PolyturnError as problem:
             failed = _told(context, episode.id, problem)
             trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=failed)
-    if narration.is_on():
-        narration.ended(trajectory)
+    if event_log.is_on():
+        event_log.ended(trajectory)
     return trajectory
 
 

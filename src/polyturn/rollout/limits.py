@@ -67,7 +67,7 @@ class Limits:
         return quarter if self.max_tokens_per_turn is None else min(self.max_tokens_per_turn, quarter)
 
 
-class Progress(NamedTuple):
+class EpisodeProgress(NamedTuple):
     """Where an episode is, in the units of the limits."""
 
     elapsed_s: float
@@ -87,7 +87,7 @@ class Budget(NamedTuple):
     cut_by: StopReason
 
 
-def reached(limits: Limits, at: Progress) -> StopReason | None:
+def reached(limits: Limits, at: EpisodeProgress) -> StopReason | None:
     """Return the limit that forbids another generation, the first in the documented order; None if none does."""
     if limits.timeout_s is not None and at.elapsed_s >= limits.timeout_s:
         return StopReason.TIMEOUT
@@ -102,12 +102,12 @@ def reached(limits: Limits, at: Progress) -> StopReason | None:
     return None
 
 
-def is_short_of_room(limits: Limits, at: Progress) -> bool:
+def is_short_of_room(limits: Limits, at: EpisodeProgress) -> bool:
     """Return whether less of the context is left than a context policy keeps free for the next turn."""
     return limits.max_context is not None and limits.max_context - at.context_tokens < limits.reserve
 
 
-def budget(limits: Limits, at: Progress, *, ceiling: int) -> Budget:
+def budget(limits: Limits, at: EpisodeProgress, *, ceiling: int) -> Budget:
     """Return how many tokens the next completion may have; at least 1 where `reached` returned None.
 
     Args:

@@ -24,14 +24,14 @@ from polyturn.core.reward import MAX_REWARD, as_score, shown
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Segment, Trajectory
 from polyturn.rollout.clock import EpisodeClock
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.open_turn import OpenTurn
 
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRecord:
     """The record of one episode while it is being written."""
 
-    turns: list[LiveTurn] = field(default_factory=list)
+    turns: list[OpenTurn] = field(default_factory=list)
     """All turns, in the order in which they were completed."""
     prompt: tuple[Message, ...] | None = None
     """What the model was shown first, once it was; the task's own unless a plug-in changed it."""
@@ -130,7 +130,7 @@ class EpisodeRecord:
             "duration_s": self.duration_s,
         }
 
-    def restore(self, state: Mapping[str, Any], turns: Sequence[LiveTurn]) -> None:
+    def restore(self, state: Mapping[str, Any], turns: Sequence[OpenTurn]) -> None:
         """Stand where the record stood that `state` was taken of; the clock goes on from there."""
         self.prompt = None if state["prompt"] is None else tuple(state["prompt"])
         self.prompt_tokens, self.num_cut = state["prompt_tokens"], state["num_cut"]

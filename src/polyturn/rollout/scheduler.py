@@ -31,7 +31,7 @@ from polyturn.rollout.calls import is_ours
 if TYPE_CHECKING:
     from polyturn.core.task import Task
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class MultiTurnScheduler:
             if (reason := await self.settle(episode, turn)) is not None:
                 return reason
 
-    async def settle(self, episode: Episode, turn: LiveTurn) -> StopReason | None:
+    async def settle(self, episode: Episode, turn: OpenTurn) -> StopReason | None:
         """Let happen what follows a completion: the hooks, the answer, the record; return why the episode ends with it.
 
         Raises:
@@ -157,7 +157,7 @@ class MultiTurnScheduler:
                 running = [tasks.create_task(MultiTurnScheduler.run(self, fork), name=fork.id) for fork in forks]
         return [task.result() for task in running]
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         """Answer one turn: its tool calls first, else the row's interaction, else nothing."""
         if turn.message.tool_calls:
             return await episode.call_tools(turn)
@@ -165,7 +165,7 @@ class MultiTurnScheduler:
             return await episode.ask_partner(turn)
         return None
 
-    def check_finished(self, episode: Episode, turn: LiveTurn) -> Any:
+    def check_finished(self, episode: Episode, turn: OpenTurn) -> Any:
         """Return whether the episode ends with this turn: a StopReason, True (which is STOP), or None or False.
 
         The default ends it where a limit cut the completion, and says which limit.
@@ -175,7 +175,7 @@ class MultiTurnScheduler:
     def on_trajectory_start(self, episode: Episode) -> Any:
         """Do what is to be done before the prompt is encoded; `episode.rewrite` replaces the prompt."""
 
-    def on_turn_end(self, episode: Episode, turn: LiveTurn) -> Any:
+    def on_turn_end(self, episode: Episode, turn: OpenTurn) -> Any:
         """Look at every completion, the last one included, before `check_finished` and `step`; scores go into `turn.scores`.
 
         Return a StopReason, or True (which is ENV_DONE), to end the episode here; None and False decide nothing.
@@ -184,7 +184,7 @@ class MultiTurnScheduler:
     def on_trajectory_end(self, episode: Episode) -> Any:
         """Let go of what the trajectory held. Called exactly once on every exit, also on errors and cancellation."""
 
-    async def _finished(self, episode: Episode, turn: LiveTurn) -> StopReason | None:
+    async def _finished(self, episode: Episode, turn: OpenTurn) -> StopReason | None:
         if turn.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
         for method, meaning in ((self.on_turn_end, StopReason.ENV_DONE), (self.check_finished, StopReason.STOP)):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyturn.core.arrays import Ids, ids_array
-from polyturn.core.builder import Place, TrajectoryBuilder
+from polyturn.core.builder import BuilderState, TrajectoryBuilder
 from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.generation import Completion
 from polyturn.core.media import Media
@@ -50,7 +50,7 @@ class Prompt(NamedTuple):
 class Mark(NamedTuple):
     """A place in a transcript right behind a turn, to be taken up again when the transcript has gone on."""
 
-    place: Place
+    place: BuilderState
     messages: list[Message]
     """The transcript's own list, of which the first `num_messages` count: it only grows, and an edit replaces it."""
     num_messages: int

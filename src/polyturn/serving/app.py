@@ -20,10 +20,10 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from polyturn.core.errors import EngineError, PolyturnError, did_you_mean, one_line
-from polyturn.serving.communicator import WeightInbox
 from polyturn.serving.guard import guarded, json_object
 from polyturn.serving.rules import ServerRules
 from polyturn.serving.service import RolloutService
+from polyturn.serving.weight_receiver import WeightReceiver
 
 _ENGINE_TYPES = {True: "AsyncLLMEngine", False: "LLMEngine"}
 
@@ -110,7 +110,7 @@ def _take_weights(
 ) -> None:
     """Add the paths on which weights come: as a file, or through a process group."""
     one_update = asyncio.Lock()
-    inbox = WeightInbox(
+    inbox = WeightReceiver(
         shapes, lambda weights: service.update_weights(weights, version=service.version + 1), is_loopback=is_loopback
     )
 

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from polyturn.serving.rules import Gate, Refusal, ServerRules, query_token
+from polyturn.serving.rules import Refusal, RequestPolicy, ServerRules, query_token
 from polyturn.serving.wire import BodyError, dumps, loads_object
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _PER_S = 64 << 10
 class Guard:
     """An ASGI application in front of another."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: RequestPolicy) -> None:
         self._app = app
         self._gate = gate
 
@@ -122,14 +122,14 @@ class _Bounded:
         return {"type": "http.disconnect"}
 
 
-def guarded(app: FastAPI, rules: ServerRules) -> Gate:
+def guarded(app: FastAPI, rules: ServerRules) -> RequestPolicy:
     """Put the rules in front of an application, and return what counts.
 
     Args:
         app: Anything with `add_middleware`; middleware that is added later stands in front of the rules.
         rules: What is demanded.
     """
-    gate = Gate(rules)
+    gate = RequestPolicy(rules)
     app.add_middleware(Guard, gate=gate)
     return gate
 

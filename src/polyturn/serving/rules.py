@@ -38,14 +38,14 @@ _UNITS = {None: 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RateLimit:
+class ClientRateLimit:
     """How often one client may ask: a bucket of `burst` requests that fills at `per_s` a second."""
 
     per_s: float
     burst: float
 
     @classmethod
-    def parse(cls, text: str) -> RateLimit:
+    def parse(cls, text: str) -> ClientRateLimit:
         """Return the limit that a text means: "20", "20/s", "600/min", "600/min:50" (a burst of 50).
 
         Without a burst, it is what two seconds bring, and at least one request.
@@ -82,7 +82,7 @@ class ServerRules:
     max_body_bytes: int = MAX_BODY_BYTES
     body_limits: Mapping[str, int] = field(default_factory=dict)
     """Path -> another bound than `max_body_bytes`."""
-    rate: RateLimit | None = None
+    rate: ClientRateLimit | None = None
     max_requests: int = 4096
     """Requests that are answered at one moment; more are told to come again."""
     max_connections: int = 1024
@@ -101,7 +101,7 @@ class Refusal(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
-class Gate:
+class RequestPolicy:
     """Looks at the head of every request; counts what each client asks and what is being answered."""
 
     def __init__(self, rules: ServerRules, *, clock: Callable[[], float] = time.monotonic) -> None:

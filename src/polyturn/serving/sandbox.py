@@ -21,7 +21,7 @@ from polyturn.serving.guard import guarded, json_object
 from polyturn.serving.rules import ServerRules
 from polyturn.tools.python_sandbox.fusion import reply_of
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
-from polyturn.tools.python_sandbox.limits import Limits, RunResult
+from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
 from polyturn.tools.python_sandbox.pool import WarmPool
 from polyturn.tools.threads import DaemonThreads
 
@@ -35,7 +35,7 @@ class SandboxService:
     """Runs programs, each in a fresh sandbox."""
 
     def __init__(
-        self, start: Callable[[], Interpreter], *, limits: Limits, max_concurrent: int, max_waiting: int, warm: int
+        self, start: Callable[[], Interpreter], *, limits: SandboxLimits, max_concurrent: int, max_waiting: int, warm: int
     ) -> None:
         self.limits = limits
         self._pool = WarmPool(start, size=warm)

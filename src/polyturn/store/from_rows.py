@@ -22,7 +22,7 @@ from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Branch, Segment, Span, SpanRef, SpanSource, ToolResult, Trajectory, Turn
-from polyturn.store.cells import read_as, read_floats, read_json, restore, restore_all
+from polyturn.store.codec import read_as, read_floats, read_json, restore, restore_all
 from polyturn.store.schema import StoredTrajectory, Trained
 
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from polyturn.core.arrays import Floats
 from polyturn.core.trajectory import Trajectory
-from polyturn.store.cells import read_floats
+from polyturn.store.codec import read_floats
 
 VERSION = "2"
 METADATA_KEY = "polyturn_store"

@@ -18,7 +18,7 @@ import pyarrow as pa
 from polyturn.core.arrays import Floats
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.store.cells import as_json, clean
+from polyturn.store.codec import as_json, clean
 from polyturn.store.schema import INDEX, MAX_QUESTION, NESTED, SCHEMA, StoredTrajectory
 
 _TIMES = ("generate", "tools", "interaction")

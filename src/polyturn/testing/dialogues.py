@@ -74,7 +74,7 @@ _GAPS = (" ", " ", " ", " ", "\n", "\n\n", "  ", "\t", " \n ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken:
+class DialogueTurn:
     """One turn: what the model says, and what answers it."""
 
     message: Message
@@ -91,7 +91,7 @@ class Dialogue:
     kind: str
     seed: int
     prompt: tuple[Message, ...]
-    turns: tuple[Spoken, ...]
+    turns: tuple[DialogueTurn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def before(self, turn: int) -> tuple[Message, ...]:
@@ -157,7 +157,7 @@ def dialogue(
     for index in range(num := num_turns or draw.randint(2 if kind in TOOL_KINDS else 1, 4)):
         message = writer.turn(index, is_last=index + 1 == num)
         answer = () if index + 1 == num else writer.answer(message, alternates=alternates)
-        turns.append(Spoken(message=message, is_cut=kind == "cut" and draw.random() < 0.6, answer=answer))
+        turns.append(DialogueTurn(message=message, is_cut=kind == "cut" and draw.random() < 0.6, answer=answer))
     return Dialogue(kind=kind, seed=seed, prompt=tuple(prompt), turns=tuple(turns), tools=TOOLS if writer.has_calls else ())
 
 

@@ -19,10 +19,10 @@ from polyturn.batching.samples import to_samples
 from polyturn.core.errors import TemplateError, one_line
 from polyturn.core.messages import Message, ToolCall
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.testing.dialogue_runner import RecordedDialogue
 from polyturn.testing.dialogues import Dialogue
 from polyturn.testing.oracle import Oracle, RefusedError, tame
-from polyturn.testing.subject import Subject
-from polyturn.testing.told import Told
+from polyturn.testing.template_case import TemplateCase
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.sanity import check
 
@@ -58,7 +58,7 @@ class Violation:
     detail: str
 
 
-def examine(subject: Subject, told: Dialogue, *, is_uncanonical: bool = False) -> list[Violation]:
+def examine(subject: TemplateCase, told: Dialogue, *, is_uncanonical: bool = False) -> list[Violation]:
     """Run `told` with the template of `subject` and return what was wrong.
 
     Args:
@@ -130,7 +130,7 @@ def examine(subject: Subject, told: Dialogue, *, is_uncanonical: bool = False) -
     return out
 
 
-def examine_inference(subject: Subject, told: Dialogue) -> list[Violation]:
+def examine_inference(subject: TemplateCase, told: Dialogue) -> list[Violation]:
     """Run `told` with every turn sampled from a full render, and return what was wrong.
 
     The engine must be shown what the template writes at inference, to the letter, and every sampled token must train once,
@@ -169,7 +169,7 @@ def examine_inference(subject: Subject, told: Dialogue) -> list[Violation]:
     return out + _samples(subject, told, run, said)
 
 
-def examine_text(subject: Subject, text: str) -> list[Violation]:
+def examine_text(subject: TemplateCase, text: str) -> list[Violation]:
     """Let every field that an environment writes say `text`, and return what was wrong with the ids.
 
     A user's reply, a tool's result, a result's name, and parts of a content; in the turn after a completion and in a
@@ -218,7 +218,7 @@ def examine_text(subject: Subject, text: str) -> list[Violation]:
     return out
 
 
-def _samples(subject: Subject, told: Dialogue, run: Told, said: Sequence[Sequence[int]]) -> list[Violation]:
+def _samples(subject: TemplateCase, told: Dialogue, run: RecordedDialogue, said: Sequence[Sequence[int]]) -> list[Violation]:
     """Check what would train: each sampled token once, with a weight, in the context that it was sampled in."""
     out = []
 
@@ -247,9 +247,9 @@ def _samples(subject: Subject, told: Dialogue, run: Told, said: Sequence[Sequenc
 
 
 def _against_full(
-    subject: Subject,
+    subject: TemplateCase,
     told: Dialogue,
-    run: Told,
+    run: RecordedDialogue,
     held: list[int],
     shown: str,
     differs_between: Sequence[tuple[int, str, str]],

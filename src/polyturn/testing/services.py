@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 
-class Served:
+class LocalService:
     """Where a server is, what it was asked, and how many requests it had at once."""
 
     def __init__(self) -> None:
@@ -25,9 +25,9 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serve(answer: Callable[[dict[str, Any], int], Any]) -> AsyncIterator[Served]:
+async def serve(answer: Callable[[dict[str, Any], int], Any]) -> AsyncIterator[LocalService]:
     """Serve POST, under any path, with `answer(json, number of the request)`: a reply, or (HTTP status, reply)."""
-    served = Served()
+    served = LocalService()
 
     async def handle(request: web.Request) -> web.Response:
         served.busy += 1

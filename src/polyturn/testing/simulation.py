@@ -32,11 +32,11 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.pool import RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import tiny_codec
-from polyturn.testing.workload import Plan, Workload
+from polyturn.testing.workload import EpisodePlan, Workload
 from polyturn.tokens.parsers import HermesParser
 from polyturn.tools.executor import ToolBox
 
@@ -45,7 +45,7 @@ ORACLE = "oracle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TimelineTurn:
     """One turn on the timeline."""
 
     session: str
@@ -71,7 +71,7 @@ class Simulated:
     latency_p50_s: float = 0.0
     latency_p99_s: float = 0.0
     num_lost: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimelineTurn] = field(default_factory=list)
 
     @property
     def efficiency(self) -> float:
@@ -84,10 +84,10 @@ class _Waits(MultiTurnScheduler):
 
     shared = True
 
-    def __init__(self, plans: dict[str, Plan], text: str) -> None:
+    def __init__(self, plans: dict[str, EpisodePlan], text: str) -> None:
         self._plans, self._text = plans, text
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Reply:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Reply:
         """Answer one turn after its wait."""
         number, waits = len(episode.turns) - 1, self._plans[episode.id].waits
         if number >= len(waits):
@@ -99,7 +99,7 @@ class _Waits(MultiTurnScheduler):
 class _Oracle(WorkPredictor):
     """Knows."""
 
-    def __init__(self, plans: dict[str, Plan], token_s: float) -> None:
+    def __init__(self, plans: dict[str, EpisodePlan], token_s: float) -> None:
         super().__init__()
         self._plans, self._token_s = plans, token_s
 
@@ -137,7 +137,7 @@ class _Passing:
 class _Planned(_Passing):
     """A real server that says as much as the plan does, whatever it is."""
 
-    def __init__(self, engine: Engine, plans: Mapping[str, Plan]) -> None:
+    def __init__(self, engine: Engine, plans: Mapping[str, EpisodePlan]) -> None:
         super().__init__(engine)
         self._plans = plans
 
@@ -154,7 +154,7 @@ class _Watched(_Passing):
         super().__init__(engine)
         self.began = 0.0
         """When the round began that is written."""
-        self.spans: list[Span] = []
+        self.spans: list[TimelineTurn] = []
         self.recomputed = 0
         self._name = name
         self._had = had
@@ -164,7 +164,7 @@ class _Watched(_Passing):
         loop, session = asyncio.get_running_loop(), request.session_id
         asked = loop.time()
         completion = await self._engine.generate(request)
-        span = Span(session=session, replica=self._name, asked_s=asked - self.began, end_s=loop.time() - self.began)
+        span = TimelineTurn(session=session, replica=self._name, asked_s=asked - self.began, end_s=loop.time() - self.began)
         self.spans.append(span)
         had = self._had.get(session, 0)
         new = len(request.prompt_ids) - had
@@ -244,7 +244,7 @@ async def replay(
 
 async def _rollout(
     workload: Workload,
-    plans: dict[str, Plan],
+    plans: dict[str, EpisodePlan],
     engines: Sequence[Engine],
     *,
     policy: str,
@@ -293,7 +293,7 @@ async def _rollout(
     return result
 
 
-def length_of(plans: Mapping[str, Plan], request: GenerateRequest) -> int:
+def length_of(plans: Mapping[str, EpisodePlan], request: GenerateRequest) -> int:
     """Return how many tokens the plans have for a request's turn."""
     return plans[request.session_id].lengths[int(request.request_id.rpartition("/")[2])]
 

@@ -20,7 +20,7 @@ from polyturn.engines.simulated import Speed
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EpisodePlan:
     """One episode."""
 
     lengths: tuple[int, ...]
@@ -58,7 +58,7 @@ class Workload:
     """(turns, tokens of each) of the very last episode, which dwarfs the others."""
     seed: int = 0
     measured: Speed | None = None
-    """A speed that was fitted to a server (`engines/fit.py`); replaces the times above. Slots and KV stay the workload's."""
+    """A speed that was fitted to a server (`engines/calibrate.py`); replaces the times above, not slots and KV."""
 
     @classmethod
     def load(cls, name: str | Path) -> Workload:
@@ -99,7 +99,7 @@ class Workload:
             kv_tokens=self.kv_tokens,
         )
 
-    def plans(self) -> dict[str, Plan]:
+    def plans(self) -> dict[str, EpisodePlan]:
         """Return the plan of every episode, by its id."""
         rng, out = random.Random(self.seed), {}
         for task in range(self.tasks):
@@ -116,10 +116,10 @@ class Workload:
                     for _ in range(turns)
                 ]
                 waits = [self.tool_s * math.exp(rng.gauss(0, self.tool_sigma)) for _ in range(turns - 1)]
-                out[f"g{task}/{member}"] = Plan(tuple(lengths), tuple(waits))
+                out[f"g{task}/{member}"] = EpisodePlan(tuple(lengths), tuple(waits))
         if self.giant is not None:
             turns, tokens = self.giant
-            out[f"g{self.tasks - 1}/{self.group - 1}"] = Plan((tokens,) * turns, (self.tool_s,) * (turns - 1))
+            out[f"g{self.tasks - 1}/{self.group - 1}"] = EpisodePlan((tokens,) * turns, (self.tool_s,) * (turns - 1))
         return out
 
     def lower_bound_s(self, *, replicas: int) -> float:

@@ -30,7 +30,7 @@ from polyturn.tokens.hub import only_cached
 from polyturn.tokens.markers import string_literals
 from polyturn.tokens.read_words import find_read_words
 from polyturn.tokens.template import ChatTemplate
-from polyturn.tokens.turn_ends import Span, TurnEnds, common_length, find_turn_ends
+from polyturn.tokens.turn_ends import ControlSpan, TurnEnds, common_length, find_turn_ends
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -290,9 +290,9 @@ class Codec:
         """Whether control tokens are looked for in the tokenizer's normal form of a text, which has many spellings."""
         return self._normal_text is not None
 
-    def control_spans(self, text: str) -> list[Span]:
+    def control_spans(self, text: str) -> list[ControlSpan]:
         """Return where the texts of control tokens stand in `text`."""
-        return [Span(m.start(), m.end(), self._control_ids[m[0]]) for m in self._control_text.finditer(text)]
+        return [ControlSpan(m.start(), m.end(), self._control_ids[m[0]]) for m in self._control_text.finditer(text)]
 
     def replace_control(self, text: str, change: Callable[[str], str], *, barred: Collection[int]) -> str:
         """Return a text with `change` applied to each piece that reads like a control token of `barred`; to all of it where

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from polyturn.core.messages import Message, ToolCall
-from polyturn.tokens.turn_ends import Renderer, Span, TurnEnds
+from polyturn.tokens.turn_ends import ControlSpan, Renderer, TurnEnds
 
 _MEDIA: tuple[Mapping[str, Any], ...] = (
     {"type": "image", "image": "x"},
@@ -54,7 +54,7 @@ def _with_turns(user: Message) -> Iterator[list[Message]]:
     yield [user, answer, result]
 
 
-def _spans(codec: Renderer, messages: list[Message], *, opened: tuple[bool, ...] = (False, True)) -> list[Span]:
+def _spans(codec: Renderer, messages: list[Message], *, opened: tuple[bool, ...] = (False, True)) -> list[ControlSpan]:
     texts = (codec.try_render(messages, add_generation_prompt=is_opened) for is_opened in opened)
     return [s for text in texts if text is not None for s in codec.control_spans(text)]
 

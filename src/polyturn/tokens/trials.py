@@ -28,7 +28,7 @@ _TEXTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TrialTurn:
     """What the model says, and what answers it."""
 
     message: Message
@@ -41,7 +41,7 @@ class Trial:
 
     kind: str
     prompt: tuple[Message, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[TrialTurn, ...]
 
     @property
     def has_tools(self) -> bool:
@@ -64,7 +64,7 @@ class Trial:
             said = m.content if m.role == "assistant" or not isinstance(m.content, str) else change(m.content)
             return replace(m, content=said, tool_calls=calls, name=None if m.name is None else change(m.name))
 
-        turns = tuple(Turn(message(t.message), tuple(map(message, t.answer))) for t in self.turns)
+        turns = tuple(TrialTurn(message(t.message), tuple(map(message, t.answer))) for t in self.turns)
         return Trial(self.kind, tuple(map(message, self.prompt)), turns)
 
 
@@ -144,5 +144,5 @@ def _trial(
         reasoning = words().strip() if kind.startswith("reasoning") else None
         message = Message(role="assistant", content=said, tool_calls=calls, reasoning=reasoning)
         answer = tuple(Message(role="tool", content=heard(), tool_call_id=c.id, name=c.name) for c in calls)
-        turns.append(Turn(message, answer or (Message(role="user", content=heard()),)))
+        turns.append(TrialTurn(message, answer or (Message(role="user", content=heard()),)))
     return Trial(kind, prompt, tuple(turns))

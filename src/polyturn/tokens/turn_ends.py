@@ -21,7 +21,7 @@ from polyturn.core.messages import Message, ToolCall
 ANCHOR = "Zq0anchorZ"
 
 
-class Span(NamedTuple):
+class ControlSpan(NamedTuple):
     """A control token in a text."""
 
     start: int
@@ -38,7 +38,7 @@ class Renderer(Protocol):
         """Return the text of `messages`, None where the template fails."""
         ...
 
-    def control_spans(self, text: str) -> list[Span]:
+    def control_spans(self, text: str) -> list[ControlSpan]:
         """Return the control tokens that the template's text has, in order."""
         ...
 
@@ -111,7 +111,7 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
     )
 
 
-def _run(spans: Sequence[Span]) -> list[int]:
+def _run(spans: Sequence[ControlSpan]) -> list[int]:
     """Return the first token and those that stand directly behind it."""
     run = [spans[0].id]
     for left, right in itertools.pairwise(spans):

@@ -23,7 +23,7 @@ from polyturn.core.errors import ConfigError, ToolConnectionError, ToolError, To
 from polyturn.core.secret import bearer, hide
 from polyturn.tools.a2a_parts import A2AAnswer, A2AConversation, answer_of, plain, request_of, state_of, update_task
 from polyturn.tools.http_client import http_client
-from polyturn.tools.own_loop import in_own_loop
+from polyturn.tools.run_sync import in_own_loop
 
 CARD_PATH = "/.well-known/agent-card.json"
 MAX_ANSWER_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""AgentData: what a tool may know about the episode that calls it, for tools whose `execute` asks for `agent_data`.
+"""ToolContext: what a tool may know about the episode that calls it, for tools whose `execute` asks for `agent_data`.
 
     async def execute(self, instance_id, parameters, agent_data=None, **kwargs):
         seen = agent_data.extra_fields.setdefault("seen", [])
@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass(slots=True, kw_only=True)
-class AgentData:
+class ToolContext:
     """An episode as its tools see it."""
 
     request_id: str

@@ -16,20 +16,20 @@ from typing import Any
 from polyturn.core.errors import ConfigError, DataError, RolloutError, did_you_mean, one_line, raised_at
 from polyturn.core.messages import Origin
 from polyturn.core.protocols import Tool
-from polyturn.core.snapshots import Seam
+from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import Task, select_tools
 from polyturn.core.trajectory import RAISED_AT, ToolResult
 from polyturn.tokens.codec import Codec
+from polyturn.tools.adapters import methods_of
 from polyturn.tools.base import BaseTool, check_names
-from polyturn.tools.bounded import Bounded
 from polyturn.tools.breaker import Breaker, BreakerSettings
-from polyturn.tools.cut import ResultLimit, TruncateSide
-from polyturn.tools.forms import methods_of
+from polyturn.tools.concurrency import ConcurrencyLimits
+from polyturn.tools.deadline import CallWithDeadline
 from polyturn.tools.function import FunctionTool
-from polyturn.tools.instances import ToolStartError
-from polyturn.tools.lanes import Lanes
-from polyturn.tools.outcome import finite
+from polyturn.tools.result_shape import finite
 from polyturn.tools.session import ToolSession
+from polyturn.tools.tool_lifecycle import ToolStartError
+from polyturn.tools.truncate import ResultLimit, TruncateSide
 
 __all__ = ["ToolBox", "ToolSession", "ToolStartError"]
 
@@ -95,9 +95,9 @@ class ToolBox:
             name for name, tool in self.tools.items() if isinstance(tool, BaseTool) and tool.origin is not Origin.OWNER
         )
         """Tools whose schemas somebody else wrote."""
-        self.bounded = {name: Bounded(name=f"tool-{name}", timeout_s=timeout_s) for name in self.tools}
+        self.bounded = {name: CallWithDeadline(name=f"tool-{name}", timeout_s=timeout_s) for name in self.tools}
         self.methods = {name: methods_of(tool) for name, tool in self.tools.items()}
-        self.seams = {name: Seam.of(tool, label=f"tool {name!r}") for name, tool in self.tools.items()}
+        self.seams = {name: SnapshotHooks.of(tool, label=f"tool {name!r}") for name, tool in self.tools.items()}
         """How each tool survives a restart."""
         self.live_ids: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
@@ -199,11 +199,11 @@ def _schema_of(tool: Tool) -> dict[str, Any]:
     return schema
 
 
-def _lanes(tools: Mapping[str, Tool], wanted: Mapping[str, int], max_per_host: int | None) -> Lanes:
+def _lanes(tools: Mapping[str, Tool], wanted: Mapping[str, int], max_per_host: int | None) -> ConcurrencyLimits:
     for name in wanted:
         if name not in tools:
             raise ConfigError(f"max_concurrency names the tool {name!r}, which is not there.{did_you_mean(name, tools)}")
     ours = {name: tool for name, tool in tools.items() if isinstance(tool, BaseTool)}
     own = {name: tool.max_concurrency for name, tool in ours.items() if tool.max_concurrency is not None}
     hosts = {name: ours[name].host if name in ours else None for name in tools}
-    return Lanes(of_tools={**own, **wanted}, hosts=hosts, max_per_host=max_per_host)
+    return ConcurrencyLimits(of_tools={**own, **wanted}, hosts=hosts, max_per_host=max_per_host)

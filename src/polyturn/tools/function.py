@@ -26,7 +26,7 @@ from polyturn.core.plugin_class import refuse_generator
 from polyturn.core.watchdog import calls_plugins
 from polyturn.tools.base import BaseTool
 from polyturn.tools.docstring import read_docstring
-from polyturn.tools.outcome import ToolOutcome, normalize
+from polyturn.tools.result_shape import ToolOutcome, normalize
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from polyturn.tools.threads import DaemonThreads
 

@@ -21,8 +21,8 @@ from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.secret import bearer, is_secret_name, token_from
 from polyturn.tools.http_client import http_client
 from polyturn.tools.mcp_connection import McpConnection, McpLimits, McpServer, reason
-from polyturn.tools.mcp_stdio import LastWords, StdioCommand, stdio_transport
-from polyturn.tools.own_loop import in_own_loop
+from polyturn.tools.mcp_stdio import StderrTail, StdioCommand, stdio_transport
+from polyturn.tools.run_sync import in_own_loop
 from polyturn.tools.schema import OpenAIFunctionToolSchema
 
 __all__ = ["McpConnection", "McpLimits", "McpServer", "list_tools", "make_client", "read_servers", "reason"]
@@ -39,7 +39,7 @@ _TRANSPORTS = ("stdio", "streamable_http", "streamable-http", "http", "sse")
 def make_client(
     settings: Mapping[str, Any],
     *,
-    words: LastWords | None = None,
+    words: StderrTail | None = None,
     max_answer_bytes: int = 8 << 20,
     is_stateful: bool = False,
     on_message: Any = None,
@@ -62,7 +62,7 @@ def make_client(
         from mcp.client.streamable_http import streamable_http_client
     except ImportError as problem:
         raise ConfigError("tools of type 'mcp' need the MCP SDK: pip install 'polyturn[mcp]'") from problem
-    words = LastWords() if words is None else words
+    words = StderrTail() if words is None else words
     if "command" in settings:
         return Client(
             stdio_transport(_command(settings), words, max_answer_bytes=max_answer_bytes), message_handler=on_message
@@ -126,7 +126,7 @@ async def _owning(client: Any, transport: Callable[[Any], Any]) -> AsyncIterator
         yield streams
 
 
-def _http_client(headers: Mapping[str, str], words: LastWords, max_answer_bytes: int) -> Any:
+def _http_client(headers: Mapping[str, str], words: StderrTail, max_answer_bytes: int) -> Any:
     """Return an HTTP client that remembers the last error's status and bounds answers, of which a stream has none."""
     import httpx2
 
@@ -216,7 +216,7 @@ def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.
     Raises:
         ConfigError: the server could not be reached in a few tries or in `timeout_s` seconds.
     """
-    words = LastWords(secrets_of(settings))
+    words = StderrTail(secrets_of(settings))
 
     async def fetch() -> list[dict[str, Any]]:
         tries = 2 if "command" in settings else START_TRIES

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from polyturn.core.errors import ConfigError, ToolError, ToolTimeoutError, one_line
 from polyturn.tools.failures import TooLargeError
-from polyturn.tools.mcp_stdio import LastWords
+from polyturn.tools.mcp_stdio import StderrTail
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class McpConnection:
         self._ready: asyncio.Future[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_over = asyncio.Event()
-        self._words = LastWords()
+        self._words = StderrTail()
         self._strays: set[asyncio.Task[Any]] = set()
         self._num_failures = 0
         self._num_silent = 0
@@ -225,12 +225,12 @@ class McpConnection:
     def _begin(self) -> None:
         from polyturn.tools.mcp_client import secrets_of
 
-        self._is_over, self._words = asyncio.Event(), LastWords(secrets_of(self._settings))
+        self._is_over, self._words = asyncio.Event(), StderrTail(secrets_of(self._settings))
         self._ready = asyncio.get_running_loop().create_future()
         holding = self._hold(self._ready, self._is_over, self._words)
         self._holder = asyncio.create_task(holding, name=f"mcp-{self.name}")
 
-    async def _hold(self, ready: asyncio.Future[Any], is_over: asyncio.Event, words: LastWords) -> None:
+    async def _hold(self, ready: asyncio.Future[Any], is_over: asyncio.Event, words: StderrTail) -> None:
         """Keep one client open until nobody needs it."""
         from polyturn.tools.mcp_client import make_client
 

@@ -44,7 +44,7 @@ class StdioCommand:
     cwd: str | None = None
 
 
-class LastWords:
+class StderrTail:
     """The end of what a server wrote to its standard error, and whether it has ended."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
@@ -80,7 +80,7 @@ class LastWords:
 
 
 @asynccontextmanager
-async def stdio_transport(command: StdioCommand, words: LastWords, *, max_answer_bytes: int) -> AsyncIterator[Any]:
+async def stdio_transport(command: StdioCommand, words: StderrTail, *, max_answer_bytes: int) -> AsyncIterator[Any]:
     """Start a server and yield the SDK's two streams; the process is gone afterwards.
 
     Raises:
@@ -120,7 +120,7 @@ async def stdio_transport(command: StdioCommand, words: LastWords, *, max_answer
             stream.close()
 
 
-async def _read(stdout: asyncio.StreamReader, to_session: Any, words: LastWords) -> None:
+async def _read(stdout: asyncio.StreamReader, to_session: Any, words: StderrTail) -> None:
     """Pass the server's messages on, line by line."""
     import anyio
     import mcp.types as types
@@ -187,12 +187,12 @@ async def _write(stdin: asyncio.StreamWriter, from_session: Any, to_session: Any
         await to_session.aclose()  # so that requests in flight hear of it
 
 
-async def _listen(stderr: asyncio.StreamReader, words: LastWords) -> None:
+async def _listen(stderr: asyncio.StreamReader, words: StderrTail) -> None:
     while chunk := await stderr.read(65536):
         words.add(chunk)
 
 
-async def _notice_exit(process: asyncio.subprocess.Process, to_session: Any, words: LastWords) -> None:
+async def _notice_exit(process: asyncio.subprocess.Process, to_session: Any, words: StderrTail) -> None:
     """End the connection of a server that is gone, though a child of it may hold its output open."""
     while process.returncode is None:  # noqa: ASYNC110
         await asyncio.sleep(EXIT_POLL_S)
@@ -201,7 +201,7 @@ async def _notice_exit(process: asyncio.subprocess.Process, to_session: Any, wor
     await to_session.aclose()
 
 
-async def _stop(process: asyncio.subprocess.Process, words: LastWords) -> None:
+async def _stop(process: asyncio.subprocess.Process, words: StderrTail) -> None:
     """End the process and its children: politely, then not."""
     assert process.stdin is not None and process.stderr is not None
     process.stdin.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.plugin_class import Call, Shape, check_class
+from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import import_attr, import_file
 from polyturn.interactions.files import PluginEntry, PluginFile, read_plugin_file
 from polyturn.tools.a2a import A2ATool, build_a2a_tools
@@ -36,10 +36,10 @@ TOOL = Shape(
     bases=(BaseTool,),
     needs_alone=("create", "execute", "calc_reward", "release"),
     calls={
-        "create": Call(num=1, write="async def create(self, instance_id=None, **kwargs)"),
-        "execute": Call(num=2, write="async def execute(self, instance_id, parameters, **kwargs)"),
-        "calc_reward": Call(num=1, or_nothing=True, write="async def calc_reward(self, instance_id, **kwargs)"),
-        "release": Call(num=1, or_nothing=True, write="async def release(self, instance_id, **kwargs)"),
+        "create": CallShape(num=1, write="async def create(self, instance_id=None, **kwargs)"),
+        "execute": CallShape(num=2, write="async def execute(self, instance_id, parameters, **kwargs)"),
+        "calc_reward": CallShape(num=1, or_nothing=True, write="async def calc_reward(self, instance_id, **kwargs)"),
+        "release": CallShape(num=1, or_nothing=True, write="async def release(self, instance_id, **kwargs)"),
     },
 )
 """What the class of a tool defines."""

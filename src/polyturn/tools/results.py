@@ -15,9 +15,9 @@ from polyturn.core.media import read_source, to_source
 from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.core.trajectory import ToolResult
 from polyturn.tokens.multimodal import load_image
-from polyturn.tools.cut import WHOLE, ResultLimit
 from polyturn.tools.failures import ToolFailure
 from polyturn.tools.schema import ToolResponse
+from polyturn.tools.truncate import WHOLE, ResultLimit
 
 FAILURE = "failure"
 """In the metrics that a tool returns with a text of its own about a failure: its kind, one of `TOLD`."""

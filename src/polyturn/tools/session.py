@@ -33,11 +33,11 @@ from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
 from polyturn.tools import results
-from polyturn.tools.agent_data import AgentData
+from polyturn.tools.agent_data import ToolContext
 from polyturn.tools.base import BaseTool
 from polyturn.tools.failures import ToolFailure, kind_of, reason_of
-from polyturn.tools.instances import Instances
-from polyturn.tools.outcome import ToolOutcome, normalize
+from polyturn.tools.result_shape import ToolOutcome, normalize
+from polyturn.tools.tool_lifecycle import EpisodeTools
 from polyturn.tools.validate import arguments_problem
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class ToolSession:
         self._box = box
         self._episode_id = episode_id
         self._names: tuple[str, ...] = ()
-        self._instances = Instances(box, episode_id)
+        self._instances = EpisodeTools(box, episode_id)
         self._is_started = False
         self._is_finished = False
         self._locks: dict[str, asyncio.Lock] = {}
-        self._agent_data: AgentData | None = None
+        self._agent_data: ToolContext | None = None
         self._lender: ToolSession | None = None
         """Of a branch: whose instances it uses of the tools that it has none of its own of."""
 
@@ -309,10 +309,10 @@ class ToolSession:
             return self._lender._lock_of(name)
         return self._locks.setdefault(name, asyncio.Lock())
 
-    def _seen_by_tools(self) -> AgentData:
+    def _seen_by_tools(self) -> ToolContext:
         if self._agent_data is None:
             kwargs = {name: dataclasses.asdict(of) for name, of in self._instances.kwargs.items()}
-            self._agent_data = AgentData(request_id=self._episode_id, tools_kwargs=kwargs)
+            self._agent_data = ToolContext(request_id=self._episode_id, tools_kwargs=kwargs)
         return self._agent_data
 
     # ---- results ----------------------------------------------------------------------------------------------------

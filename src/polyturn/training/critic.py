@@ -30,8 +30,8 @@ from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.core.sample import TrainSample
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
+from polyturn.training.modality_encoders import touching
 from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
-from polyturn.training.towers import touching
 
 _NAMES = {"loss/lr": "critic/lr", "loss/grad_norm": "critic/grad_norm", "loss/skipped_steps": "critic/skipped_steps"}
 """What the optimizer calls its metrics -> what they are called here."""

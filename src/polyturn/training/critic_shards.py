@@ -26,11 +26,11 @@ from polyturn.core.sample import TrainSample
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.critic import Critic, CriticSettings, ValueModel, bare, first_weights, value_coefs
 from polyturn.training.fsdp import ShardedOptimizer, cut_optimizer, in_step, shard_layers
+from polyturn.training.modality_encoders import layers_of, towers_of
 from polyturn.training.optim import OptimSettings
+from polyturn.training.rank_group import RankGroup, assign, put_back
 from polyturn.training.shards import cut_like, gather_whole, require_same_shapes, spread_whole
-from polyturn.training.team import Team, assign, put_back
 from polyturn.training.tensor_parallel import split_layers
-from polyturn.training.towers import layers_of, towers_of
 
 
 class ShardedCritic(Critic):
@@ -115,7 +115,7 @@ class DistributedCritic:
 
     def __init__(
         self,
-        team: Team,
+        team: RankGroup,
         *,
         settings: CriticSettings,
         layout: LayoutSettings | None = None,

@@ -1,7 +1,7 @@
 """One leader, many ranks: the leader runs the loop and says what to do, every rank does it on its share.
 
     leader   rollouts, tools, rewards, buffer, advantages, evaluation, checkpoints      once, however many ranks there are
-      |  make, load, score, forward_backward, optim_step, state, weights                `Team.call`: a share for each rank
+      |  make, load, score, forward_backward, optim_step, state, weights           `RankGroup.call`: a share for each rank
     ranks    one ShardedPolicy each
 
 `DistributedPolicy` is the leader's `Policy`: it computes coefficients over the global batch, cuts the batch into shares that
@@ -32,9 +32,9 @@ from polyturn.core.sample import TrainSample
 from polyturn.training.local import with_marks
 from polyturn.training.lora import adapter_tensors, has_lora
 from polyturn.training.loss_terms import LossSettings
+from polyturn.training.rank_group import RankGroup, assign, put_back
 from polyturn.training.shards import require_same_shapes
 from polyturn.training.state import WeightChannel
-from polyturn.training.team import Team, assign, put_back
 
 
 class DistributedPolicy:
@@ -42,7 +42,7 @@ class DistributedPolicy:
 
     def __init__(
         self,
-        team: Team,
+        team: RankGroup,
         spec: Any,
         *,
         mirror: PreTrainedModel,

@@ -33,11 +33,11 @@ from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.forward import TargetForward, TargetScores
 from polyturn.training.local import LocalPolicy
 from polyturn.training.lora import adapter_tensors, has_lora
+from polyturn.training.modality_encoders import layers_of, touching, towers_of
 from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
 from polyturn.training.reference import AdapterReference, FrozenModel, Scorer, make_reference
 from polyturn.training.shards import cut_like, gather_whole, is_split_over_row, local_part, spread_whole
 from polyturn.training.tensor_parallel import split_layers
-from polyturn.training.towers import layers_of, touching, towers_of
 
 _FILLER = TrainSample(
     id=SampleId("filler", "0", 0),

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polyturn.buffer.drops import Drops
+from polyturn.buffer.drop_stats import DropStats
 from polyturn.buffer.group_buffer import GroupBuffer
 from polyturn.buffer.replay import Replay
 from polyturn.buffer.staleness import check_staleness
@@ -35,9 +35,9 @@ from polyturn.evaluation.report import is_success, report
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.checkpoint import Checkpoints, Saver
-from polyturn.training.flights import Flights
-from polyturn.training.followers import Followers
+from polyturn.training.journal_file import JournalFile
 from polyturn.training.optim import on_cpu
+from polyturn.training.policy_snapshots import PolicySnapshots
 from polyturn.training.producer import Producer
 from polyturn.training.resume import identity_of, require_same_identity
 from polyturn.training.state import LoopSettings, LoopState, TrainObserver, WeightChannel
@@ -69,8 +69,8 @@ class Trainer:
         engine_metrics: Callable[[], Mapping[str, float]] = dict,
         fingerprint: str = "",
         sampler: Callable[[], TaskSampler] | None = None,
-        flights: Flights | None = None,
-        followers: Followers | None = None,
+        flights: JournalFile | None = None,
+        followers: PolicySnapshots | None = None,
         trains_in_thread: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -89,7 +89,7 @@ class Trainer:
         self._freeze = freeze
         self._saver = Saver(checkpoints)
         self._flights = flights
-        self._followers = followers or Followers()
+        self._followers = followers or PolicySnapshots()
         self._observer = observer
         self._engine_busy_s = engine_busy_s
         self._engine_metrics = engine_metrics
@@ -161,7 +161,7 @@ class Trainer:
         logger.info("resumed from %s at step %d", path, self.state.step)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        settings, state, drops = self.settings, self.state, Drops()
+        settings, state, drops = self.settings, self.state, DropStats()
         if self._is_validation_due() and state.evaluated != state.step and await self._is_done():
             return  # the run that is resumed ended before this validation did
         buffer = self._buffer = GroupBuffer(

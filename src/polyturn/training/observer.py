@@ -29,9 +29,9 @@ from polyturn.tracking.alarms import Alarms
 from polyturn.tracking.base import RunInfo
 from polyturn.tracking.console import ConsoleTracker, Progress, duration
 from polyturn.tracking.dump import TrajectoryDump
-from polyturn.tracking.fan_out import Trackers, TrackerSpec
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 from polyturn.tracking.live import LiveStatus
+from polyturn.tracking.manager import Trackers, TrackerSpec
 from polyturn.tracking.plugin_alarms import PluginAlarms
 
 logger = logging.getLogger(__name__)

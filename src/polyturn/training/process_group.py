@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from polyturn.core.errors import RankLostError
-from polyturn.training.team import Answer, Rank, values_of
+from polyturn.training.rank_group import RankReply, RankWorker, values_of
 
 _CLOSE = "close"
 _FOREVER = timedelta(days=30)
@@ -38,7 +38,7 @@ def join(*, local_rank: int) -> torch.device:
 class GroupTeam:
     """The leader's side; it is a rank itself."""
 
-    def __init__(self, rank: Rank, *, tensor_parallel: int) -> None:
+    def __init__(self, rank: RankWorker, *, tensor_parallel: int) -> None:
         """Lead the process group; every process makes this or `follow`s, at the same time."""
         self.num_ranks = dist.get_world_size()
         self.tensor_parallel = tensor_parallel
@@ -76,7 +76,7 @@ class GroupTeam:
             dist.destroy_process_group()
 
 
-def follow(rank: Rank) -> None:
+def follow(rank: RankWorker) -> None:
     """Run what the leader says until it closes.
 
     Raises:
@@ -104,7 +104,7 @@ def _scatter(shares: Sequence[Any] | None, group: dist.ProcessGroup) -> Any:
     return own[0]
 
 
-def _gather(answer: Answer, group: dist.ProcessGroup) -> list[Answer] | None:
+def _gather(answer: RankReply, group: dist.ProcessGroup) -> list[RankReply] | None:
     answers: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(answer, answers, dst=0, group=group)
     return answers

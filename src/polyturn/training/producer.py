@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from polyturn.buffer.drops import Drops
-from polyturn.buffer.group_buffer import Flight, GroupBuffer
+from polyturn.buffer.drop_stats import DropStats
+from polyturn.buffer.group_buffer import GroupBuffer, Slot
 from polyturn.core.errors import EngineError, one_line
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
@@ -47,7 +47,7 @@ class Producer:
         pool: RolloutPool,
         tasks: Sequence[Task],
         sampler: TaskSampler,
-        drops: Drops,
+        drops: DropStats,
         group_size: int,
         has_baseline: bool,
         seed: int,
@@ -93,7 +93,7 @@ class Producer:
             task = tasks.create_task(self._fill(ticket, visit, live), name=f"g{ticket}")
             self._started[ticket] = _Started(task, live)
 
-    def cut(self, flights: Sequence[Flight], tasks: asyncio.TaskGroup) -> None:
+    def cut(self, flights: Sequence[Slot], tasks: asyncio.TaskGroup) -> None:
         """Cut off the groups that no step wants any more, without waiting for it; count what they had."""
         for flight in flights:
             if flight.group is not None:

@@ -39,7 +39,7 @@ class _Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Record:
+class ProbeRecord:
     """What the right weights of one version say."""
 
     version: int
@@ -77,18 +77,20 @@ class WeightProbe:
                 asked = [group.create_task(self._ask(engine, p, version, temperature=temperature)) for p in prompts]
         return [self._as_sample(p, task.result()) for p, task in zip(prompts, asked, strict=True)]
 
-    async def record(self, engine: Engine, version: int, score: Callable[[Sequence[TrainSample]], list[Floats]]) -> Record:
+    async def record(
+        self, engine: Engine, version: int, score: Callable[[Sequence[TrainSample]], list[Floats]]
+    ) -> ProbeRecord:
         """Note what an engine says that was found to serve the right weights."""
         samples = await self.sample(engine, version, temperature=0.0)
         starts = [int(np.argmax(s.turn_ids >= 0)) if (s.turn_ids >= 0).any() else len(s.token_ids) for s in samples]
-        return Record(
+        return ProbeRecord(
             version=version,
             prompts=tuple(_Prompt(ids=s.token_ids[:at], media=s.media) for s, at in zip(samples, starts, strict=True)),
             answers=tuple(s.token_ids[at:] for s, at in zip(samples, starts, strict=True)),
             logprobs=tuple(logprobs[at:] for logprobs, at in zip(score(samples), starts, strict=True)),
         )
 
-    async def check(self, engine: Engine, record: Record, *, limit: float) -> None:
+    async def check(self, engine: Engine, record: ProbeRecord, *, limit: float) -> None:
         """Hold an engine to `record`: where it says the same tokens, logprobs differ by at most `limit`.
 
         Raises:

@@ -38,8 +38,8 @@ from polyturn.core.sample import TrainSample
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.replica import Replica
 from polyturn.tokens.multimodal import MediaProcessor
-from polyturn.training.held_weights import HeldWeights
-from polyturn.training.weight_probe import Record, WeightProbe
+from polyturn.training.checked_weights import WeightChecksums
+from polyturn.training.weight_probe import ProbeRecord, WeightProbe
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,8 @@ class WeightSync:
             vocab_size=vocab_size, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed, media=media
         )
         self._to_checkpoint = to_checkpoint
-        self._held = HeldWeights()
-        self._record: Record | None = None
+        self._held = WeightChecksums()
+        self._record: ProbeRecord | None = None
         self._pushed = -1
         self.noise: float | None = None
 

@@ -27,9 +27,9 @@ from polyturn.store.parquet_store import FOLDER, list_parts
 from polyturn.store.schema import StoredTrajectory
 from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.jsonl import read_metrics
+from polyturn.viewer.highlights import NUM_TELLING, Highlight, telling
 from polyturn.viewer.run_view import MAX_CONFIG_BYTES
 from polyturn.viewer.svg import curve
-from polyturn.viewer.telling import NUM_TELLING, Telling, telling
 from polyturn.viewer.tokens import TokenTexts, why
 
 CHARTS = (
@@ -248,7 +248,7 @@ def _legend() -> str:
     return f"<p>{keys}<span class='key'>hover a passage: turn, and why it was trained or not</span></p>"
 
 
-def _trajectory(one: Telling, texts: TokenTexts) -> str:
+def _trajectory(one: Highlight, texts: TokenTexts) -> str:
     record, trajectory = one.record, one.record.trajectory
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward.total:g}"
     facts = [

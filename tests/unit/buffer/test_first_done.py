@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyturn.buffer.drops import Drops, deciles
+from polyturn.buffer.drop_stats import DropStats, deciles
 from polyturn.buffer.group_buffer import GroupBuffer
 from polyturn.buffer.replay import Replay
 from polyturn.buffer.staleness import check_staleness
@@ -172,12 +172,12 @@ def test_deciles_of_what_is_dropped_are_level_without_a_bias_and_rise_when_long_
 def test_a_trajectory_of_a_trained_group_that_was_left_out_counts_too():
     """Long answers fail, are cut and are rejected more often than short ones: that is a bias like any other."""
     taken = [group(f"g{i}", lengths=(10, 1000)) for i in range(5)]
-    metrics = Drops().read(taken, left_out={f"g{i}/1" for i in range(5)})
+    metrics = DropStats().read(taken, left_out={f"g{i}/1" for i in range(5)})
     assert [metrics[f"buffer/dropped_decile_{i}"] for i in range(10)] == [0] * 7 + [5, 0, 0]
 
 
 def test_drops_name_their_reason_and_begin_anew_with_every_step():
-    drops = Drops()
+    drops = DropStats()
     drops.add([3, 9], reason="left_over")
     drops.add_group(group("g", lengths=(4, 4)), reason="resampled")
     taken = [group("a", lengths=(1, 2)), group("b", lengths=(5, 6))]

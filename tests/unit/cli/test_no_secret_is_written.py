@@ -14,7 +14,7 @@ import pytest
 from polyturn.cli.main import main
 from polyturn.core.errors import EngineError, RewardError
 from polyturn.core.serde import to_json
-from polyturn.engines.link import Link
+from polyturn.engines.http_client import HttpClient
 from polyturn.rewards.code import Sandbox
 from polyturn.serving.client import RolloutClient
 from polyturn.store.stored_run import open_store
@@ -88,7 +88,7 @@ async def test_clients_bring_their_token_and_never_repeat_it(echo: str, monkeypa
     with pytest.raises(EngineError) as refused:
         await RolloutClient(echo, token=SENT).infer_async([{"messages": []}])
     said.append(str(refused.value))
-    link = Link(echo, headers={"Authorization": f"Bearer {SENT}"})
+    link = HttpClient(echo, headers={"Authorization": f"Bearer {SENT}"})
     with pytest.raises(EngineError) as refused:
         await link.post("/x")
     await link.close()

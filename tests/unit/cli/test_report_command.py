@@ -19,9 +19,9 @@ from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.training.observer import RunObserver
+from polyturn.viewer.highlights import telling
 from polyturn.viewer.report import write_report
 from polyturn.viewer.svg import curve
-from polyturn.viewer.telling import telling
 
 HOSTILE = "<script>alert('x')</script><img src=//evil.example/x.png>"
 CALL = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "4"}}\n</tool_call>'

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from polyturn.cluster.journal import Handed, WorkerJournal, carry
+from polyturn.cluster.journal import ResumeState, WorkerJournal, carry
 from polyturn.core.errors import SnapshotError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.gsm8k import Gsm8kTool
-from polyturn.training.flights import Flights
+from polyturn.training.journal_file import JournalFile
 
 CHECK = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "5"}}\n</tool_call>'
 SAYS = [CHECK, CHECK, "#### 4"]
@@ -28,7 +28,7 @@ class WorkerDied(Exception):
 
 
 async def run_on_worker(
-    flights: Flights, handed: Handed | None, *, die_at: int | None = None
+    flights: JournalFile, handed: ResumeState | None, *, die_at: int | None = None
 ) -> tuple[Trajectory | None, list[int]]:
     """Run the episode g1/0 on a worker of its own, which dies when the model is asked for turn `die_at`."""
     asked: list[int] = []
@@ -63,15 +63,15 @@ async def run_on_worker(
                 await work
 
 
-def begun(folder: Path) -> Flights:
-    flights = Flights(folder)
+def begun(folder: Path) -> JournalFile:
+    flights = JournalFile(folder)
     flights.begin(0)
     return flights
 
 
-def handed(recall: Callable[[str], Any]) -> Handed:
+def handed(recall: Callable[[str], Any]) -> ResumeState:
     held = recall("g1/0")
-    return Handed({} if held is None else {"g1/0": held}, None)
+    return ResumeState({} if held is None else {"g1/0": held}, None)
 
 
 async def test_a_conversation_goes_on_on_another_worker_behind_its_last_complete_turn(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ async def test_a_conversation_goes_on_on_another_worker_behind_its_last_complete
 async def test_a_resumed_run_hands_what_its_journal_holds_to_a_worker(tmp_path: Path) -> None:
     flights = begun(tmp_path)
     assert await run_on_worker(flights, handed(flights.recall), die_at=1) == (None, [0])
-    later = Flights(tmp_path)
+    later = JournalFile(tmp_path)
     later.resume(0, oldest=lambda ticket: 0)
     done, asked = await run_on_worker(later, handed(later.recall))
     assert done is not None and asked == [1, 2]
@@ -104,17 +104,17 @@ async def test_a_worker_without_a_journal_at_its_leader_keeps_nothing_and_waits_
 async def test_a_conversation_that_may_not_be_kept_starts_from_its_task_and_is_counted(tmp_path: Path) -> None:
     flights = begun(tmp_path)
     why = "engine.deterministic restarts every conversation"
-    assert await run_on_worker(flights, Handed({}, why), die_at=1) == (None, [0])
+    assert await run_on_worker(flights, ResumeState({}, why), die_at=1) == (None, [0])
     held = flights.recall_lost("g1/0")
     assert held is not None
-    done, asked = await run_on_worker(flights, Handed({"g1/0": held}, why))
+    done, asked = await run_on_worker(flights, ResumeState({"g1/0": held}, why))
     assert done is not None and asked == [0, 1, 2]
     assert flights.read_metrics()["rollout/restarted_flights"] == 1
 
 
 async def test_a_line_is_on_disk_before_the_episode_goes_on(tmp_path: Path) -> None:
     journal, flights = WorkerJournal(), begun(tmp_path)
-    journal.hand(Handed({}, None))
+    journal.hand(ResumeState({}, None))
     writing = asyncio.create_task(journal.write("g1/0", lambda: {"begun": "d", "why_not": None}))
     (post,) = await journal.posts(0)
     await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from polyturn.algorithms import losses
-from polyturn.algorithms.advantages import Estimate, GroupView, MemberView, advantages, bind_estimator, traits_of
+from polyturn.algorithms.advantages import BatchAdvantages, GroupView, MemberView, advantages, bind_estimator, traits_of
 from polyturn.compat.verl import core_algos as algos
 from polyturn.compat.verl import torch_functional as functional
 from polyturn.core.errors import ConfigError
@@ -110,7 +110,7 @@ def test_an_estimator_across_groups_gives_what_the_native_one_does(name: str, na
     if traits_of(fn).scope == "batch":
         expected = fn(batch)
     else:
-        expected = Estimate([fn(g.totals, [list(m.samples) for m in g.members]) for g in batch])
+        expected = BatchAdvantages([fn(g.totals, [list(m.samples) for m in g.members]) for g in batch])
     for ours, theirs in ((found.advantages, expected.advantages), (found.returns, expected.returns)):
         assert (ours is None) == (theirs is None)
         for a, b in zip(flat(ours), flat(theirs), strict=True):

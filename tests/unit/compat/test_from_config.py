@@ -48,7 +48,7 @@ def test_a_run_with_both_takes_a_step(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "estimator.py").write_text(ESTIMATOR)
     overrides = ("rollout.scheduler=loop.py:Mine", "algorithm.advantage=estimator.py:centred", "train.steps=1")
-    place = build.Place(config=load_config(RunConfig, file, overrides).config, base=tmp_path)
+    place = build.ConfigSource(config=load_config(RunConfig, file, overrides).config, base=tmp_path)
     parts = build.build_parts(place)
     tasks = build.build_run_tasks(place)
 

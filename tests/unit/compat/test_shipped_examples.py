@@ -19,7 +19,7 @@ from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context
 from polyturn.testing.services import serve
-from polyturn.tools.python_sandbox.isolation import Walls, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
 from polyturn.tools.registry import initialize_tools_from_config
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -73,7 +73,7 @@ def first_task(folder: Path) -> Task:
 
 @pytest.mark.parametrize("name", sorted(SAID))
 async def test_a_tools_example_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "python_sandbox" and find_walls()[0] is Walls.NONE:
+    if name == "python_sandbox" and find_walls()[0] is Isolation.NONE:
         pytest.skip(f"code cannot be isolated here: {find_walls()[1]}")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     async with service_of(name, monkeypatch):

@@ -12,7 +12,7 @@ from polyturn.compat.swift.outputs import rollout_outputs
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import task, tiny_codec
-from polyturn.testing.plans import Plan, PlanScheduler, plan_context, random_plan
+from polyturn.testing.scripted_scheduler import SchedulerPlan, ScriptedScheduler, plan_context, random_plan
 
 NUM_PLANS = 200
 
@@ -20,7 +20,7 @@ NUM_PLANS = 200
 class PlaysPlan(MultiTurnScheduler):
     """Plays a plan in ms-swift's interface."""
 
-    def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: SchedulerPlan, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.plan = plan
 
@@ -77,11 +77,11 @@ def shape(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-async def play_natively(plan: Plan) -> Trajectory:
-    return await run_episode(plan_context(plan, scheduler=PlanScheduler(plan)), task(), id=f"p{plan.seed}")
+async def play_natively(plan: SchedulerPlan) -> Trajectory:
+    return await run_episode(plan_context(plan, scheduler=ScriptedScheduler(plan)), task(), id=f"p{plan.seed}")
 
 
-async def play_as_swift(plan: Plan) -> Trajectory:
+async def play_as_swift(plan: SchedulerPlan) -> Trajectory:
     scheduler = SwiftScheduler(PlaysPlan, max_turns=plan.max_turns, plan=plan)
     return await run_episode(plan_context(plan, scheduler=scheduler), task(), id=f"p{plan.seed}")
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.parts import check_plugins
-from polyturn.build.place import Place
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.task import InteractionRef, Task
 from polyturn.environments.registry import find_adapter
-from polyturn.interactions.scene import check_row
+from polyturn.interactions.context import check_row
 from polyturn.rewards.function import RewardFunction
 
 HEADS = {
@@ -58,7 +58,7 @@ def check(folder: Path, kind: str, *members: str, as_: str | None = None) -> Non
 def checked(folder: Path, config: dict[str, Any]) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({"model": {"path": "nowhere"}, **config}))
-    check_plugins(Place(config=load_config(RunConfig, path, []).config, base=folder))
+    check_plugins(ConfigSource(config=load_config(RunConfig, path, []).config, base=folder))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from polyturn.core.errors import RewardError
 from polyturn.core.reward import MAX_REWARD, as_score
 from polyturn.rewards.judge import read_verdict
-from polyturn.tools.outcome import finite
+from polyturn.tools.result_shape import finite
 
 NO_SCORES: list[Any] = [
     1e308,

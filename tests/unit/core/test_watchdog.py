@@ -17,7 +17,7 @@ from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.tools.bounded import Bounded
+from polyturn.tools.deadline import CallWithDeadline
 from polyturn.tools.threads import DaemonThreads
 
 CALL = '<tool_call>\n{"name": "holds", "arguments": {}}\n</tool_call>'
@@ -138,7 +138,7 @@ async def test_the_library_is_never_named_for_what_it_does_between_a_caller_and_
     monkeypatch.setattr(DaemonThreads, "_submit", slow_submit)
     slow_submit.__code__ = slow_submit.__code__.replace(co_filename=DaemonThreads.run.__code__.co_filename)
     with LoopWatchdog(limit_s=LIMIT_S).watching():
-        assert await Bounded(name="b", timeout_s=60).run(lambda: "done") == "done"
+        assert await CallWithDeadline(name="b", timeout_s=60).run(lambda: "done") == "done"
     assert warnings(caplog) == []
 
 

@@ -15,7 +15,7 @@ import torch
 from polyturn.core.errors import EngineError, EngineGoneError, EngineLostError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.recovery import Served, recover
+from polyturn.engines.recovery import PoolWeights, recover
 from polyturn.engines.replica import Replica
 from polyturn.engines.simulated import SimulatedEngine, Speed
 from polyturn.engines.virtual_time import run_virtual
@@ -57,15 +57,15 @@ def ask(name: str) -> GenerateRequest:
     )
 
 
-def run_recovery(engine: Restartable, *, verify: Any = None, served: Any = None) -> tuple[Replica, list[Served]]:
+def run_recovery(engine: Restartable, *, verify: Any = None, served: Any = None) -> tuple[Replica, list[PoolWeights]]:
     """Let a replica that was given version 3 fail and come back."""
 
-    async def main() -> tuple[Replica, list[Served]]:
+    async def main() -> tuple[Replica, list[PoolWeights]]:
         replica = Replica(engine, "replica 0", 0, 8, version=3)
-        target = Served(3, {"w": 1})
-        seen: list[Served] = []
+        target = PoolWeights(3, {"w": 1})
+        seen: list[PoolWeights] = []
 
-        def on_back(found: Served) -> bool:
+        def on_back(found: PoolWeights) -> bool:
             seen.append(found)
             return found is (served or (lambda: target))()
 
@@ -107,10 +107,10 @@ def test_one_that_does_not_pass_the_proof_stays_out_until_it_does() -> None:
 
 
 def test_weights_that_change_meanwhile_are_sent_instead() -> None:
-    versions = [Served(3, {"w": 1}), Served(4, {"w": 2})]
+    versions = [PoolWeights(3, {"w": 1}), PoolWeights(4, {"w": 2})]
     asked: list[int] = []
 
-    def served() -> Served:
+    def served() -> PoolWeights:
         asked.append(1)
         return versions[0] if len(asked) == 1 else versions[1]
 
@@ -141,10 +141,10 @@ def test_weights_that_newer_ones_replaced_on_the_disk_are_not_looked_for(tmp_pat
     (tmp_path / "config.json").write_text("{}")
     with WeightFolder(tmp_path, root=tmp_path) as files:
 
-        def write(version: int) -> Served:
+        def write(version: int) -> PoolWeights:
             written = files.write({"w": torch.tensor(float(version))})
             written.settle()
-            return Served(version, written)
+            return PoolWeights(version, written)
 
         versions = [write(3)]
         gone = versions[0]
@@ -156,7 +156,7 @@ def test_weights_that_newer_ones_replaced_on_the_disk_are_not_looked_for(tmp_pat
         engine = Reading(replace)
         asked: list[int] = []
 
-        def served() -> Served:
+        def served() -> PoolWeights:
             asked.append(1)
             return gone if when == "while it is sent them" and len(asked) == 1 else versions[-1]
 

@@ -17,11 +17,11 @@ from aiohttp import web
 from polyturn.core.errors import EngineBusyError, EngineError, EngineGoneError, EngineLostError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.keeper import Keeper
+from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import LaunchSpec
-from polyturn.engines.link import Link
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.remote import FOREIGN_VERSION, Call, RemoteEngine, ServerFacts
+from polyturn.engines.remote import FOREIGN_VERSION, HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -53,8 +53,8 @@ class Echo(RemoteEngine):
     async def _look(self) -> None:
         await self._link.get("/health", timeout_s=self._health_s)
 
-    def _call(self, request: GenerateRequest, wire_id: str) -> Call:
-        return Call("/generate", {"ids": request.prompt_ids, "id": wire_id})
+    def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
+        return HttpCall("/generate", {"ids": request.prompt_ids, "id": wire_id})
 
     def _read(self, request: GenerateRequest, reply: Any) -> Completion:
         return Completion(
@@ -106,7 +106,7 @@ def answering(*statuses: int, asked: list[str] | None = None) -> Handler:
 )
 async def test_a_status_says_what_may_be_done(status: int, error: type[EngineError]) -> None:
     async with serving(answering(status)) as url:
-        link = Link(url)
+        link = HttpClient(url)
         with pytest.raises(EngineError, match=f"answered {status}") as caught:
             await link.post("/generate")
         assert type(caught.value) is error
@@ -114,7 +114,7 @@ async def test_a_status_says_what_may_be_done(status: int, error: type[EngineErr
 
 
 async def test_a_server_that_nobody_runs_is_lost_and_named() -> None:
-    link = Link("http://127.0.0.1:9")
+    link = HttpClient("http://127.0.0.1:9")
     with pytest.raises(EngineLostError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         await link.post("/generate")
     await link.close()
@@ -232,7 +232,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 async def test_a_server_is_started_again_so_often_and_no_more() -> None:
-    keeper = Keeper(LaunchSpec(command=(sys.executable, "-c", SERVE, "{port}"), stop_timeout_s=2), max_restarts=1)
+    keeper = ServerSupervisor(LaunchSpec(command=(sys.executable, "-c", SERVE, "{port}"), stop_timeout_s=2), max_restarts=1)
     first = await keeper.start()
     assert await keeper.start() is first
     second = await keeper.again("it died")

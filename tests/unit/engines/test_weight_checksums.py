@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polyturn.engines.server_side.polyturn_weights import checksums, fold, total
-from polyturn.engines.weight_checksums import Composition, Held, fold_all
+from polyturn.engines.weight_checksums import Composition, ServerChecksums, fold_all
 
 
 def weights(seed=0, dtype=torch.float32):
@@ -67,20 +67,22 @@ def test_a_gpu_folds_to_the_same_number(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_tensor_is_found_in_what_a_server_made_of_them(dtype):
     own = weights()
-    held = Held.read([checksums(served(own, dtype).items())])
+    held = ServerChecksums.read([checksums(served(own, dtype).items())])
     made = Composition.find(held, own)
     assert made.names == own.keys()
     assert made.problem(held, fold_all(own, made.needed)) is None
     later = weights(seed=1)
-    assert made.problem(Held.read([checksums(served(later, dtype).items())]), fold_all(later, made.needed)) is None
+    assert (
+        made.problem(ServerChecksums.read([checksums(served(later, dtype).items())]), fold_all(later, made.needed)) is None
+    )
 
 
 def test_the_tensor_that_is_not_what_was_sent_is_named_with_its_parts():
     own = weights()
-    made = Composition.find(Held.read([checksums(served(own).items())]), own)
+    made = Composition.find(ServerChecksums.read([checksums(served(own).items())]), own)
     later = weights(seed=1)
     stale = later | {"layers.1.self_attn.v_proj.weight": own["layers.1.self_attn.v_proj.weight"]}
-    problem = made.problem(Held.read([checksums(served(stale).items())]), fold_all(later, made.needed))
+    problem = made.problem(ServerChecksums.read([checksums(served(stale).items())]), fold_all(later, made.needed))
     assert problem.startswith("model.layers.1.qkv (from layers.1.self_attn.q_proj.weight + layers.1.self_attn.k_proj.weight")
     assert problem.endswith("of 7 tensors")
 
@@ -98,7 +100,7 @@ def test_ranks_that_share_a_tensor_out_or_hold_it_twice_are_added_up():
         made["model.layers.1.w13"] = made["model.layers.1.w13"].chunk(2, dim=2)[number % 2]
         return checksums(made.items())
 
-    made = Composition.find(Held.read([rank(number) for number in range(4)]), own)
+    made = Composition.find(ServerChecksums.read([rank(number) for number in range(4)]), own)
     assert made.names == own.keys()
     assert {count for part in made.parts for count, _ in part.terms} == {1, 2, 4}
 
@@ -106,15 +108,17 @@ def test_ranks_that_share_a_tensor_out_or_hold_it_twice_are_added_up():
 def test_a_tensor_that_nothing_explains_is_left_out():
     own = weights()
     made = served(own) | {"model.norm": torch.randn(8)}
-    assert Composition.find(Held.read([checksums(made.items())]), own).names == own.keys() - {"norm.weight"}
+    assert Composition.find(ServerChecksums.read([checksums(made.items())]), own).names == own.keys() - {"norm.weight"}
 
 
 def test_a_tied_head_counts_once():
     own = weights()
     own["lm_head.weight"] = own["embed_tokens.weight"]
-    assert Composition.find(Held.read([checksums(served(own).items())]), own).names == own.keys() - {"lm_head.weight"}
+    assert Composition.find(ServerChecksums.read([checksums(served(own).items())]), own).names == own.keys() - {
+        "lm_head.weight"
+    }
 
 
 def test_hashes_that_are_not_ours_are_no_checksums():
-    assert Held.read([{"model.norm": "00112233aabbccdd"}]) is None
-    assert Held.read([]) is None
+    assert ServerChecksums.read([{"model.norm": "00112233aabbccdd"}]) is None
+    assert ServerChecksums.read([]) is None

@@ -28,7 +28,7 @@ from polyturn.rollout.env import Seated
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.testing.episodes import scripted_context
-from polyturn.training.flights import Flights
+from polyturn.training.journal_file import JournalFile
 
 
 class Killed(BaseException):
@@ -46,7 +46,7 @@ async def life(
 ) -> tuple[Trajectory | None, list[int], Mapping[str, float]]:
     """Run one life of an episode; return what came of it, the turns that were sampled, and the journal's counts."""
     is_first = not folder.exists()  # noqa: ASYNC240 (nobody else is on this loop)
-    journal, asked = Flights(folder), []
+    journal, asked = JournalFile(folder), []
     if is_first:
         journal.begin(0)
     else:

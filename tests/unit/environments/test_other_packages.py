@@ -234,26 +234,26 @@ def test_a_method_that_raises_is_told_to_the_model():
 
 
 def test_what_a_model_writes_becomes_the_action_that_the_schema_wants():
-    from polyturn.environments.openenv_words import Words
+    from polyturn.environments.openenv_codec import OpenEnvCodec
 
     text = {"properties": {"metadata": {"type": "object"}, "message": {"type": "string"}}, "required": ["message"]}
     number = {"properties": {"metadata": {"type": "object"}, "number": {"type": "integer"}}}
     two = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}}
-    assert Words(text).action("Hello 3") == {"message": "Hello 3"}
-    assert Words(number).action("I say 3, no: -4.") == {"number": -4}
-    assert "no number" in str(Words(number).action("I pass"))
-    assert Words(two).action('First {x}. Then {"row": 1, "column": {"a": 2}} it is') == {"row": 1, "column": {"a": 2}}
-    assert "one object with 'row', 'column'" in str(Words(two).action("1 2"))
-    assert Words(two, field="row").action("2") == {"row": 2}
+    assert OpenEnvCodec(text).action("Hello 3") == {"message": "Hello 3"}
+    assert OpenEnvCodec(number).action("I say 3, no: -4.") == {"number": -4}
+    assert "no number" in str(OpenEnvCodec(number).action("I pass"))
+    assert OpenEnvCodec(two).action('First {x}. Then {"row": 1, "column": {"a": 2}} it is') == {"row": 1, "column": {"a": 2}}
+    assert "one object with 'row', 'column'" in str(OpenEnvCodec(two).action("1 2"))
+    assert OpenEnvCodec(two, field="row").action("2") == {"row": 2}
 
 
 def test_an_observation_is_shown_as_text_where_it_is_one_and_as_json_where_it_is_more():
-    from polyturn.environments.openenv_words import Words
+    from polyturn.environments.openenv_codec import OpenEnvCodec
 
-    assert Words({}).shown({"hint": "higher", "picture": None}) == "higher"
-    assert Words({}).shown({"hint": "higher", "left": 2}) == '{"hint": "higher", "left": 2}'
-    assert Words({}, show="left").shown({"hint": "higher", "left": 2}) == "2"
-    assert Words({}).shown({}) == "" and Words({}).shown(None) == ""
+    assert OpenEnvCodec({}).shown({"hint": "higher", "picture": None}) == "higher"
+    assert OpenEnvCodec({}).shown({"hint": "higher", "left": 2}) == '{"hint": "higher", "left": 2}'
+    assert OpenEnvCodec({}, show="left").shown({"hint": "higher", "left": 2}) == "2"
+    assert OpenEnvCodec({}).shown({}) == "" and OpenEnvCodec({}).shown(None) == ""
 
 
 # A process of one's own
@@ -274,12 +274,14 @@ for line in sys.stdin:
 
 def test_a_worker_that_dies_says_why_and_the_next_request_starts_another(tmp_path: Path):
     from polyturn.core.errors import SchedulerError
-    from polyturn.environments.line_worker import LineWorker
+    from polyturn.environments.json_subprocess import JsonSubprocess
 
     greeted: list[Any] = []
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    worker = LineWorker((sys.executable, str(script)), name="it", greet=lambda ask: greeted.append(ask("hello", what="hi")))
+    worker = JsonSubprocess(
+        (sys.executable, str(script)), name="it", greet=lambda ask: greeted.append(ask("hello", what="hi"))
+    )
 
     async def use() -> None:
         assert await worker.call("say", what=[1, 2]) == [1, 2]
@@ -303,7 +305,7 @@ def test_a_worker_that_dies_says_why_and_the_next_request_starts_another(tmp_pat
 
 
 def test_a_worker_has_no_secret_of_the_trainer_unless_it_is_given_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from polyturn.environments.line_worker import LineWorker
+    from polyturn.environments.json_subprocess import JsonSubprocess
 
     script = tmp_path / "worker.py"
     script.write_text(
@@ -314,7 +316,7 @@ def test_a_worker_has_no_secret_of_the_trainer_unless_it_is_given_one(tmp_path: 
     monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
     monkeypatch.setenv("HF_TOKEN", "hf-secret")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    worker = LineWorker((sys.executable, str(script)), name="it", variables={"JUDGE_KEY": "mine"})
+    worker = JsonSubprocess((sys.executable, str(script)), name="it", variables={"JUDGE_KEY": "mine"})
     seen = worker.ask("show")
     worker.close()
     assert "secret" not in str(seen)

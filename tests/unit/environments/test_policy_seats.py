@@ -12,10 +12,10 @@ from polyturn.core.errors import ConfigError, EngineError, UnknownNameError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.other_policy import OtherPolicy
+from polyturn.engines.frozen_policy import FrozenPolicy
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.environments.base import Adapter, at_stage
-from polyturn.environments.players import Recalls, Seat, seat_players
+from polyturn.environments.players import PlayerSlot, Recalls, seat_players
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.rollout.env import Seated
 from polyturn.rollout.lifespan import run_episode
@@ -49,7 +49,7 @@ class Races(Adapter):
         return Race()
 
 
-class Opponent(OtherPolicy):
+class Opponent(FrozenPolicy):
     """A policy that says what is written, and notes what it was shown."""
 
     def __init__(self, *says: str) -> None:
@@ -76,7 +76,7 @@ class _Noting(ScriptedEngine):
         return await super().generate(request)
 
 
-async def race(opponent: OtherPolicy, *says: str, seats: Sequence[Any] = ("policy", "past"), **stage: Any) -> Trajectory:
+async def race(opponent: FrozenPolicy, *says: str, seats: Sequence[Any] = ("policy", "past"), **stage: Any) -> Trajectory:
     players = seat_players(seats, num_seats=2, name="races:Race", base=None, policies={"past": opponent})
     adapter = Races("races:Race", "Race", {})
     made = Stage(adapter=adapter, players=players, rotates=False, **stage)
@@ -147,7 +147,7 @@ async def test_a_game_goes_on_after_a_restart_without_asking_it_for_its_moves_ag
     assert make is not None
     prompt = (Message(role="user", content="Say a number."),)
     assert not isinstance(make, tuple)
-    player: Any = make(Seat(id="e:seat 1", seed=0, prompt=prompt, action_of=lambda text, message: message.text))
+    player: Any = make(PlayerSlot(id="e:seat 1", seed=0, prompt=prompt, action_of=lambda text, message: message.text))
     can_recall = isinstance(player, Recalls)
     assert can_recall and player.recall("The other said 1.", "2") == "2"
     assert await player.act("The other said 3.") == "4"

@@ -20,13 +20,13 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
-from polyturn.interactions.desk import Answer, Desk
+from polyturn.interactions.human_queue import HumanQueue, HumanReply
 from polyturn.interactions.human_user import HumanUser
 from polyturn.interactions.terminal import Terminal, read_answer
 from polyturn.rollout.lifespan import run_episode
 from polyturn.serving.rules import ServerRules
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.viewer.desk_app import create_desk_app
+from polyturn.viewer.human_queue_app import create_desk_app
 
 
 def one() -> Task:
@@ -58,7 +58,7 @@ def keyboard() -> Iterator[Keyboard]:
     made.writer.close()
 
 
-async def waiting(desk: Desk, count: int = 1) -> list[dict[str, Any]]:
+async def waiting(desk: HumanQueue, count: int = 1) -> list[dict[str, Any]]:
     async with asyncio.timeout(120):
         while len(found := desk.waiting()) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -71,11 +71,11 @@ async def test_a_person_answers_at_a_desk(tmp_path: Path, caplog: pytest.LogCapt
     (paper,) = await waiting(desk)
     assert paper["messages"] == [{"role": "user", "content": "A table."}, {"role": "assistant", "content": "For two?"}]
     assert paper["about"] == {"conversation": "e", "goal": "Eat."}
-    desk.answer(paper["ticket"], Answer(text="For four.", score=0.5))
+    desk.answer(paper["ticket"], HumanReply(text="For four.", score=0.5))
     with pytest.raises(DataError, match="waits no more"):
-        desk.answer(paper["ticket"], Answer(text="For five."))
+        desk.answer(paper["ticket"], HumanReply(text="For five."))
     (paper,) = list(await waiting(desk))
-    desk.answer(paper["ticket"], Answer(text="", is_end=True, score=1.0))
+    desk.answer(paper["ticket"], HumanReply(text="", is_end=True, score=1.0))
     found = await running
     assert found.stop_reason is StopReason.ENV_DONE and found.error is None
     assert [t.observation[0].text for t in found.turns] == ["For four.", ""]
@@ -99,7 +99,7 @@ async def test_a_person_may_be_late(on_deadline: str, said: str | None, error: s
 
 
 async def test_an_answer_that_cannot_be_read_at_the_moment_is_not_thrown_away(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
+    desk = HumanQueue(tmp_path)
     asking = asyncio.create_task(desk.ask([{"role": "user", "content": "Hi."}], about={}, deadline_s=5.0))
     (paper,) = await waiting(desk)
     place = tmp_path / "answers" / f"{paper['ticket']}.json"
@@ -107,12 +107,12 @@ async def test_an_answer_that_cannot_be_read_at_the_moment_is_not_thrown_away(tm
     await asyncio.sleep(0.3)
     assert place.exists() and not asking.done()
     place.rmdir()
-    desk.answer(paper["ticket"], Answer(text="yes"))
-    assert await asking == Answer(text="yes")
+    desk.answer(paper["ticket"], HumanReply(text="yes"))
+    assert await asking == HumanReply(text="yes")
 
 
 async def test_an_episode_that_is_cancelled_leaves_the_desk(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "desk")
+    desk = HumanQueue(tmp_path / "desk")
     running = asyncio.create_task(play(HumanUser({"at": "desk", "desk": "desk"}, base=tmp_path)))
     await waiting(desk)
     running.cancel()
@@ -136,7 +136,7 @@ async def test_what_a_model_writes_cannot_move_the_cursor(keyboard: Keyboard) ->
     keyboard.writer.write("Yes.\n")
     ask = [{"role": "assistant", "content": "\x1b[2Jgone\r\x9b31m"}]
     answer = await asyncio.to_thread(keyboard.terminal.ask, ask, about={}, deadline_s=5)
-    assert answer == Answer(text="Yes.") and not {"\x1b", "\r", "\x9b"} & set(keyboard.screen.getvalue())
+    assert answer == HumanReply(text="Yes.") and not {"\x1b", "\r", "\x9b"} & set(keyboard.screen.getvalue())
 
 
 async def test_a_closed_terminal_fails_the_trajectory(keyboard: Keyboard) -> None:
@@ -153,14 +153,14 @@ async def test_a_late_line_is_no_answer_to_the_next_question(keyboard: Keyboard)
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("Yes.\n", Answer(text="Yes.")),
-        ("/end", Answer(text="", is_end=True)),
-        ("/end Bye now.", Answer(text="Bye now.", is_end=True)),
-        ("/end 0.5 Bye.", Answer(text="Bye.", is_end=True, score=0.5)),
-        ("/score -1 No.", Answer(text="No.", score=-1.0)),
+        ("Yes.\n", HumanReply(text="Yes.")),
+        ("/end", HumanReply(text="", is_end=True)),
+        ("/end Bye now.", HumanReply(text="Bye now.", is_end=True)),
+        ("/end 0.5 Bye.", HumanReply(text="Bye.", is_end=True, score=0.5)),
+        ("/score -1 No.", HumanReply(text="No.", score=-1.0)),
     ],
 )
-def test_lines_are_answers_and_commands(line: str, answer: Answer) -> None:
+def test_lines_are_answers_and_commands(line: str, answer: HumanReply) -> None:
     assert read_answer(line) == answer
 
 
@@ -176,12 +176,12 @@ def test_other_lines_are_refused(line: str) -> None:
 
 @pytest.fixture
 def client(tmp_path: Path) -> httpx.AsyncClient:
-    app = create_desk_app(Desk(tmp_path / "desk"))
+    app = create_desk_app(HumanQueue(tmp_path / "desk"))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1:7870")
 
 
 async def test_a_page_shows_what_waits_and_takes_answers(client: httpx.AsyncClient, tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "desk")
+    desk = HumanQueue(tmp_path / "desk")
     attack = {"role": "assistant", "content": "<script>alert(1)</script>"}
     asking = asyncio.create_task(desk.ask([attack], about={"goal": "Eat."}, deadline_s=10))
     await waiting(desk)
@@ -192,7 +192,7 @@ async def test_a_page_shows_what_waits_and_takes_answers(client: httpx.AsyncClie
         assert page.status_code == 200 and "script-src 'self'" in page.headers["content-security-policy"]
     assert "innerHTML" not in (await client.get("/static/desk.js")).text
     sent = await client.post("/api/answer", json={"ticket": paper["ticket"], "text": "Four.", "score": 1})
-    assert sent.status_code == 200 and (await asking) == Answer(text="Four.", score=1.0)
+    assert sent.status_code == 200 and (await asking) == HumanReply(text="Four.", score=1.0)
     again = await client.post("/api/answer", json={"ticket": paper["ticket"], "text": "Five."})
     assert again.status_code == 422 and "waits no more" in again.json()["detail"]
 
@@ -218,23 +218,23 @@ async def test_other_sites_and_strangers_may_not_answer(client: httpx.AsyncClien
     assert (await client.post("/api/answer", content=body, headers={"origin": "http://evil.example"})).status_code == 403
     assert (await client.get("/api/waiting", headers={"host": "evil.example"})).status_code == 421
     rules = ServerRules(token="a-long-token", is_loopback=False)
-    app = create_desk_app(Desk(tmp_path / "desk"), rules=rules)
+    app = create_desk_app(HumanQueue(tmp_path / "desk"), rules=rules)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://h:1") as strange:
         assert (await strange.get("/api/waiting")).status_code == 401
         assert (await strange.get("/api/waiting", headers={"authorization": "Bearer a-long-token"})).status_code == 200
 
 
 async def test_conversations_of_a_desk_can_be_answered_in_another_terminal(keyboard: Keyboard, tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "desk")
+    desk = HumanQueue(tmp_path / "desk")
     asking = asyncio.create_task(desk.ask([{"role": "assistant", "content": "For two?"}], about={}, deadline_s=10))
     await waiting(desk)
     keyboard.writer.write("Four.\n")
     await asyncio.to_thread(run_terminal, tmp_path / "desk", terminal=keyboard.terminal, num=1)
-    assert (await asking) == Answer(text="Four.")
+    assert (await asking) == HumanReply(text="Four.")
 
 
 def test_what_nobody_waits_for_any_more_is_cleared_away(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "desk")
+    desk = HumanQueue(tmp_path / "desk")
     old = {"ticket": "a", "about": {}, "since": 0.0, "until": time.time() - 100, "messages": []}
     (tmp_path / "desk/waiting/a.json").write_text(json.dumps(old))
     assert desk.waiting() == [] and not list((tmp_path / "desk").rglob("*.json"))

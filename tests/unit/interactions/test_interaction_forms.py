@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from polyturn.core.task import InteractionRef
+from polyturn.interactions.adapters import in_usual_form
 from polyturn.interactions.base import BaseInteraction
-from polyturn.interactions.forms import in_usual_form
 from polyturn.interactions.weather import WeatherInteraction
-from polyturn.rollout.partner import InteractionHost, Partner
+from polyturn.rollout.interaction_session import InteractionSession, LoadedInteraction
 
 
 class WithoutIds(BaseInteraction):
@@ -26,7 +26,7 @@ class WithoutIds(BaseInteraction):
 
 async def test_methods_may_take_no_id_and_scores_may_be_none() -> None:
     mine = WithoutIds({"name": "mine"})
-    partner = Partner(InteractionHost(mine, "mine", timeout_s=1.0), InteractionRef(name="mine"))
+    partner = InteractionSession(LoadedInteraction(mine, "mine", timeout_s=1.0), InteractionRef(name="mine"))
     await partner.start("e")
     reply = await partner.reply([])
     assert (reply.content, reply.score, reply.metadata) == ("go on", None, {})

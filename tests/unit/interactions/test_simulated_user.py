@@ -16,11 +16,11 @@ import pytest
 from polyturn.core.errors import ConfigError, DataError, EngineError, InteractionError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.snapshots import Seam
+from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.engines.chat_voice import without_thoughts
-from polyturn.engines.other_policy import OtherPolicy
+from polyturn.engines.chat_partner import without_thoughts
+from polyturn.engines.frozen_policy import FrozenPolicy
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.interactions.roles import OPENING, SILENCE, flipped
@@ -341,7 +341,7 @@ async def test_a_conversation_with_the_runs_own_model_is_let_go_at_once() -> Non
 def further(*says: str) -> tuple[SimulatedUser, ScriptedEngine]:
     """Return a user that a further policy of the run plays, and its engine."""
     engine = ScriptedEngine([turn_ids(said) for said in says], version=8)
-    policy = OtherPolicy(
+    policy = FrozenPolicy(
         "guest",
         engine=engine,
         encoder=DeltaEncoder(tiny_codec()),
@@ -368,7 +368,7 @@ async def test_a_further_policy_of_the_run_plays_the_user() -> None:
 
 async def test_a_user_of_a_further_policy_goes_on_after_a_restart() -> None:
     partner, _ = further("For two.")
-    assert Seam.of(partner, label="user").snapshot is not None
+    assert SnapshotHooks.of(partner, label="user").snapshot is not None
     await reply(partner)
 
 

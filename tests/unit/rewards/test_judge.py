@@ -13,13 +13,13 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.other_policy import OtherPolicy
+from polyturn.engines.frozen_policy import FrozenPolicy
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rewards.judge import read_verdict
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.lifespan import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
-from polyturn.testing.services import Served, serve
+from polyturn.testing.services import LocalService, serve
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
 
@@ -35,7 +35,7 @@ def answers(*texts: str) -> Any:
     return answer
 
 
-async def judged(server: Served, *, text: str = "<think>Easy.</think>It is 4.", **kwargs: Any) -> Trajectory:
+async def judged(server: LocalService, *, text: str = "<think>Easy.</think>It is 4.", **kwargs: Any) -> Trajectory:
     """Run an episode whose conversation a judge scores."""
     ref = RewardRef(target="judge", kwargs={"base_url": server.url, "model": "j", "backoff_s": 0.01, **kwargs})
     context = scripted_context([text])
@@ -157,13 +157,13 @@ def test_it_is_checked_before_a_run() -> None:
         check(model="j", base_url="http://127.0.0.1:9/v1", low=1)
 
 
-def policies(*says: str) -> dict[str, OtherPolicy]:
+def policies(*says: str) -> dict[str, FrozenPolicy]:
     """Return a further policy of the run that says what is written."""
     engine = ScriptedEngine([turn_ids(said) for said in says])
     sampling = SamplingParams(max_tokens=9, temperature=1.0)
     encoder = DeltaEncoder(tiny_codec())
     return {
-        "critic": OtherPolicy(
+        "critic": FrozenPolicy(
             "critic", engine=engine, encoder=encoder, parser=HermesParser(), sampling=sampling, max_context=4096
         )
     }
@@ -179,7 +179,7 @@ async def test_a_further_policy_of_the_run_may_judge() -> None:
 
 
 async def test_a_reward_function_may_ask_a_further_policy() -> None:
-    async def kind(trajectory: Trajectory, policies: dict[str, OtherPolicy]) -> float:
+    async def kind(trajectory: Trajectory, policies: dict[str, FrozenPolicy]) -> float:
         said = await policies["critic"].say([{"role": "user", "content": trajectory.turns[-1].message.text}], seed=0)
         return float(said.message.text)
 

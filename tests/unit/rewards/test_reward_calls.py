@@ -18,13 +18,13 @@ from polyturn.core.task import InteractionRef, Task, ToolKwargs
 from polyturn.core.trajectory import Segment, Span, SpanRef, SpanSource, Trajectory, Turn
 from polyturn.engines.virtual_time import run_virtual
 from polyturn.rewards import math
-from polyturn.rewards.calls import Batch, CallOptions, RateLimit
+from polyturn.rewards.calls import Batch, CallOptions, CallRateLimit
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import extra_info
 from polyturn.rewards.overlong import Overlong
+from polyturn.rewards.rendered_text import written
 from polyturn.rewards.router import RewardRef, RewardRouter
-from polyturn.rewards.written import written
-from polyturn.tools.python_sandbox.isolation import Walls, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
 
 
 def turn(text: str = "x", **fields: Any) -> Turn:
@@ -185,7 +185,7 @@ async def test_no_more_calls_at_once_than_allowed() -> None:
         live -= 1
         return 1.0
 
-    router = RewardRouter(function=slow, calls=CallOptions(rate=RateLimit(max_concurrent=2)))
+    router = RewardRouter(function=slow, calls=CallOptions(rate=CallRateLimit(max_concurrent=2)))
     await asyncio.gather(*(router.score(trajectory(turn())) for _ in range(6)))
     assert most == 2
 
@@ -198,7 +198,7 @@ def test_calls_are_spread_over_the_minute_and_waiting_is_not_in_the_deadline() -
         return 1.0
 
     async def score_four() -> None:
-        router = RewardRouter(function=note, calls=CallOptions(rate=RateLimit(calls_per_minute=3), timeout_s=5))
+        router = RewardRouter(function=note, calls=CallOptions(rate=CallRateLimit(calls_per_minute=3), timeout_s=5))
         await asyncio.gather(*(router.score(trajectory(turn())) for _ in range(4)))
 
     run_virtual(score_four())
@@ -248,7 +248,7 @@ def test_functions_read_the_kwargs_that_the_row_gave_to_tools_and_interactions()
 
 def test_what_a_shipped_function_needs_is_checked_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = trajectory(data_source="apps").task
-    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_walls", lambda: (Walls.NONE, "no bubblewrap"))
+    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_walls", lambda: (Isolation.NONE, "no bubblewrap"))
     with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set"):
         RewardRouter().check([programs])
     RewardRouter(sandbox=Sandbox(url="http://localhost:1")).check([programs])
@@ -296,7 +296,7 @@ def test_a_penalty_that_cannot_work_is_refused(buffer: int) -> None:
 PROGRAM = "```python\n{}\n```"
 
 
-@pytest.mark.skipif(find_walls()[0] is Walls.NONE, reason="code cannot be isolated here")
+@pytest.mark.skipif(find_walls()[0] is Isolation.NONE, reason="code cannot be isolated here")
 async def test_endless_programs_are_worth_nothing_and_cost_the_right_one_beside_them_nothing() -> None:
     tests = {"inputs": ["1"] * 4, "outputs": ["2"] * 4}
     router = RewardRouter(sandbox=Sandbox(url=None, timeout_s=2.0), calls=CallOptions(timeout_s=3.0))

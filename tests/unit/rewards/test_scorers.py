@@ -13,10 +13,10 @@ import pytest
 from polyturn.core.errors import ConfigError, DataError, RewardError
 from polyturn.rewards import code, geo3k, math, math_dapo, search_r1
 from polyturn.rewards.default import default_compute_score
-from polyturn.tools.python_sandbox.isolation import Walls, find_walls
+from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
 
 WALLS, WHY = find_walls()
-isolated = pytest.mark.skipif(WALLS is Walls.NONE, reason=f"code cannot be isolated here: {WHY}")
+isolated = pytest.mark.skipif(WALLS is Isolation.NONE, reason=f"code cannot be isolated here: {WHY}")
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_tests_that_cannot_be_read_are_an_error(tests: Any) -> None:
 
 
 def test_without_an_address_or_walls_there_is_no_score_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_walls", lambda: (Walls.NONE, "no bubblewrap"))
+    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_walls", lambda: (Isolation.NONE, "no bubblewrap"))
     with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set, and this machine has none: .*no bubblewrap"):
         code.Sandbox(url=None).require()
     with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set"):

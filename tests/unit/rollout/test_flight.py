@@ -16,7 +16,7 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.env import envs
-from polyturn.rollout.flight_book import FlightBook
+from polyturn.rollout.journal_codec import JournalCodec
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -26,7 +26,7 @@ from polyturn.rollout.schedulers.react import React
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.base import BaseTool
 from polyturn.tools.gsm8k import Gsm8kTool
-from polyturn.training.flights import Flights
+from polyturn.training.journal_file import JournalFile
 
 CHECK = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "5"}}\n</tool_call>'
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
@@ -40,7 +40,7 @@ async def lives(
     folder: Path, says: list[str], *, die_at: int | None = None, **options: Any
 ) -> tuple[Trajectory | None, Any]:
     """Run one life of the episode g1/0; it dies when the model is asked for turn `die_at`. Return what came of it."""
-    journal = Flights(folder)
+    journal = JournalFile(folder)
     if is_there(folder):
         journal.resume(0, oldest=lambda ticket: 0)
     else:
@@ -185,7 +185,7 @@ async def test_what_an_earlier_version_of_the_library_kept_starts_from_its_task(
 ):
     says = [ADD, ADD, "#### 4"]
     with monkeypatch.context() as earlier:
-        earlier.setattr("polyturn.rollout.flight.FORMAT", 1)
+        earlier.setattr("polyturn.rollout.journal.FORMAT", 1)
         await lives(tmp_path, says, die_at=die_at, tools=[add])
     whole, (asked, counts) = await lives(tmp_path, says, tools=[add])
     assert whole is not None and asked == [0, 1, 2] and counts == counted(restarted=1)
@@ -202,7 +202,7 @@ async def test_one_that_cannot_restarts_by_name_and_is_not_counted_as_failed(tmp
 
 def test_an_image_is_written_once():
     image = "data:image/png;base64," + "A" * 5000
-    book, other = FlightBook(), FlightBook()
+    book, other = JournalCodec(), JournalCodec()
     message = Message(role="user", content=({"type": "image", "image": image},))
     written = book.encode({"messages": [message, message], "media": list(message.media)})
     new = book.take_new()

@@ -7,7 +7,7 @@ import numpy as np
 from polyturn.core.lifecycle import StopReason
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.lifespan import run_episode
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 
@@ -24,7 +24,7 @@ class TakesUp(MultiTurnScheduler):
             await self.say(episode.fork(at=mark), first, text)
         return StopReason.STOP
 
-    async def say(self, episode: Episode, turn: LiveTurn, text: str) -> None:
+    async def say(self, episode: Episode, turn: OpenTurn, text: str) -> None:
         episode.record(turn, Reply.of(text))
         await episode.prepare()
         await episode.generate()

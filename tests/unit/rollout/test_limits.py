@@ -6,9 +6,9 @@ import pytest
 
 from polyturn.core.errors import ConfigError
 from polyturn.core.lifecycle import StopReason
-from polyturn.rollout.limits import Limits, Progress, budget, reached
+from polyturn.rollout.limits import EpisodeProgress, Limits, budget, reached
 
-AT = Progress(elapsed_s=9, turns=9, user_turns=9, has_user_reply=True, response_tokens=9, context_tokens=9)
+AT = EpisodeProgress(elapsed_s=9, turns=9, user_turns=9, has_user_reply=True, response_tokens=9, context_tokens=9)
 
 
 def test_the_first_limit_in_the_documented_order_is_the_reason():

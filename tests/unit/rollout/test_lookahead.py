@@ -21,7 +21,7 @@ from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.schedulers.lookahead import Lookahead
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.testing.services import Served, serve
+from polyturn.testing.services import LocalService, serve
 
 
 class Asker(BaseInteraction):
@@ -40,7 +40,7 @@ def judge_by_length(asked: dict[str, Any], number: int) -> dict[str, Any]:
     return {"choices": [{"message": {"role": "assistant", "content": str(len(talk) / 10)}}]}
 
 
-async def looked(server: Served, *, rewards: Any = None, limits: Limits | None = None, **kwargs: Any) -> Trajectory:
+async def looked(server: LocalService, *, rewards: Any = None, limits: Limits | None = None, **kwargs: Any) -> Trajectory:
     scheduler = Lookahead(judge={"base_url": server.url, "model": "j"}, **kwargs)
     said = iter(range(1000))
     context = scripted_context(
@@ -139,7 +139,7 @@ async def test_continuations_differ_by_their_seeds_and_a_second_run_asks_nothing
             return judge_by_length(asked, number)
         return {"choices": [{"message": {"role": "assistant", "content": f"And {asked['seed']}?"}}]}
 
-    async def run(server: Served) -> Trajectory:
+    async def run(server: LocalService) -> Trajectory:
         place = {"base_url": server.url, "cache": str(tmp_path / "answers.sqlite")}
         context = scripted_context(
             lambda request: f"Answer {len(request.prompt_ids)}.",

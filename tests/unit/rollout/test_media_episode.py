@@ -39,7 +39,7 @@ from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers.base import ParsedTurn
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.schema import ToolResponse
-from polyturn.training.flights import Flights
+from polyturn.training.journal_file import JournalFile
 from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
 
@@ -170,7 +170,7 @@ class Dies:
 async def test_a_conversation_that_shows_images_goes_on_in_another_process(tmp_path: Any) -> None:
     whole = await run_episode(context(sharp_model()), task(), id="g0/0", seed=1)
     for at in (1, 2, None):
-        journal = Flights(tmp_path)
+        journal = JournalFile(tmp_path)
         journal.begin(0) if at == 1 else journal.resume(0, oldest=lambda ticket: 0)
         made = context(sharp_model(), journal=journal)
         if at is not None:

@@ -14,7 +14,7 @@ import pytest
 from polyturn.algorithms.advantages import assign_advantages
 from polyturn.batching.loss_scale import loss_scale
 from polyturn.batching.samples import to_samples
-from polyturn.build import Place, build_scheduler
+from polyturn.build import ConfigSource, build_scheduler
 from polyturn.config.models import RolloutConfig, RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.trajectory import TrajectoryGroup
@@ -38,8 +38,8 @@ def defined(index: int) -> dict[str, Any]:
     return names
 
 
-def place(folder: Path, **rollout: Any) -> Place:
-    return Place(config=RunConfig(model=MODEL, rollout=RolloutConfig(**rollout)), base=folder)  # type: ignore[arg-type]
+def place(folder: Path, **rollout: Any) -> ConfigSource:
+    return ConfigSource(config=RunConfig(model=MODEL, rollout=RolloutConfig(**rollout)), base=folder)  # type: ignore[arg-type]
 
 
 async def test_the_first_scheduler_has_fifteen_lines_and_keeps_the_contract(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from polyturn.core.generation import FinishReason, GenerateRequest, SamplingPara
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.lifespan import run_episode
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.stop_strings import find_stop, generate_until
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
@@ -63,7 +63,7 @@ async def test_an_episode_keeps_the_ids_and_counts_what_was_sampled_behind_the_s
         async def on_trajectory_start(self, episode: Episode) -> None:
             episode.sample_as(episode.sampling, stops=["apples"])
 
-        async def step(self, episode: Episode, turn: LiveTurn) -> str | None:
+        async def step(self, episode: Episode, turn: OpenTurn) -> str | None:
             assert turn.stopped_by == "apples"
             return "More." if turn.index < 1 else None
 

@@ -22,7 +22,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
-from polyturn.serving.openai.ask import Refused
+from polyturn.serving.openai.chat_request import BadRequest
 from polyturn.serving.openai.http import read_reward
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task, turn_ids
@@ -410,5 +410,5 @@ async def test_who_may_say_what_an_episode_is_worth_is_checked_first():
 
 @pytest.mark.parametrize("given", ["much", None, float("nan"), float("inf"), 10**400, -(10**400), [1], {"reward": {}}])
 def test_what_is_no_finite_number_is_no_reward(given: Any):
-    with pytest.raises(Refused, match="give a finite number"):
+    with pytest.raises(BadRequest, match="give a finite number"):
         read_reward(given)

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import yaml
 
-from polyturn.build import Place, build_scheduler
+from polyturn.build import ConfigSource, build_scheduler
 from polyturn.config.models import RolloutConfig, RunConfig
 from polyturn.rollout.lifespan import run_episode
 from polyturn.serving.address import bind
@@ -29,7 +29,7 @@ async def test_the_agent_trains_as_it_is_configured(tmp_path: Path) -> None:
         model={"init": {"model_type": "qwen3"}, "tokenizer": "x"},  # type: ignore[arg-type]
         rollout=RolloutConfig(**yaml.safe_load(CONFIG[0])["rollout"]),
     )
-    made = build_scheduler(Place(config=config, base=tmp_path))
+    made = build_scheduler(ConfigSource(config=config, base=tmp_path))
     t = await run_episode(scripted_context(["5", "it is 4"], scheduler=made), task(data_source=None), id="e")
     assert t.reward is not None and t.reward.total == 1.0
     assert [turn.message.text for turn in t.turns] == ["5", "it is 4"] and len(t.segments) == 1

@@ -27,9 +27,9 @@ from polyturn.engines.launcher import free_port
 from polyturn.serving import RolloutClient, RolloutService
 from polyturn.serving.address import bind, check_exposure
 from polyturn.serving.app import create_app
-from polyturn.serving.communicator import TrainerGroup, flatten
 from polyturn.serving.rules import ServerRules
-from polyturn.testing.plans import PlanScheduler, plan_context, random_plan
+from polyturn.serving.weight_receiver import TrainerGroup, flatten
+from polyturn.testing.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
 from polyturn.testing.tiny import tiny_model, tiny_tokenizer
 from polyturn.training import hf
 
@@ -105,7 +105,7 @@ async def test_a_process_and_the_same_scheduler_here_give_the_same(server: str, 
     client = RolloutClient(server)
     theirs = await client.infer_async(requests(6), CONFIG)
     loaded = load_config(RunConfig, None, flags)
-    parts = build.build_parts(build.Place(config=loaded.config, base=Path()))
+    parts = build.build_parts(build.ConfigSource(config=loaded.config, base=Path()))
     ours = await RolloutService(parts.context).infer(requests(6), CONFIG)
     keys = ("messages", "response_token_ids", "response_loss_mask", "rollout_logprobs", "rollout_infos", "stop_reason")
     assert [{k: r.outputs[0][k] for k in keys} for r in theirs] == [{k: o[k] for k in keys} for o in ours]
@@ -133,7 +133,7 @@ def test_the_endpoints_of_a_trainer(server: str):
 
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_weights_arrive_through_a_process_group(server: str, flags: list[str], is_flat: bool):
-    parts = build.build_parts(build.Place(config=load_config(RunConfig, None, flags).config, base=Path()))
+    parts = build.build_parts(build.ConfigSource(config=load_config(RunConfig, None, flags).config, base=Path()))
     true = {name: value.detach().clone() for name, value in parts.model.named_parameters()}
     weights = {name: value + 0.1 * torch.randn_like(value) for name, value in true.items()}
     before = httpx.post(f"{server}/probe/").json()
@@ -215,8 +215,8 @@ async def test_thirty_random_schedulers_leave_the_same_through_http():
     model = tiny_model(tiny_tokenizer())
     for seed in range(30):
         plan, request = random_plan(seed), requests(1)
-        ours = await RolloutService(plan_context(plan, scheduler=PlanScheduler(plan))).infer(request, CONFIG)
-        service = RolloutService(plan_context(plan, scheduler=PlanScheduler(plan)))
+        ours = await RolloutService(plan_context(plan, scheduler=ScriptedScheduler(plan))).infer(request, CONFIG)
+        service = RolloutService(plan_context(plan, scheduler=ScriptedScheduler(plan)))
         transport = httpx.ASGITransport(create_app(service, model=model))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             theirs = (await http.post("/infer/", json={"infer_requests": request, "request_config": CONFIG})).json()
@@ -230,7 +230,7 @@ async def test_thirty_random_schedulers_leave_the_same_through_http():
 
 async def test_a_token_is_demanded_and_bodies_have_a_limit():
     plan = random_plan(0)
-    service = RolloutService(plan_context(plan, scheduler=PlanScheduler(plan)))
+    service = RolloutService(plan_context(plan, scheduler=ScriptedScheduler(plan)))
     app = create_app(service, model=torch.nn.Linear(1, 1), rules=ServerRules(token="secret", max_body_bytes=100))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         assert (await http.get("/health/")).status_code == 401

@@ -27,7 +27,7 @@ import uvicorn
 
 from polyturn.serving.address import bind
 from polyturn.serving.guard import http_config
-from polyturn.serving.rules import RateLimit, ServerRules
+from polyturn.serving.rules import ClientRateLimit, ServerRules
 
 TOKEN = "a-token-that-nobody-guesses"
 RULES = ServerRules(token=TOKEN, max_body_bytes=20_000)
@@ -36,22 +36,22 @@ RULES = ServerRules(token=TOKEN, max_body_bytes=20_000)
 def rollout(rules: ServerRules) -> Any:
     from polyturn.serving import RolloutService
     from polyturn.serving.app import create_app
-    from polyturn.testing.plans import PlanScheduler, plan_context, random_plan
+    from polyturn.testing.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
 
     plan = random_plan(0)
     return create_app(
-        RolloutService(plan_context(plan, scheduler=PlanScheduler(plan))), model=torch.nn.Linear(1, 1), rules=rules
+        RolloutService(plan_context(plan, scheduler=ScriptedScheduler(plan))), model=torch.nn.Linear(1, 1), rules=rules
     )
 
 
 def sandbox(rules: ServerRules) -> Any:
     from polyturn.serving.sandbox import SandboxService, create_app
-    from polyturn.tools.python_sandbox.limits import Limits
+    from polyturn.tools.python_sandbox.limits import SandboxLimits
 
     def start() -> Any:
         raise AssertionError("nothing here runs a program")
 
-    service = SandboxService(start, limits=Limits(timeout_s=5.0), max_concurrent=2, max_waiting=2, warm=0)
+    service = SandboxService(start, limits=SandboxLimits(timeout_s=5.0), max_concurrent=2, max_waiting=2, warm=0)
     return create_app(service, rules=rules)
 
 
@@ -74,10 +74,10 @@ def search(rules: ServerRules) -> Any:
 
 
 def desk(rules: ServerRules) -> Any:
-    from polyturn.interactions.desk import Desk
-    from polyturn.viewer.desk_app import create_desk_app
+    from polyturn.interactions.human_queue import HumanQueue
+    from polyturn.viewer.human_queue_app import create_desk_app
 
-    return create_desk_app(Desk(Path(tempfile.mkdtemp())), rules=rules)
+    return create_desk_app(HumanQueue(Path(tempfile.mkdtemp())), rules=rules)
 
 
 def tools(rules: ServerRules) -> Any:
@@ -307,7 +307,7 @@ def test_who_asks_too_often_or_too_slowly_waits(server: Server, monkeypatch: pyt
             assert b" 408 " in said.split(b"\r\n")[0], said
         for head in (b"", b"GET / HTTP/1.1\r\nHost: local"):
             assert b" 200 " not in raw(port, head)
-    with serving(server, replace(RULES, rate=RateLimit.parse("1/min:3"))) as port:
+    with serving(server, replace(RULES, rate=ClientRateLimit.parse("1/min:3"))) as port:
         statuses = [ask(port, *server.ask)[0] for _ in range(4)]
         assert statuses[-1] == 429 and 200 in statuses
         status, body, headers = ask(port, *server.ask)

@@ -10,31 +10,33 @@ import pytest
 from polyturn.core.errors import ConfigError
 from polyturn.serving import wire
 from polyturn.serving.address import check_exposure
-from polyturn.serving.rules import Gate, RateLimit, ServerRules, given_tokens
+from polyturn.serving.rules import ClientRateLimit, RequestPolicy, ServerRules, given_tokens
 
 HERE = {"host": "127.0.0.1:8000"}
 
 
-def status(gate: Gate, headers: dict[str, str] | None = None, *, method: str = "POST", path: str = "/x") -> int | None:
+def status(
+    gate: RequestPolicy, headers: dict[str, str] | None = None, *, method: str = "POST", path: str = "/x"
+) -> int | None:
     refused = gate.refusal(method, path, {**HERE, **(headers or {})}, "10.0.0.1")
     return None if refused is None else refused.status
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:9", "127.8.8.8", "[::1]:9", "LOCALHOST.", "::1"])
 def test_names_of_this_machine_are_answered(host: str):
-    assert status(Gate(ServerRules()), {"host": host if host != "::1" else "[::1]"}) is None
+    assert status(RequestPolicy(ServerRules()), {"host": host if host != "::1" else "[::1]"}) is None
 
 
 @pytest.mark.parametrize(
     "host", ["", "evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "10.0.0.1", "0.0.0.0", "[::2]"]
 )
 def test_a_loopback_server_answers_to_no_other_name(host: str):
-    assert status(Gate(ServerRules()), {"host": host}) == 421
-    assert status(Gate(ServerRules(is_loopback=False, token="t")), {"host": host, "x-api-key": "t"}) is None
+    assert status(RequestPolicy(ServerRules()), {"host": host}) == 421
+    assert status(RequestPolicy(ServerRules(is_loopback=False, token="t")), {"host": host, "x-api-key": "t"}) is None
 
 
 def test_a_name_that_was_allowed_is_answered():
-    gate = Gate(ServerRules(allowed_hosts=frozenset({"box.internal"})))
+    gate = RequestPolicy(ServerRules(allowed_hosts=frozenset({"box.internal"})))
     assert status(gate, {"host": "box.internal:443"}) is None
     assert status(gate, {"origin": "https://box.internal"}) is None
     assert status(gate, {"host": "other.internal"}) == 421
@@ -46,11 +48,11 @@ def test_a_name_that_was_allowed_is_answered():
      {"origin": "http://127.0.0.1:8000"}],
 )  # fmt: skip
 def test_no_page_may_ask_a_server_that_has_none(headers: dict[str, str]):
-    assert status(Gate(ServerRules()), headers) == 403
+    assert status(RequestPolicy(ServerRules()), headers) == 403
 
 
 def test_only_its_own_pages_may_ask_a_server_that_has_some():
-    gate = Gate(ServerRules(for_browsers=True))
+    gate = RequestPolicy(ServerRules(for_browsers=True))
     assert status(gate, {"origin": "http://127.0.0.1:8000"}) is None
     assert status(gate, {"sec-fetch-site": "same-origin"}, method="GET") is None
     for headers in ({"origin": "http://127.0.0.1:9999"}, {"origin": "null"}, {"sec-fetch-site": "same-site"}):
@@ -61,7 +63,7 @@ def test_only_its_own_pages_may_ask_a_server_that_has_some():
 
 
 def test_the_token_comes_in_a_header_and_from_pages_in_a_cookie():
-    gate = Gate(ServerRules(token="sesame", cookie="c", for_browsers=True, open_paths=frozenset({"/health"})))
+    gate = RequestPolicy(ServerRules(token="sesame", cookie="c", for_browsers=True, open_paths=frozenset({"/health"})))
     right = ({"authorization": "Bearer sesame"}, {"authorization": "bearer  sesame"}, {"x-api-key": "sesame"},
              {"cookie": "a=b; c=sesame"})  # fmt: skip
     wrong = ({}, {"authorization": "sesame"}, {"authorization": "Basic sesame"}, {"authorization": "Bearer sesam"},
@@ -73,7 +75,7 @@ def test_the_token_comes_in_a_header_and_from_pages_in_a_cookie():
 
 
 def test_a_body_is_refused_by_its_head():
-    gate = Gate(ServerRules(max_body_bytes=10, body_limits={"/big": 100}))
+    gate = RequestPolicy(ServerRules(max_body_bytes=10, body_limits={"/big": 100}))
     assert status(gate, {"content-length": "11"}) == 413
     assert status(gate, {"content-length": "11"}, path="/big") is None
     assert status(gate, {"content-length": "-1"}) == 400
@@ -84,7 +86,7 @@ def test_a_body_is_refused_by_its_head():
 
 def test_a_client_that_asks_too_often_waits_and_others_do_not():
     now = [0.0]
-    gate = Gate(ServerRules(rate=RateLimit.parse("2/s:3"), token="t"), clock=lambda: now[0])
+    gate = RequestPolicy(ServerRules(rate=ClientRateLimit.parse("2/s:3"), token="t"), clock=lambda: now[0])
     mine = {**HERE, "x-api-key": "t"}
 
     def ask(address: str, headers: dict[str, str] = mine) -> Any:
@@ -102,16 +104,16 @@ def test_a_client_that_asks_too_often_waits_and_others_do_not():
 
 
 def test_rates_are_written_as_people_say_them():
-    assert RateLimit.parse("20") == RateLimit.parse("20/s") == RateLimit(per_s=20, burst=40)
-    assert RateLimit.parse("600/min:50") == RateLimit(per_s=10, burst=50)
-    assert RateLimit.parse("1/min").burst == 1
+    assert ClientRateLimit.parse("20") == ClientRateLimit.parse("20/s") == ClientRateLimit(per_s=20, burst=40)
+    assert ClientRateLimit.parse("600/min:50") == ClientRateLimit(per_s=10, burst=50)
+    assert ClientRateLimit.parse("1/min").burst == 1
     for text in ("", "fast", "0/s", "5/d", "5/s:0", "-1"):
         with pytest.raises(ConfigError, match="600/min"):
-            RateLimit.parse(text)
+            ClientRateLimit.parse(text)
 
 
 def test_what_is_being_answered_has_a_bound():
-    gate = Gate(ServerRules(max_requests=1))
+    gate = RequestPolicy(ServerRules(max_requests=1))
     with gate.place() as first:
         assert first is None
         with gate.place() as second:
@@ -122,7 +124,7 @@ def test_what_is_being_answered_has_a_bound():
 @pytest.mark.parametrize("token", ["", "  ", "a b\n", "schlüssel", "a\x00b"])
 def test_a_token_that_no_header_carries_is_refused(token: str):
     with pytest.raises(ConfigError, match="the token"):
-        Gate(ServerRules(token=token))
+        RequestPolicy(ServerRules(token=token))
 
 
 def test_a_token_that_others_could_guess_is_refused_where_they_can_try():

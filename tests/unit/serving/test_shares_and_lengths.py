@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from polyturn.serving.rules import Gate, ServerRules
+from polyturn.serving.rules import RequestPolicy, ServerRules
 
 pytest.importorskip("mcp")
 from polyturn.serving.mcp import _Shares
 
 
 def test_a_request_with_two_lengths_is_refused() -> None:
-    gate = Gate(ServerRules())
+    gate = RequestPolicy(ServerRules())
     both = {"host": "127.0.0.1", "content-length": "5", "transfer-encoding": "chunked"}
     refused = gate.refusal("POST", "/", both, "127.0.0.1")
     assert refused is not None and refused.status == 400 and "one length" in refused.message

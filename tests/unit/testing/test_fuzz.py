@@ -24,8 +24,8 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.nesting import is_deep
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import task_from_row
-from polyturn.interactions.desk import Answer, Desk
-from polyturn.testing.damage import as_json, damaged, damaged_bytes, damaged_words
+from polyturn.interactions.human_queue import HumanQueue, HumanReply
+from polyturn.testing.corruption import as_json, damaged, damaged_bytes, damaged_words
 
 ROOT = Path(__file__).parents[3]
 
@@ -139,7 +139,7 @@ def test_a_section_that_is_no_section_is_refused(tmp_path: Path):
 
 def test_a_paper_or_an_answer_that_is_none_does_not_stop_a_desk(tmp_path: Path):
     """The folder may be on a disk that others write to: what is there and cannot be read is nobody's."""
-    desk = Desk(tmp_path)
+    desk = HumanQueue(tmp_path)
     good = {"ticket": "7", "about": {}, "since": 1.0, "until": 4e9, "messages": []}
     deep = json.dumps({**good, "about": nested(60)})
     texts = ["", "{", "[]", "5", '{"ticket": "4"}', '{"ticket": "5", "until": "x"}', "[" * 5000, deep]
@@ -150,11 +150,11 @@ def test_a_paper_or_an_answer_that_is_none_does_not_stop_a_desk(tmp_path: Path):
     assert [paper["about"] for paper in desk.waiting()] == [{"goal": "?"}], "what has half a character can be shown"
     for score in (10**400, float("nan"), True, "1"):
         with pytest.raises(DataError, match="finite number"):
-            Answer.read({"text": "x", "score": score})
+            HumanReply.read({"text": "x", "score": score})
 
 
 async def test_an_answer_that_is_none_is_thrown_away_and_the_conversation_goes_on_waiting(tmp_path: Path):
-    desk = Desk(tmp_path)
+    desk = HumanQueue(tmp_path)
     asking = asyncio.create_task(desk.ask([{"role": "user", "content": "Hi."}], about={}, deadline_s=5.0))
     while not (waiting := desk.waiting()):  # noqa: ASYNC110 (a thread of the desk writes it)
         await asyncio.sleep(0.01)
@@ -162,5 +162,5 @@ async def test_an_answer_that_is_none_is_thrown_away_and_the_conversation_goes_o
     (tmp_path / "answers" / f"{ticket}.json").write_text('{"text": 5}')
     while (tmp_path / "answers" / f"{ticket}.json").exists():  # noqa: ASYNC110 (a thread of the desk removes it)
         await asyncio.sleep(0.01)
-    desk.answer(ticket, Answer(text="yes"))
-    assert await asking == Answer(text="yes")
+    desk.answer(ticket, HumanReply(text="yes"))
+    assert await asking == HumanReply(text="yes")

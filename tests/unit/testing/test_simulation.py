@@ -11,7 +11,7 @@ import typer
 
 from polyturn.cli.main import app
 from polyturn.core.errors import ConfigError, UnknownNameError
-from polyturn.engines.fit import save
+from polyturn.engines.calibrate import save
 from polyturn.engines.simulated import Speed
 from polyturn.testing.simulation import ORACLE, draw, simulate
 from polyturn.testing.workload import Workload, shipped

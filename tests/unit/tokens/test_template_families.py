@@ -7,7 +7,7 @@ import pytest
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin, ToolCall
-from polyturn.rollout.conversation import Conversation
+from polyturn.rollout.conversation import EpisodeHistory
 from polyturn.rollout.stop_strings import Stopped
 from polyturn.rollout.transcript import Transcript
 from polyturn.testing.tokenizers import tokenizer_of
@@ -60,7 +60,7 @@ def test_hidden_text_gains_no_space(text: str, kind: str) -> None:
 @pytest.mark.parametrize(("said", "keep", "added"), [("The answer is it", "The answer i", "s it"), ("a b", "a", "b c")])
 def test_a_message_that_goes_on_reads_as_it_is_said(said: str, keep: str, added: str, kind: str) -> None:
     codec = codec_of(PHI3, kind)
-    line = Conversation(Transcript(DeltaEncoder(codec), PlainParser(), [user("Hi")]), codec)
+    line = EpisodeHistory(Transcript(DeltaEncoder(codec), PlainParser(), [user("Hi")]), codec)
     line.show(line.transcript.next_prompt())
     ids = [*codec.encode(said).tolist(), codec.stop_token_ids[0]]
     completion = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))

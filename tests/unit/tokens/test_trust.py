@@ -11,7 +11,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.core.task import Task
 from polyturn.data.conversations import Conversation as Dialogue
-from polyturn.rollout.conversation import Conversation
+from polyturn.rollout.conversation import EpisodeHistory
 from polyturn.rollout.scheduler import Reply
 from polyturn.rollout.schedulers.compaction import _with_notes
 from polyturn.rollout.schedulers.gym import with_text
@@ -74,9 +74,9 @@ def test_an_owners_schema_may_mean_tags_and_cannot_end_a_turn() -> None:
     ).count("<|im_end|>")
 
 
-def line() -> Conversation:
+def line() -> EpisodeHistory:
     """Return a conversation behind a turn that said "So." """
-    found = Conversation(Transcript(DeltaEncoder(CODEC), PlainParser(), [ASKED]), CODEC)
+    found = EpisodeHistory(Transcript(DeltaEncoder(CODEC), PlainParser(), [ASKED]), CODEC)
     found.show(found.transcript.next_prompt())
     ids = [*CODEC.encode("So.").tolist(), END]
     said = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))

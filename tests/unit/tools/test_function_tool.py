@@ -14,7 +14,7 @@ import polyturn
 from polyturn.core.errors import ConfigError, DataError, LifecycleError, RewardError
 from polyturn.tools import FromTask
 from polyturn.tools.function import FunctionTool, infer_schema
-from polyturn.tools.outcome import normalize
+from polyturn.tools.result_shape import normalize
 from polyturn.tools.schema import ToolResponse
 
 

@@ -24,10 +24,10 @@ from polyturn.core.task import Task, ToolKwargs
 from polyturn.engines.virtual_time import run_virtual
 from polyturn.tools import FromTask
 from polyturn.tools.base import BaseTool
-from polyturn.tools.cut import truncate
 from polyturn.tools.executor import ToolBox, ToolStartError
 from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
+from polyturn.tools.truncate import truncate
 
 
 def task(*, tools: tuple[str, ...] | None = None, **kwargs: dict[str, Any]) -> Task:

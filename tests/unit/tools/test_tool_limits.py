@@ -19,12 +19,12 @@ from polyturn.engines.virtual_time import run_virtual
 from polyturn.testing.episodes import tiny_codec
 from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import Breaker, BreakerSettings
-from polyturn.tools.cut import ResultLimit, truncate, truncate_tokens
+from polyturn.tools.concurrency import ConcurrencyLimits, FairLimit
 from polyturn.tools.executor import ToolBox
-from polyturn.tools.lanes import FairLimit, Lanes
-from polyturn.tools.outcome import MAX_DATA, MAX_DEPTH, MAX_MEDIUM
+from polyturn.tools.result_shape import MAX_DATA, MAX_DEPTH, MAX_MEDIUM
 from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
+from polyturn.tools.truncate import ResultLimit, truncate, truncate_tokens
 
 TASK = Task(id="t", prompt=(Message(role="user", content="?"),))
 SETTINGS = BreakerSettings(failures=3, cooldown_s=10.0, max_cooldown_s=40.0)
@@ -269,7 +269,7 @@ async def test_episodes_take_turns():
 
 
 async def test_a_call_that_is_cancelled_while_it_waits_leaves_its_place():
-    lanes = Lanes(of_tools={"t": 1}, hosts={"t": None})
+    lanes = ConcurrencyLimits(of_tools={"t": 1}, hosts={"t": None})
 
     async def use() -> None:
         async with lanes.turn("t", owner="e"):

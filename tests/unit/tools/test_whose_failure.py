@@ -18,10 +18,10 @@ from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import BreakerSettings
 from polyturn.tools.executor import ToolBox
-from polyturn.tools.python_sandbox import Limits, PythonSandbox, WarmPool
+from polyturn.tools.python_sandbox import PythonSandbox, SandboxLimits, WarmPool
 from polyturn.tools.python_sandbox import tool as sandbox_tool
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
-from polyturn.tools.python_sandbox.isolation import Walls, bare_python
+from polyturn.tools.python_sandbox.isolation import Isolation, bare_python
 from polyturn.tools.sandbox import SandboxFusionTool
 from polyturn.training.rollout_metrics import rollout_metrics
 
@@ -67,7 +67,7 @@ def test_a_sandbox_is_tried_again_before_it_counts_as_broken():
         tries.append(1)
         if len(tries) < 3:
             raise SandboxStartError("fork: Resource temporarily unavailable")
-        return Interpreter(Limits(), walls=Walls.NONE, python=bare_python())
+        return Interpreter(SandboxLimits(), walls=Isolation.NONE, python=bare_python())
 
     pool = WarmPool(start, size=0, keep_s=0.05)
     pool.open()
@@ -183,7 +183,7 @@ def test_a_machine_without_threads_is_said_and_nobody_is_counted(monkeypatch: py
     def no_thread(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    pool = WarmPool(lambda: Interpreter(Limits(), walls=Walls.NONE, python=bare_python()), size=0, keep_s=0.05)
+    pool = WarmPool(lambda: Interpreter(SandboxLimits(), walls=Isolation.NONE, python=bare_python()), size=0, keep_s=0.05)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(SandboxStartError, match="no sandbox can be started: can't start new thread"):

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from polyturn.build.place import Place
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.tasks import build_store_settings, build_trackers
 from polyturn.config.models import RunConfig
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.tracking.fan_out import tracker_spec
+from polyturn.tracking.manager import tracker_spec
 from polyturn.training.observer import AlsoRecord, RunObserver
 
 PAGE = (Path(__file__).parents[3] / "docs/guides/see.md").read_text()
@@ -25,9 +25,9 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 CONFIG = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
 
 
-def place(folder: Path, **keys: Any) -> Place:
+def place(folder: Path, **keys: Any) -> ConfigSource:
     model = {"init": {"model_type": "qwen3"}, "tokenizer": "x"}
-    return Place(config=RunConfig(model=model, **keys), base=folder)  # type: ignore[arg-type]
+    return ConfigSource(config=RunConfig(model=model, **keys), base=folder)  # type: ignore[arg-type]
 
 
 async def test_the_notebook_reads_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

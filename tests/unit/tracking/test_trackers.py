@@ -17,7 +17,7 @@ from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tracking.base import MAX_TEXT, RunInfo, RunTracker, conversation, samples
-from polyturn.tracking.fan_out import Trackers, TrackerSpec, tracker_spec
+from polyturn.tracking.manager import Trackers, TrackerSpec, tracker_spec
 from polyturn.training.observer import AlsoRecord, RunObserver
 
 
@@ -119,7 +119,7 @@ def test_a_tracker_may_be_a_class_in_a_file(tmp_path: Path):
 def test_what_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"there is no tracker 'tensorbord'.*tensorboard"):
         tracker_spec("tensorbord")
-    monkeypatch.setattr("polyturn.tracking.fan_out._is_installed", lambda module: False)
+    monkeypatch.setattr("polyturn.tracking.manager._is_installed", lambda module: False)
     with pytest.raises(ConfigError, match=r"wandb needs wandb.*pip install 'polyturn\[wandb\]'"):
         tracker_spec("wandb")
     monkeypatch.undo()

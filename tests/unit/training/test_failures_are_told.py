@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import polyturn
-from polyturn.build.place import Place
+from polyturn.build.config_source import ConfigSource
 from polyturn.build.tasks import build_run_tasks
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
@@ -208,7 +208,7 @@ def test_an_evaluation_without_anything_to_evaluate_on_is_refused(tmp_path: Path
     overrides = ["model.path=m", "data.train.files=rows.jsonl"]
 
     def tasks(*more: str) -> Any:
-        return build_run_tasks(Place(config=load_config(RunConfig, None, [*overrides, *more]).config, base=tmp_path))
+        return build_run_tasks(ConfigSource(config=load_config(RunConfig, None, [*overrides, *more]).config, base=tmp_path))
 
     name, _, value = setting.partition("=")
     with pytest.raises(ConfigError, match=rf"evaluation\.{name} is {value} and there is nothing to evaluate on"):

@@ -20,8 +20,8 @@ from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.core.metrics import Mean, Sum
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.distributed import merge_ranks
+from polyturn.training.rank_group import RankReply, RankWorker, assign, values_of
 from polyturn.training.shards import require_same_shapes
-from polyturn.training.team import Answer, Rank, assign, values_of
 
 WORKER = Path(__file__).with_name("two_ranks.py")
 EXACT = 1e-9
@@ -185,7 +185,7 @@ def test_losses_of_the_ranks_add_up_and_the_slowest_rank_gives_the_time():
 
 def test_the_error_of_a_rank_is_the_teams():
     with pytest.raises(RankLostError, match="gone"):
-        values_of([Answer(value=1), Answer(error=RankLostError("gone"))])
+        values_of([RankReply(value=1), RankReply(error=RankLostError("gone"))])
 
 
 class NamedPolicy:
@@ -210,7 +210,7 @@ def test_a_rank_frees_the_policy_of_the_warm_start_before_it_makes_the_one_that_
         made.append(weakref.ref(policy))
         return policy
 
-    rank = Rank(make=make, make_critic=lambda: NamedPolicy("critic"))
+    rank = RankWorker(make=make, make_critic=lambda: NamedPolicy("critic"))
     for name in ("warm start", "trained"):
         assert rank.run("make", (name,)).error is None
         assert rank.run("state", ()).value == name

@@ -28,7 +28,7 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.store.schema import Trained
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.checkpoint import Checkpoints, Saver
-from polyturn.training.flights import Flights
+from polyturn.training.journal_file import JournalFile
 from polyturn.training.loop import Trainer
 from polyturn.training.state import LoopSettings
 from polyturn.training.update import Update, UpdateSettings
@@ -109,7 +109,7 @@ class Rig:
         eval_sets: Sequence[str] = (),
         scheduler: MultiTurnScheduler | None = None,
         max_failed_share: float = 0.1,
-        flights: Flights | None = None,
+        flights: JournalFile | None = None,
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
@@ -535,7 +535,7 @@ def test_checkpoints_by_time_cost_a_fiftieth_of_it_at_most(tmp_path: Path):
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_that_ends_leaves_no_journal(tmp_path: Path, max_staleness: int):
     folder = tmp_path / "flights"
-    Rig(tmp_path / "checkpoints", flights=Flights(folder), max_staleness=max_staleness).run()
+    Rig(tmp_path / "checkpoints", flights=JournalFile(folder), max_staleness=max_staleness).run()
     assert not folder.exists()
 
 

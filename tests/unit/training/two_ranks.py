@@ -36,8 +36,8 @@ from polyturn.training.lora import LoraSettings, adapter_tensors, add_lora
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.process_group import GroupTeam, follow
+from polyturn.training.rank_group import RankWorker, assign
 from polyturn.training.shards import local_part
-from polyturn.training.team import Rank, assign
 
 VOCAB = 48
 CPU = torch.device("cpu")
@@ -406,7 +406,7 @@ def compare_leader():
     def make(spec):
         return ShardedPolicy(exact_model(), mesh=make_mesh(CPU), device=CPU, loss=loss, reference=True, **options)
 
-    rank = Rank(make=make, make_critic=lambda: None)
+    rank = RankWorker(make=make, make_critic=lambda: None)
     if dist.get_rank():
         follow(rank)
         return None

@@ -9,7 +9,7 @@ values; `base.py` says what an estimator sees, and `assign.py` brings it to the 
 
 from polyturn.algorithms.advantages.assign import assign_advantages, bind_estimator, check_estimator
 from polyturn.algorithms.advantages.base import (
-    Estimate,
+    BatchAdvantages,
     Estimator,
     GroupView,
     MemberView,
@@ -27,7 +27,7 @@ from polyturn.algorithms.advantages.group import dr_grpo, grpo, grpo_passk, opo,
 from polyturn.algorithms.advantages.turns import gigpo, mt_grpo, return_to_go
 
 __all__ = [
-    "Estimate",
+    "BatchAdvantages",
     "Estimator",
     "GroupView",
     "MemberView",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from polyturn.algorithms.advantages.agents import Share, shares
-from polyturn.algorithms.advantages.base import Estimate, Estimator, GroupView, MemberView, on_weighted, traits_of
+from polyturn.algorithms.advantages.base import BatchAdvantages, Estimator, GroupView, MemberView, on_weighted, traits_of
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean
 from polyturn.core.messages import Message
@@ -214,7 +214,7 @@ def _check_batch(batch: Sequence[GroupView], estimator: Estimator, *, has_scored
         raise TrainingError(f"the advantage estimator needs a critic's values and sample {missing} has none; pass a critic")
 
 
-def _check_estimate(found: Estimate, batch: Sequence[GroupView]) -> None:
+def _check_estimate(found: BatchAdvantages, batch: Sequence[GroupView]) -> None:
     """Refuse what is not, for each group, member and sample, as many numbers as the sample has tokens."""
     wanted = [[[len(s) for s in m.samples] for m in g.members] for g in batch]
     for name, given in (("advantages", found.advantages), ("returns", found.returns)):
@@ -231,11 +231,11 @@ def _check_estimate(found: Estimate, batch: Sequence[GroupView]) -> None:
             )
 
 
-def _call(estimator: Estimator, batch: Sequence[GroupView]) -> Estimate:
+def _call(estimator: Estimator, batch: Sequence[GroupView]) -> BatchAdvantages:
     if not batch:
-        return Estimate([])
+        return BatchAdvantages([])
     if traits_of(estimator).scope == "batch":
         found = estimator(batch)
-        return found if isinstance(found, Estimate) else Estimate(found)
+        return found if isinstance(found, BatchAdvantages) else BatchAdvantages(found)
     per_group: list[list[list[Floats]]] = [estimator(g.totals, [list(m.samples) for m in g.members]) for g in batch]
-    return Estimate(per_group)
+    return BatchAdvantages(per_group)

@@ -175,7 +175,7 @@ class GroupView:
         return np.array([m.total for m in self.members], dtype=np.float64)
 
 
-class Estimate(NamedTuple):
+class BatchAdvantages(NamedTuple):
     """What an estimator of a batch returns."""
 
     advantages: list[list[list[Floats]]]
@@ -268,9 +268,9 @@ def rewards_at_ends(member: MemberView, at: Stream, outcome: Outcome) -> NDArray
     return summed[until] - summed[turns]
 
 
-def spread(batch: Sequence[GroupView], scalars: Sequence[Sequence[float]]) -> Estimate:
+def spread(batch: Sequence[GroupView], scalars: Sequence[Sequence[float]]) -> BatchAdvantages:
     """Return each member's number on all its trained tokens."""
-    return Estimate(
+    return BatchAdvantages(
         [
             [[on_weighted(s, a) for s in m.samples] for m, a in zip(g.members, of_group, strict=True)]
             for g, of_group in zip(batch, scalars, strict=True)
@@ -291,7 +291,7 @@ def on_turns(sample: TrainSample, values_K: NDArray[np.float64]) -> Floats:
     return out
 
 
-def whiten(batch: Sequence[GroupView], estimate: Estimate, *, eps: float = 1e-8) -> Estimate:
+def whiten(batch: Sequence[GroupView], estimate: BatchAdvantages, *, eps: float = 1e-8) -> BatchAdvantages:
     """Return the advantages with mean 0 and variance 1 over all trained tokens of the batch; returns stay as they are."""
     samples = [s for g in batch for m in g.members for s in m.samples]
     arrays = [a for g in estimate.advantages for m in g for a in m]

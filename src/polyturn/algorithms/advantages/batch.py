@@ -12,7 +12,7 @@ import numpy as np
 
 from polyturn.algorithms.advantages.base import (
     OUTCOMES,
-    Estimate,
+    BatchAdvantages,
     GroupView,
     Outcome,
     advantages,
@@ -29,7 +29,7 @@ from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 @declare(scope="batch")
 def reinforce_plus_plus(
     batch: Sequence[GroupView], *, gamma: float = 1.0, outcome: Outcome = "end", eps: float = 1e-8
-) -> Estimate:
+) -> BatchAdvantages:
     """Take each token's return, normalised over all trained tokens of the batch: A_t = (G_t - mean) / sqrt(var + eps).
 
     G_t = sum over the trained tokens i >= t of gamma^(i-t) r_i; the trajectory's reward is on its last token, penalties such
@@ -48,12 +48,12 @@ def reinforce_plus_plus(
                 rewards_N[n] = running = rewards_N[n] + gamma * running
             of_group.append(at.scatter(rewards_N, member.samples))
         found.append(of_group)
-    return whiten(batch, Estimate(found), eps=eps)
+    return whiten(batch, BatchAdvantages(found), eps=eps)
 
 
 @advantages.register("reinforce_plus_plus_baseline")
 @declare(scope="batch", min_group=2)
-def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-8) -> Estimate:
+def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-8) -> BatchAdvantages:
     """Centre rewards in their group, then normalise over all trained tokens of the batch.
 
     A = (r - mean of the group - mean) / sqrt(var + eps), the outer statistics over tokens. Source: Hu et al. 2025
@@ -65,7 +65,7 @@ def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-
 
 @advantages.register("gpg")
 @declare(scope="batch", min_group=2)
-def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> Estimate:
+def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> BatchAdvantages:
     """Centre rewards in their group and make up for the groups that teach nothing: A = alpha (r - mean) / f_norm.
 
     alpha = B / (B - M), B the trajectories of the batch and M those in groups whose rewards are all equal: their tokens take
@@ -81,7 +81,7 @@ def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> Estimate:
 
 @advantages.register("remax")
 @declare(scope="batch", needs_greedy=True)
-def remax(batch: Sequence[GroupView]) -> Estimate:
+def remax(batch: Sequence[GroupView]) -> BatchAdvantages:
     """Compare each trajectory with a greedy one of the same task: A = r - r_greedy.
 
     One more trajectory of each task is decoded greedily, and never trained. Where it failed, the mean of the other members
@@ -110,7 +110,7 @@ def gdpo(
     norm_by_std: bool = True,
     whiten_batch: bool = True,
     eps: float = 1e-6,
-) -> Estimate:
+) -> BatchAdvantages:
     """Normalise several rewards apart, so that none drowns another: A = sum of w_c (r_c - mean_c) / (std_c + eps).
 
     mean_c and std_c are those of component c in its group; the sums are then normalised over the trajectories of the batch.

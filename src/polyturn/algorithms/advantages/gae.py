@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.algorithms.advantages.base import (
-    Estimate,
+    BatchAdvantages,
     GroupView,
     MemberView,
     Outcome,
@@ -42,8 +42,8 @@ def gae(
     lam: float = 1.0,
     outcome: Outcome = "rest",
     whiten_batch: bool = True,
-) -> Estimate:
-    """Estimate the advantage of each token: A_t = sum over l of (gamma lam)^l delta_{t+l}, over trained tokens alone.
+) -> BatchAdvantages:
+    """BatchAdvantages the advantage of each token: A_t = sum over l of (gamma lam)^l delta_{t+l}, over trained tokens alone.
 
     The next value behind a turn's last token is that of the next turn's first one. Normalised over the batch's trained
     tokens unless `whiten_batch` is false. Source: Schulman et al. 2016 (GAE), equation 16.
@@ -67,8 +67,8 @@ def turn_gae(
     lam: float = 1.0,
     outcome: Outcome = "rest",
     whiten_batch: bool = True,
-) -> Estimate:
-    """Estimate the advantage of each turn, a whole completion being one action: the same recursion over turns.
+) -> BatchAdvantages:
+    """BatchAdvantages the advantage of each turn, a whole completion being one action: the same recursion over turns.
 
     The value of a turn is that of its first trained token, the state before the model speaks; only there is the critic
     trained. gamma and lam count turns, not tokens. Source: Li et al. 2025 (Turn-PPO); the recursion is
@@ -100,8 +100,8 @@ def bilevel_gae(
     turn_lam: float = 1.0,
     outcome: Outcome = "rest",
     whiten_batch: bool = True,
-) -> Estimate:
-    """Estimate turns first, then the tokens within each, so that discounting tokens does not blur turns.
+) -> BatchAdvantages:
+    """BatchAdvantages turns first, then the tokens within each, so that discounting tokens does not blur turns.
 
     Turns: delta_k = r_k + turn_gamma V_{k+1} - V_k and A_k = delta_k + turn_gamma turn_lam A_{k+1}, V_k the value at the
     last trained token of turn k. Tokens of a turn: the last one has A_k, and before it A_i = delta_i + gamma lam A_{i+1},
@@ -145,7 +145,7 @@ def _gae(rewards_U: Numbers, values_U: Numbers, gamma: float, lam: float) -> Num
 
 def _estimate(
     batch: Sequence[GroupView], one: Callable[[MemberView, Stream, Numbers], _Found], outcome: Outcome, is_whitened: bool
-) -> Estimate:
+) -> BatchAdvantages:
     check_outcome(outcome)
     found: list[list[list[NDArray[np.float32]]]] = []
     targets: list[list[list[NDArray[np.float32]]]] = []
@@ -157,5 +157,5 @@ def _estimate(
             advantages_N, returns_N = one(member, at, at.gather([s.values for s in member.samples]))
             found[-1].append(at.scatter(advantages_N, member.samples))
             targets[-1].append(at.scatter(returns_N, member.samples))
-    estimate = Estimate(found, targets)
+    estimate = BatchAdvantages(found, targets)
     return whiten(batch, estimate) if is_whitened else estimate

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.algorithms.advantages.base import (
-    Estimate,
+    BatchAdvantages,
     GroupView,
     MemberView,
     Outcome,
@@ -37,7 +37,7 @@ def return_to_go(
     baseline: bool = True,
     norm_by_std: bool = False,
     eps: float = 1e-6,
-) -> Estimate:
+) -> BatchAdvantages:
     """Credit each turn with the scores from it on: A_k = G_k - b_k, G_k = sum over l >= k of gamma^(l-k) r_l.
 
     b_k is the mean of G_k over the other members of the group that have a turn k, so the gradient stays unbiased; 0 where
@@ -58,7 +58,7 @@ def return_to_go(
         flat = np.concatenate([*credits, np.empty(0)])
         scale = flat.std(ddof=1) + eps if norm_by_std and len(flat) > 1 else 1.0
         found.append([_on_members(m, c / scale) for m, c in zip(group.members, credits, strict=True)])
-    return Estimate(found)
+    return BatchAdvantages(found)
 
 
 @advantages.register("mt_grpo")
@@ -70,7 +70,7 @@ def mt_grpo(
     outcome: Outcome = "end",
     norm_by_std: bool = True,
     eps: float = 1e-6,
-) -> Estimate:
+) -> BatchAdvantages:
     """Add a turn's standing among its peers to the trajectory's: A_k = T_k + outcome_weight O, at the last A_K = T_K + O.
 
     T_k = (s_k - mean) / (std + eps) over the scores of turn k in the group, 0 where the turn has none or no other has; O is
@@ -96,7 +96,7 @@ def mt_grpo(
             mine[:-1] += outcome_weight * of_outcome
             mine[-1:] += of_outcome
         found.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
-    return Estimate(found)
+    return BatchAdvantages(found)
 
 
 @advantages.register("gigpo")
@@ -109,7 +109,7 @@ def gigpo(
     outcome: Outcome = "rest",
     norm_by_std: bool = True,
     eps: float = 1e-6,
-) -> Estimate:
+) -> BatchAdvantages:
     """Compare trajectories in their group, and turns that were taken in one state: A_k = E + step_weight S_k.
 
     E = (R - mean) / (std + eps) over the group. Turns of the group with equal state keys, also of one trajectory, are an
@@ -134,7 +134,7 @@ def gigpo(
             for (i, k), standing in zip(places, _standing(values, norm_by_std, eps), strict=True):
                 credits[i][k] += step_weight * standing
         found.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
-    return Estimate(found)
+    return BatchAdvantages(found)
 
 
 def _returns(member: MemberView, gamma: float, outcome: Outcome) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@
     rollout: {scheduler: "mine.py:Mine"} its class
 
 The user's object decides; every generation goes through `EpisodeEngine`, so limits, errors, recording and token ids are the
-native ones. What its `run` returns says what is trained (`claims.py`), what reward functions read, and nothing about tokens:
+native ones. What its `run` returns says what is trained (`turn_weights.py`), what reward functions read. For tokens,
 a turn that no output holds weighs 0.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.compat.swift import claims
+from polyturn.compat.swift import turn_weights
 from polyturn.compat.swift.base import EngineOver, RolloutScheduler
 from polyturn.compat.swift.engine import EpisodeEngine
 from polyturn.compat.swift.gym_env import envs
@@ -136,7 +136,7 @@ class SwiftScheduler(MultiTurnScheduler):
                 f"{type(scheduler).__name__} ended trajectory {episode.id!r} without one call of infer_engine.infer_async"
             )
         prompt = to_request(episode.task, uuid=episode.id).messages
-        claims.settle(episode, engine, outputs, prompt=prompt, is_own_loop=_runs_own_loop(scheduler))
+        turn_weights.settle(episode, engine, outputs, prompt=prompt, is_own_loop=_runs_own_loop(scheduler))
         return self._reason(engine)
 
     async def on_trajectory_end(self, episode: Episode) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from polyturn.algorithms.advantages import Estimate, GroupView, declare
+from polyturn.algorithms.advantages import BatchAdvantages, GroupView, declare
 from polyturn.algorithms.advantages.base import Rewards, spread
 from polyturn.core.errors import ConfigError, did_you_mean
 
@@ -33,7 +33,7 @@ def estimate(
     estimator: str = "grpo",
     scale_rewards: str = "group",
     reward_weights: Mapping[str, float] | None = None,
-) -> Estimate:
+) -> BatchAdvantages:
     """Return one advantage for each trajectory: A = b (r - mean of the group) / (std + 1e-4).
 
     b is K / (K - 1) for rloo, else 1. `std` is that of the group or of the batch; of A for reinforce_plus_plus, of r else.

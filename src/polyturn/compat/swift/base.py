@@ -230,7 +230,7 @@ class RolloutScheduler(ABC):  # noqa: B024
         return await answer if inspect.isawaitable(answer) else answer
 
 
-class MultiTurnScheduler(RolloutScheduler, ABC):
+class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
     """Turn after turn: `step` makes the next request, `check_finished` ends the trajectory. Both may be plain or async."""
 
     def step(
@@ -336,6 +336,9 @@ class MultiTurnScheduler(RolloutScheduler, ABC):
             raise MaskError(f"response_loss_mask holds {odd[0]!r:.40} {where}; 1 trains an id and 0 leaves it out")
         _refuse_misspelt(result, _OF_STEP, f"{type(self).__name__}.step", where)
         return (list(ids) if ids else None), ([int(m) for m in mask] if mask else None)
+
+
+MultiTurnScheduler = SwiftMultiTurnScheduler  # the name that its users import
 
 
 def _refuse_misspelt(said: Mapping[str, Any], known: Sequence[str], who: str, where: str) -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
     from polyturn.rollout.scheduler import MultiTurnScheduler
 
 _ROLES = {"tool_response": "tool", "observation": "tool", "function": "tool"}
@@ -53,10 +53,10 @@ _ROLES = {"tool_response": "tool", "observation": "tool", "function": "tool"}
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "repetition_penalty", "min_p")
 
 
-class Asked(NamedTuple):
+class InferCall(NamedTuple):
     """One `infer_async`: the turn that it became, and what it returned."""
 
-    turn: LiveTurn
+    turn: OpenTurn
     response: ChatCompletionResponse
     ids: tuple[SampledId, ...]
     """What was sampled, as the response holds it."""
@@ -72,7 +72,7 @@ class _Given(NamedTuple):
     ids: Sequence[int] | None
     mask: Sequence[int] | None
 
-    def kept(self, turn: LiveTurn) -> int | None:
+    def kept(self, turn: OpenTurn) -> int | None:
         """Return how many of the turn's sampled ids the given ones begin with; None if none are given.
 
         Where some are missing, ids that are masked behind the last trained one are the step's own, even if they happen to
@@ -110,7 +110,7 @@ class EpisodeEngine(SchedulerEngine):
         self._held: list[Message] = []
         """The conversation with the last reply, as the scheduler wrote it."""
         self._given: _Given | None = None
-        self.asked: list[Asked] = []
+        self.asked: list[InferCall] = []
         self.over: StopReason | None = None
         self.why: str | None = None
         is_thinking = "think" in (episode.codec.chat_template or "")
@@ -249,7 +249,7 @@ class EpisodeEngine(SchedulerEngine):
         self._mask(turn, given)
         return self._rewritten(messages, goes_on=goes_on) if reply is None else reply
 
-    def _continued(self, asked: Asked, text: str, kept: int | None) -> Reply | None:
+    def _continued(self, asked: InferCall, text: str, kept: int | None) -> Reply | None:
         """Let the last message go on behind what the step made of it; None where only a new render can."""
         given = None if self._given is None else self._given.ids
         if kept is not None and given is not None:
@@ -269,7 +269,7 @@ class EpisodeEngine(SchedulerEngine):
         self._episode.rewrite(read[:first])
         return Reply(messages=tuple(read[first:]), goes_on=True)
 
-    def _mask(self, turn: LiveTurn, given: _Given | None) -> None:
+    def _mask(self, turn: OpenTurn, given: _Given | None) -> None:
         """Weigh the turn's sampled tokens as the step said; what it left out weighs 0."""
         if given is None or given.ids is None:
             return
@@ -291,7 +291,7 @@ class EpisodeEngine(SchedulerEngine):
 
     def _answer(
         self,
-        turn: LiveTurn,
+        turn: OpenTurn,
         request: RolloutInferRequest,
         config: RequestConfig,
         messages: list[Message],
@@ -335,5 +335,5 @@ class EpisodeEngine(SchedulerEngine):
             usage=UsageInfo(prompt, len(ids), prompt + len(ids)),
             id=request.uuid or self._episode.id,
         )
-        self.asked.append(Asked(turn, response, ids, sampled, is_stopped))
+        self.asked.append(InferCall(turn, response, ids, sampled, is_stopped))
         return response

@@ -17,7 +17,7 @@ from polyturn.compat.swift.protocol import Messages, RolloutInferRequest
 from polyturn.compat.swift.registry import PluginDict
 
 
-class Env(ABC):
+class SwiftEnv(ABC):
     """One environment of one trajectory. Its methods may be plain or async."""
 
     def __init__(self, env_config: Any) -> None:
@@ -34,6 +34,9 @@ class Env(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Free what it holds. Called exactly once."""
+
+
+Env = SwiftEnv  # the name that its users import
 
 
 class SimpleMathEnv(Env):

@@ -67,8 +67,11 @@ class PtEngine(InferEngine):
     """A name for annotations."""
 
 
-class VllmEngine(InferEngine):
+class SwiftVllmEngine(InferEngine):
     """A name for annotations."""
+
+
+VllmEngine = SwiftVllmEngine  # the name that its users import
 
 
 class GRPOVllmEngine(InferEngine):

@@ -25,7 +25,7 @@ from polyturn.core.errors import ConfigError
 _OBSERVED = re.compile(r"(Observation:)(.*?)(?=\nThought:|\nAction:|\nFinal Answer:|\Z)", re.DOTALL)
 
 
-class LossScale:
+class SwiftLossScale:
     """A strategy: cuts a reply into pieces and weighs each."""
 
     is_binary: bool | None = True
@@ -36,6 +36,9 @@ class LossScale:
     def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> tuple[list[str], list[float]]:
         """Return the pieces of a reply, which join to it, and the weight of each."""
         return [context], [1.0]
+
+
+LossScale = SwiftLossScale  # the name that its users import
 
 
 class REACTLossScale(LossScale):

@@ -164,7 +164,7 @@ class MathORM(ORM):
         return MathAccuracy()(said, solution=ground_truths)
 
 
-class ThinkingTips(ORM):
+class SwiftThinkingTips(ORM):
     """The accuracy of a trajectory's last turn, given to every sample that the trajectory was cut into."""
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
@@ -175,6 +175,9 @@ class ThinkingTips(ORM):
         """Return 1.0 or 0.0."""
         rows = [kwargs["trajectory_inputs"][request_id][-1] for request_id in kwargs["request_id"]]
         return self.acc_func([row["messages"][-1]["content"] for row in rows], solution=[row["solution"] for row in rows])
+
+
+ThinkingTips = SwiftThinkingTips  # the name that its users import
 
 
 def num_tokens(ids: Sequence[Any]) -> int:

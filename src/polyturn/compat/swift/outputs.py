@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from polyturn.compat.swift.claims import OUTPUTS
 from polyturn.compat.swift.protocol import (
     MEDIA,
     ChatCompletionResponse,
@@ -24,11 +23,12 @@ from polyturn.compat.swift.protocol import (
     RolloutOutput,
     UsageInfo,
 )
+from polyturn.compat.swift.turn_weights import OUTPUTS
 from polyturn.core.generation import FinishReason
 from polyturn.core.media import media_of
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Span, SpanSource, Trajectory, Turn
-from polyturn.rewards.written import as_written
+from polyturn.rewards.rendered_text import as_written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,12 @@ from polyturn.compat.swift.outputs import reward_rows
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.signature import has_parameter, takes_any_keyword
 from polyturn.core.trajectory import Trajectory
-from polyturn.tools.bounded import Bounded
+from polyturn.tools.deadline import CallWithDeadline
 
 GYM = "gym_reward"
 """The component that an environment's `total_reward` makes."""
 
-_threads = functools.cache(lambda: Bounded(name="swift-rewards", timeout_s=math.inf))
+_threads = functools.cache(lambda: CallWithDeadline(name="swift-rewards", timeout_s=math.inf))
 
 
 async def score(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
-from polyturn.core.plugin_class import Call, Shape, check_class
+from polyturn.core.plugin_class import CallShape, Shape, check_class
 
 _BASES = (RolloutScheduler, MultiTurnScheduler)
 _CALLS = {
-    "step": Call(num=3, write="def step(self, infer_request, response_choice, current_turn)"),
-    "check_finished": Call(num=3, write="def check_finished(self, infer_request, response_choice, current_turn)"),
-    "run": Call(num=2, write="async def run(self, infer_request, request_config, **kwargs)"),
+    "step": CallShape(num=3, write="def step(self, infer_request, response_choice, current_turn)"),
+    "check_finished": CallShape(num=3, write="def check_finished(self, infer_request, response_choice, current_turn)"),
+    "run": CallShape(num=2, write="async def run(self, infer_request, request_config, **kwargs)"),
 }
 SINGLE_TURN = Shape(what="a scheduler of ms-swift", needs=(), bases=_BASES, calls=_CALLS)
 """A scheduler of one turn is whole as its base class has it."""

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.plugin_class import Call, Shape, check_class
+from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.task import NATIVE_AGENTS
 
 __all__ = [
@@ -250,7 +250,7 @@ AGENT_LOOP = Shape(
     what="an agent loop",
     needs=(("run",),),
     bases=(AgentLoopBase,),
-    calls={"run": Call(num=1, names=("raw_prompt",), write="async def run(self, sampling_params, **kwargs)")},
+    calls={"run": CallShape(num=1, names=("raw_prompt",), write="async def run(self, sampling_params, **kwargs)")},
 )
 """What the class of an agent loop defines."""
 

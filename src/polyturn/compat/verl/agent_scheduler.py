@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from polyturn.core.generation import SamplingParams
     from polyturn.rollout.episode import Episode
     from polyturn.rollout.limits import Limits
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class EpisodeOver(Exception):
 class _Claim:
     """A turn, and where its tokens begin in the context it was sampled in."""
 
-    turn: LiveTurn
+    turn: OpenTurn
     start: int
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyturn.algorithms.advantages import Estimate, Estimator, GroupView, MemberView, declare
+from polyturn.algorithms.advantages import BatchAdvantages, Estimator, GroupView, MemberView, declare
 from polyturn.core.arrays import Floats
 from polyturn.core.sample import TrainSample
 from polyturn.core.signature import has_parameter, takes_any_keyword
@@ -47,7 +47,7 @@ def as_estimator(fn: AdvFn) -> Estimator:
     )
     def estimate(
         batch: Sequence[GroupView], *, gamma: float = 1.0, lam: float = 1.0, norm_by_std: bool = True, **options: Any
-    ) -> Estimate:
+    ) -> BatchAdvantages:
         members = [m for g in batch for m in g.members]
         mask_BR = _rows(members, lambda s: (s.loss_weights != 0).astype(np.float32))
         rewards_BR = _rows(members, lambda s: s.rewards) * mask_BR
@@ -66,7 +66,7 @@ def as_estimator(fn: AdvFn) -> Estimator:
         wanted = {k: v for k, v in offered.items() if has_parameter(fn, k) or k in own}
         found_BR, returns_BR = fn(token_level_rewards=rewards_BR, response_mask=mask_BR, **wanted)
         returns = _cut(batch, returns_BR * mask_BR) if has_parameter(fn, "values") else None
-        return Estimate(_cut(batch, found_BR * mask_BR), returns)
+        return BatchAdvantages(_cut(batch, found_BR * mask_BR), returns)
 
     return estimate
 

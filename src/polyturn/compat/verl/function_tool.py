@@ -17,7 +17,7 @@ from typing import Any
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.registry import import_file
 from polyturn.tools import function as native
-from polyturn.tools.outcome import normalize
+from polyturn.tools.result_shape import normalize
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
 Schema = OpenAIFunctionToolSchema | Mapping[str, Any] | None
 
 
-class FunctionTool(native.FunctionTool):
+class VerlFunctionTool(native.FunctionTool):
     """A registered function, with the names that callers of verl know."""
 
     def __init__(self, name: str, fn: Callable[..., Any], tool_schema: Schema = None, is_async: bool | None = None) -> None:
@@ -49,6 +49,9 @@ class FunctionTool(native.FunctionTool):
         if self._is_async:
             return await self.function(**parameters)
         return await self.threads.run(functools.partial(self.function, **parameters))
+
+
+FunctionTool = VerlFunctionTool  # the name that its users import
 
 
 def function_tool(name: Callable[..., Any] | str | None = None, schema: Schema = None) -> Any:

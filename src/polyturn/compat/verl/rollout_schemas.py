@@ -70,12 +70,15 @@ class TokenizationSanityCheckModeEnum(str, Enum):  # noqa: UP042
     IGNORE_STRIPPABLE = "ignore_strippable"
 
 
-class Message(BaseModel):
+class VerlMessage(BaseModel):
     """One message of a conversation."""
 
     role: str
     content: str | dict[str, Any] | list[dict[str, Any]] | ToolResponse
     tool_calls: list[OpenAIFunctionToolCall] | None = None
+
+
+Message = VerlMessage  # the name that its users import
 
 
 class AsyncRolloutRequest(BaseModel):

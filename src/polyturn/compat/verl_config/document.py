@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-from polyturn.compat.verl_config.table import Row, table
+from polyturn.compat.verl_config.table import KeyRule, table
 from polyturn.compat.verl_config.translate import Translation
 
 _HEAD = """\
@@ -29,7 +29,7 @@ def key_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def rows_as_markdown(rows: Iterable[Row]) -> Iterator[str]:
+def rows_as_markdown(rows: Iterable[KeyRule]) -> Iterator[str]:
     """Yield the lines of a table of rows."""
     return _markdown(["key", "becomes", ""], (_cells(r) for r in rows))
 
@@ -44,14 +44,14 @@ def fate_table(translation: Translation, *, source: str) -> str:
     return "\n".join(lines)
 
 
-def _section(row: Row) -> str:
+def _section(row: KeyRule) -> str:
     parts = row.key.split(".")
     if parts[0] != "actor_rollout_ref" or len(parts) < 3:
         return parts[0]
     return ".".join(parts[:3] if parts[2] == "multi_turn" else parts[:2])
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: KeyRule) -> list[str]:
     becomes = f"`{row.means}`" if row.means else _targets(row.to) or row.fate
     return [f"`{row.key}`", becomes, row.says]
 

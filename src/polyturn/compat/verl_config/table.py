@@ -26,7 +26,7 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class KeyRule:
     """What becomes of one key, or of every key that fits a pattern."""
 
     key: str
@@ -73,11 +73,11 @@ class Row:
 class Table:
     """All rows, in the order of the file."""
 
-    rows: tuple[Row, ...]
-    exact: Mapping[str, Row]
-    patterns: tuple[tuple[re.Pattern[str], Row], ...]
+    rows: tuple[KeyRule, ...]
+    exact: Mapping[str, KeyRule]
+    patterns: tuple[tuple[re.Pattern[str], KeyRule], ...]
 
-    def find(self, key: str) -> Row | None:
+    def find(self, key: str) -> KeyRule | None:
         """Return the row of a key: its own, else the first pattern that it fits."""
         if key in self.exact:
             return self.exact[key]
@@ -132,7 +132,7 @@ def table() -> Table:
 
 def read_table(path: Path) -> Table:
     """Read a table."""
-    rows = tuple(Row(**_row(one)) for item in yaml.safe_load(path.read_text(encoding="utf-8")) for one in _spread(item))
+    rows = tuple(KeyRule(**_row(one)) for item in yaml.safe_load(path.read_text(encoding="utf-8")) for one in _spread(item))
     exact = {r.key: r for r in rows if "*" not in r.key}
     patterns = [(_pattern(r.key), r) for r in rows if "*" in r.key]
     return Table(rows, exact, tuple(patterns))

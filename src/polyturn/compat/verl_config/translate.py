@@ -15,12 +15,12 @@ from typing import Any
 from polyturn.compat.verl_config.compose import Composed, Unresolved, leaves
 from polyturn.compat.verl_config.convert import CONVERTERS
 from polyturn.compat.verl_config.source import Source
-from polyturn.compat.verl_config.table import Row, Table, is_of_verl, release_keys, table
+from polyturn.compat.verl_config.table import KeyRule, Table, is_of_verl, release_keys, table
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class KeyStatus:
     """What became of one key."""
 
     key: str
@@ -47,7 +47,7 @@ class Translation:
     """Native keys whose values are paths, relative to the working directory."""
     native_paths: tuple[tuple[str, ...], ...]
     """Keys that the section `polyturn` set; paths among their values are relative to the config's folder."""
-    fates: tuple[Fate, ...]
+    fates: tuple[KeyStatus, ...]
     resumes: bool
     """Whether the run goes on from the newest checkpoint of its folder, if there is one."""
 
@@ -118,7 +118,7 @@ def translate(
 
 def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
     """Fill `source.found`, and yield what is unknown, unresolved or said twice."""
-    aliases: list[tuple[str, Any, Row]] = []
+    aliases: list[tuple[str, Any, KeyRule]] = []
     for key, value in _keys(tree.values, known):
         row = known.find(key)
         if row is None:
@@ -150,7 +150,7 @@ def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
             source.written.add(target)
 
 
-def _unheard_of(key: str, value: Any, row: Row, tree: Composed) -> list[str]:
+def _unheard_of(key: str, value: Any, row: KeyRule, tree: Composed) -> list[str]:
     """Return a sentence for each key that somebody wrote in a section that means nothing here, and that no release has."""
     is_section = "**" in row.key or isinstance(value, Mapping)
     if not is_section or row.ignored is None or row.key.startswith(("hydra", "**")):
@@ -181,7 +181,7 @@ def _keys(values: Mapping[str, Any], known: Table, path: tuple[str, ...] = ()) -
             yield key, value
 
 
-def _refusal(key: str, value: Any, row: Row) -> str | None:
+def _refusal(key: str, value: Any, row: KeyRule) -> str | None:
     """Return why a key cannot be done with this value; None where it can."""
     if row.rejected is not None:
         is_nothing = any(_same(value, v) for v in row.unless) or (
@@ -202,7 +202,7 @@ def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _fates(tree: Composed, source: Source, known: Table) -> Iterator[Fate]:
+def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
     for key, value in source.found.items():
         row = known.find(key)
         if row is None:
@@ -212,7 +212,7 @@ def _fates(tree: Composed, source: Source, known: Table) -> Iterator[Fate]:
         nothing = "it asks for nothing" if row.rejected is not None else ""
         target = known.find(row.means) if row.means is not None else None
         kind = "native" if row.native else "mapped" if row.to or target is not None else "ignored"
-        yield Fate(
+        yield KeyStatus(
             key=key,
             value=value,
             kind=kind,

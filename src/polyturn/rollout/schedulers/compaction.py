@@ -21,7 +21,7 @@ from polyturn.rollout.schedulers.registry import schedulers
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 POLICIES = ("drop_reasoning", "window", "summarise")
 REQUEST = "Summarise what was found out so far, as notes to go on with. Do not answer yet."
@@ -45,7 +45,7 @@ class Compaction(MultiTurnScheduler):
         self.policies = tuple(policies)
         self.request = request
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         """Answer as usual, over a history that fits."""
         reply = Reply.of(await super().step(episode, turn))
         if reply.is_done or not reply.messages:

@@ -29,7 +29,7 @@ from polyturn.rollout.schedulers.registry import schedulers
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 
 @schedulers.register("gym")
@@ -69,7 +69,7 @@ class Gym(MultiTurnScheduler):
         elif messages := observed(shown, name=self._session.name):
             episode.rewrite(messages)
 
-    async def on_turn_end(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> Any:
         """Act; end the episode where the environment is done."""
         assert self._session is not None
         self._answer = await self._session.step(turn.text)
@@ -80,7 +80,7 @@ class Gym(MultiTurnScheduler):
             return StopReason.ENV_DONE
         return None
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Reply:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Reply:
         """Show what the environment answered."""
         assert self._answer is not None
         return Reply(messages=self._answer.observation, goes_on=not self._answer.observation)

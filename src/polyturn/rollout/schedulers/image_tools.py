@@ -17,7 +17,7 @@ from polyturn.rollout.schedulers.registry import schedulers
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 
 @schedulers.register("image_tools")
@@ -30,7 +30,7 @@ class ImageTools(MultiTurnScheduler):
         self.opening = opening
         self.closing = closing
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         """Run the calls and show what they returned; without calls, answer as usual."""
         if not turn.message.tool_calls:
             return await super().step(episode, turn)

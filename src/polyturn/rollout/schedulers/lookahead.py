@@ -27,23 +27,23 @@ from polyturn.core.messages import Message
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.rewards.judge import ConversationJudge, Verdict
-from polyturn.rollout.scene import Aside
+from polyturn.rollout.conversation_view import Aside
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler
 from polyturn.rollout.schedulers.registry import schedulers
 
 if TYPE_CHECKING:
     from polyturn.rollout.conversation import EpisodeMark
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 LABEL = "lookahead"
 REWARDS = ("turns", "run")
 
 
-class Place(NamedTuple):
+class BranchPoint(NamedTuple):
     """A turn, and where the episode stood right behind it."""
 
-    turn: LiveTurn
+    turn: OpenTurn
     mark: EpisodeMark
 
 
@@ -98,7 +98,7 @@ class Lookahead(MultiTurnScheduler):
         self._window = window
         self._train_forks = train_forks
         self._reward = reward
-        self._places: list[Place] = []
+        self._places: list[BranchPoint] = []
         self._is_looking = False
 
     def check_task(self, task: Task) -> None:
@@ -114,10 +114,10 @@ class Lookahead(MultiTurnScheduler):
         """Begin to remember places."""
         self._places, self._is_looking = [], False
 
-    async def on_turn_end(self, episode: Episode, turn: LiveTurn) -> None:
+    async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> None:
         """Remember where a turn that speaks to the user stands, and its tools with it."""
         if not self._is_looking and not turn.message.tool_calls:
-            self._places.append(Place(turn, await episode.mark_with_tools()))
+            self._places.append(BranchPoint(turn, await episode.mark_with_tools()))
 
     async def run(self, episode: Episode) -> StopReason:
         """Run the conversation, then the continuations of its turns, and score the turns."""
@@ -144,7 +144,7 @@ class Lookahead(MultiTurnScheduler):
             episode.given_reward = GivenReward(score=value)
         return reason
 
-    def _fork(self, episode: Episode, place: Place, number: int) -> Episode:
+    def _fork(self, episode: Episode, place: BranchPoint, number: int) -> Episode:
         """Return a run that stands behind the turn of a place, which nothing has answered yet."""
         seed = derive_seed(episode.seed, LABEL, place.turn.index, number)
         aside = None if self._train_forks else Aside(label=LABEL, seed=seed)

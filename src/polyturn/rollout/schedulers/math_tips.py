@@ -19,7 +19,7 @@ from polyturn.rollout.schedulers.registry import schedulers
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 TIP = "But wait... It seems I made a mistake,"
 
@@ -46,7 +46,7 @@ class MathTips(MultiTurnScheduler):
         """Refuse a task without a ground truth."""
         require_truth(task, who="math_tips")
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         """Go on behind the hint, once, unless the answer is right."""
         text = turn.said_before + turn.text
         if self.tip in text or is_right(await episode.call(self, self._judge, text, episode.task.ground_truth)):

@@ -24,7 +24,7 @@ from polyturn.rollout.schedulers.registry import schedulers
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 _CALL = re.compile(
     r"Action:[ \t]*(?P<name>[^\n]*)\n[ \t]*Action Input:[ \t]*(?P<input>.*?)(?=\s*\nObservation:|\s*\Z)", re.DOTALL
@@ -41,7 +41,7 @@ class React(MultiTurnScheduler):
         self.prefix = prefix
         self.suffix = suffix
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         """Run the call; a turn without one ends the episode."""
         if (found := _CALL.search(turn.text)) is None:
             return None

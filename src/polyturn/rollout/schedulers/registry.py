@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyturn.core.plugin_class import Call, Shape
+from polyturn.core.plugin_class import CallShape, Shape
 from polyturn.core.registry import Registry
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
@@ -20,15 +20,15 @@ SCHEDULER = Shape(
     bases=(MultiTurnScheduler,),
     may_be_empty=True,
     calls={
-        "step": Call(num=2, write="async def step(self, episode, turn)"),
-        "run": Call(num=1, write="async def run(self, episode)"),
-        "check_finished": Call(num=2, write="def check_finished(self, episode, turn)"),
-        "on_turn_end": Call(num=2, write="async def on_turn_end(self, episode, turn)"),
-        "on_trajectory_start": Call(num=1, write="async def on_trajectory_start(self, episode)"),
-        "on_trajectory_end": Call(num=1, write="async def on_trajectory_end(self, episode)"),
-        "check_task": Call(num=1, write="def check_task(self, task)"),
-        "snapshot": Call(num=1, write="async def snapshot(self, episode)"),
-        "restore": Call(num=2, write="async def restore(self, episode, state)"),
+        "step": CallShape(num=2, write="async def step(self, episode, turn)"),
+        "run": CallShape(num=1, write="async def run(self, episode)"),
+        "check_finished": CallShape(num=2, write="def check_finished(self, episode, turn)"),
+        "on_turn_end": CallShape(num=2, write="async def on_turn_end(self, episode, turn)"),
+        "on_trajectory_start": CallShape(num=1, write="async def on_trajectory_start(self, episode)"),
+        "on_trajectory_end": CallShape(num=1, write="async def on_trajectory_end(self, episode)"),
+        "check_task": CallShape(num=1, write="def check_task(self, task)"),
+        "snapshot": CallShape(num=1, write="async def snapshot(self, episode)"),
+        "restore": CallShape(num=2, write="async def restore(self, episode, state)"),
     },
 )
 """What the class of a scheduler defines."""

@@ -10,7 +10,7 @@ from polyturn.rollout.schedulers.registry import schedulers
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 
 @schedulers.register("single_turn")
@@ -19,6 +19,6 @@ class SingleTurn(MultiTurnScheduler):
 
     stateless = True
 
-    async def check_finished(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def check_finished(self, episode: Episode, turn: OpenTurn) -> Any:
         """End here; a completion that was cut says by which limit."""
         return super().check_finished(episode, turn) or StopReason.STOP

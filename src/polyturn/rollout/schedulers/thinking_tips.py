@@ -19,7 +19,7 @@ from polyturn.rollout.schedulers.registry import schedulers
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 TIP = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
 
@@ -39,7 +39,7 @@ class ThinkingTips(MultiTurnScheduler):
         """Refuse a task without a ground truth."""
         require_truth(task, who="thinking_tips")
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Any:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
         """Give a hint, unless the answer is right or all hints are given."""
         given = len(episode.turns) - 1
         if given >= self.max_tips or is_right(await episode.call(self, self._judge, turn.text, episode.task.ground_truth)):

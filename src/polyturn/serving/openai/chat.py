@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polyturn.serving.openai.ask import (
-    Ask,
-    Refused,
-    Said,
+from polyturn.serving.openai.chat_request import (
+    BadRequest,
+    ChatRequest,
+    ChatResponse,
     call_of,
     check_parameters,
     normal_messages,
@@ -84,7 +84,7 @@ LEAST_LOGPROB = -9999.0
 """What clients are told for a token of probability 0, which JSON cannot write."""
 
 
-def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> Ask:
+def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> ChatRequest:
     """Return what a request asks for.
 
     Raises:
@@ -93,15 +93,15 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> Ask
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     messages = normal_messages(body.get("messages"))
     if (whole(body, "top_logprobs", low=0, high=20) or 0) > 0 and "top_logprobs" not in ignored:
-        raise Refused(
+        raise BadRequest(
             f"top_logprobs is {body['top_logprobs']}, and only the logprob of the sampled token is known; use 0",
             code="unsupported_parameter",
             param="top_logprobs",
         )
     goes_on = bool(body.get("continue_final_message"))
     if goes_on and (messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls") or len(messages) < 2):
-        raise Refused("continue_final_message needs an assistant message without calls at the end", param="messages")
-    return Ask(
+        raise BadRequest("continue_final_message needs an assistant message without calls at the end", param="messages")
+    return ChatRequest(
         messages=messages,
         tools=normal_tools(body.get("tools")),
         n=whole(body, "n", high=128) or 1,
@@ -127,7 +127,7 @@ def may_call(choice: Any, ignored: frozenset[str]) -> bool:
         return choice != "none"
     if "tool_choice" in ignored:
         return True
-    raise Refused(
+    raise BadRequest(
         f"tool_choice is {choice!r:.80}, and a call cannot be forced here: what is sampled would not be the policy's. "
         "Use auto, or let it be ignored (`ignore: [tool_choice]`)",
         code="unsupported_parameter",
@@ -135,7 +135,7 @@ def may_call(choice: Any, ignored: frozenset[str]) -> bool:
     )
 
 
-def reply(body: Mapping[str, Any], said: Sequence[Said], *, model: str) -> dict[str, Any]:
+def reply(body: Mapping[str, Any], said: Sequence[ChatResponse], *, model: str) -> dict[str, Any]:
     """Return the answer to a request."""
     answer: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -150,7 +150,7 @@ def reply(body: Mapping[str, Any], said: Sequence[Said], *, model: str) -> dict[
     return answer
 
 
-def events(body: Mapping[str, Any], said: Sequence[Said], *, model: str) -> Iterator[bytes]:
+def events(body: Mapping[str, Any], said: Sequence[ChatResponse], *, model: str) -> Iterator[bytes]:
     """Yield the answer to a request as server-sent events."""
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion.chunk", "created": int(time.time())}
 
@@ -186,13 +186,13 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start : start + PIECE]
 
 
-def usage(said: Sequence[Said]) -> dict[str, Any]:
+def usage(said: Sequence[ChatResponse]) -> dict[str, Any]:
     """Return how many tokens were read and written; the prompt counts once."""
     prompt, written = len(said[0].prompt_ids), sum(len(s.token_ids) for s in said)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
-def token_logprobs(one: Said) -> list[dict[str, Any]]:
+def token_logprobs(one: ChatResponse) -> list[dict[str, Any]]:
     """Return the written tokens with their logprobs, as the chat API lists them."""
     values = [] if one.logprobs is None else one.logprobs.tolist()
     return [
@@ -201,7 +201,7 @@ def token_logprobs(one: Said) -> list[dict[str, Any]]:
     ]
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: BadRequest) -> dict[str, Any]:
     """Return an error in the form that the openai client reads."""
     codes = {"context_full": "context_length_exceeded", "unauthorized": "invalid_api_key"}
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
@@ -209,7 +209,7 @@ def error(refused: Refused) -> dict[str, Any]:
     return {"error": told}
 
 
-def _choice(index: int, one: Said, body: Mapping[str, Any]) -> dict[str, Any]:
+def _choice(index: int, one: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:
     message = {**one.message, "refusal": None}
     if one.reasoning is not None:
         message["reasoning_content"] = one.reasoning

@@ -1,4 +1,4 @@
-"""Endpoint: one HTTP server in front of many episodes, each with a base URL of its own that nobody can guess.
+"""ModelEndpoint: one HTTP server in front of many episodes, each with a base URL of its own that nobody can guess.
 
     POST /episodes/{id}/v1/chat/completions   /v1/responses   /v1/messages   /v1/messages/count_tokens
     GET  /episodes/{id}/v1/models             POST /episodes/{id}/v1/reward  {"reward": 1.0}
@@ -27,9 +27,9 @@ from aiohttp import web
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.serving.openai import chat, messages, responses
-from polyturn.serving.openai.ask import Ask, Refused, Said
+from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
 from polyturn.serving.openai.http import check_key, guarded, json_answer, read_reward, readable, stream_answer
-from polyturn.serving.rules import Gate, ServerRules, check_token
+from polyturn.serving.rules import RequestPolicy, ServerRules, check_token
 from polyturn.serving.wire import BodyError, loads_object
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,11 @@ MAX_ENDED = 4096
 class Answerer(Protocol):
     """What answers requests: an episode's session, or a service without episodes."""
 
-    async def ask(self, ask: Ask) -> list[Said]:
+    async def ask(self, ask: ChatRequest) -> list[ChatResponse]:
         """Answer one request."""
         ...
 
-    def count_tokens(self, ask: Ask) -> int:
+    def count_tokens(self, ask: ChatRequest) -> int:
         """Return how many tokens the prompt of a request has; called in a thread."""
         ...
 
@@ -87,7 +87,7 @@ class _Guest:
     """Any of these is taken; none lets everyone ask."""
     reward_keys: tuple[bytes, ...] = ()
     """Any of these gives a reward."""
-    kept: responses.Kept = field(default_factory=responses.Kept)
+    kept: responses.ResponseCache = field(default_factory=responses.ResponseCache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class EndpointOptions:
     everyone ask that."""
 
 
-class Endpoint:
+class ModelEndpoint:
     """Serves while anybody holds it: it starts with the first `serving` and stops behind the last."""
 
     def __init__(self, options: EndpointOptions | None = None, *, plain: Answerer | None = None) -> None:
@@ -117,7 +117,7 @@ class Endpoint:
         # Which key opens what depends on the episode, so the gate is not told the token.
         names = () if self.options.reach_as is None else (self.options.reach_as.lower(),)
         open_rules = dataclasses.replace(self.options.rules, token=None)
-        self._gate = Gate(dataclasses.replace(open_rules, allowed_hosts=open_rules.allowed_hosts.union(names)))
+        self._gate = RequestPolicy(dataclasses.replace(open_rules, allowed_hosts=open_rules.allowed_hosts.union(names)))
         check_token(self.options.rules.token)
         self._plain = None if plain is None else _Guest(plain, self._token())
         self._guests: dict[str, _Guest] = {}
@@ -238,7 +238,7 @@ class Endpoint:
             if (refused := refused or full) is None:
                 return await handler(request)
             code = {413: "too_large", 429: "rate_limited", 503: "overloaded"}.get(refused.status, "invalid_request")
-            said = Refused(refused.message, status=refused.status, code=code)
+            said = BadRequest(refused.message, status=refused.status, code=code)
             write = messages.error if "/messages" in request.path else chat.error
             return json_answer(write(said), status=refused.status, headers={**refused.headers, "Connection": "close"})
 
@@ -313,17 +313,17 @@ class Endpoint:
             async with asyncio.timeout(limit_s):
                 return loads_object(await request.read())
         except TimeoutError as problem:
-            raise Refused("the body did not come in time", status=408, code="timeout") from problem
+            raise BadRequest("the body did not come in time", status=408, code="timeout") from problem
         except web.RequestPayloadError as problem:
-            raise Refused(f"the body is damaged: {one_line(problem)}") from problem
+            raise BadRequest(f"the body is damaged: {one_line(problem)}") from problem
         except BodyError as problem:
-            raise Refused(str(problem), code="invalid_json") from problem
+            raise BadRequest(str(problem), code="invalid_json") from problem
 
     def _guest(self, request: web.Request, *, gives_reward: bool = False) -> _Guest:
         name = request.match_info.get("episode")
         if name is None:
             if self._plain is None:
-                raise Refused(
+                raise BadRequest(
                     "this server answers within episodes only: ask at the episode's base_url, …/episodes/ID/v1",
                     status=404,
                     code="not_found",
@@ -333,8 +333,8 @@ class Endpoint:
             guest = self._guests[name]
         else:
             if name in self._ended:
-                raise Refused(f"the episode has ended: {self._ended[name]}", status=410, code="episode_ended")
-            raise Refused("there is no such episode; use the base_url that it was given", status=404, code="not_found")
+                raise BadRequest(f"the episode has ended: {self._ended[name]}", status=410, code="episode_ended")
+            raise BadRequest("there is no such episode; use the base_url that it was given", status=404, code="not_found")
         if gives_reward:
             check_key(request, guest.reward_keys, wants=REWARD_KEY)
         else:
@@ -344,9 +344,9 @@ class Endpoint:
     def _check_model(self, body: Mapping[str, Any]) -> str:
         name = body.get("model")
         if not isinstance(name, str) or not name:
-            raise Refused(f"model is {name!r:.80}; name one, for instance {self.options.models[0]!r}", param="model")
+            raise BadRequest(f"model is {name!r:.80}; name one, for instance {self.options.models[0]!r}", param="model")
         if name not in self.options.models and not self.options.any_model:
-            raise Refused(
+            raise BadRequest(
                 f"there is no model {name[:80]!r} here.{did_you_mean(name, self.options.models)}",
                 status=404,
                 code="model_not_found",
@@ -375,7 +375,7 @@ async def _health(request: web.Request) -> web.Response:
 
 
 async def _nowhere(request: web.Request) -> web.StreamResponse:
-    raise Refused(
+    raise BadRequest(
         f"there is nothing at {request.method} {request.path[-80:]}; a base_url ends with /v1 for OpenAI's clients and "
         "without it for Anthropic's",
         status=404,

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.reward import MAX_REWARD, as_score
-from polyturn.serving.openai.ask import Refused
+from polyturn.serving.openai.chat_request import BadRequest
 from polyturn.serving.rules import given_tokens
 from polyturn.serving.wire import dumps
 
@@ -26,22 +26,22 @@ logger = logging.getLogger(__name__)
 
 
 def guarded(
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], error: Callable[[Refused], dict[str, Any]]
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], error: Callable[[BadRequest], dict[str, Any]]
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     """Return a handler whose errors are written as a client's library reads them."""
 
     async def run(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request)
-        except Refused as problem:
+        except BadRequest as problem:
             refused = problem
         except web.HTTPRequestEntityTooLarge:
-            refused = Refused("the body is larger than this server takes", status=413, code="too_large")
+            refused = BadRequest("the body is larger than this server takes", status=413, code="too_large")
         except PolyturnError as problem:
-            refused = Refused(one_line(problem), status=500, code="server_error")
+            refused = BadRequest(one_line(problem), status=500, code="server_error")
         except Exception as problem:
             logger.exception("a request to %s broke", request.rel_url.name)
-            refused = Refused(f"the server failed: {type(problem).__name__}", status=500, code="server_error")
+            refused = BadRequest(f"the server failed: {type(problem).__name__}", status=500, code="server_error")
         # A client may not repeat by itself what the episode has seen: its library asks again only where this is absent.
         answer = json_answer(error(refused), status=refused.status, headers={"x-should-retry": "false"})
         if refused.status in (408, 413):  # the rest of the body is not waited for
@@ -61,7 +61,7 @@ def readable() -> Iterator[None]:
     try:
         yield
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as problem:
-        raise Refused(
+        raise BadRequest(
             f"a part of the request has another type than the API gives it ({one_line(problem):.200})"
         ) from problem
 
@@ -76,7 +76,7 @@ def read_reward(given: Any) -> tuple[float, dict[str, Any]]:
     score = values.pop("reward", values.pop("score", None))
     number = as_score(score) if isinstance(score, bool | int | float) else None
     if number is None:
-        raise Refused(
+        raise BadRequest(
             f"the reward is {given!r:.100}; give a finite number of at most {MAX_REWARD:g}, or an object with "
             "one as `reward`",
             param="reward",
@@ -95,7 +95,7 @@ def check_key(request: web.Request, keys: Sequence[bytes], *, wants: str) -> Non
     headers = {name: request.headers.get(name, "") for name in ("authorization", "x-api-key")}
     given = [one.encode("utf-8", "surrogateescape") for one in given_tokens(headers)]
     if not sum(hmac.compare_digest(one, key) for one in given for key in keys):  # all of them, whichever is right
-        raise Refused(wants, status=401, code="unauthorized")
+        raise BadRequest(wants, status=401, code="unauthorized")
 
 
 def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -14,10 +14,11 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polyturn.serving.openai.ask import (
-    Ask,
-    Refused,
-    Said,
+from polyturn.serving.openai.chat import may_call, pieces
+from polyturn.serving.openai.chat_request import (
+    BadRequest,
+    ChatRequest,
+    ChatResponse,
     check_parameters,
     listed,
     normal_messages,
@@ -26,7 +27,6 @@ from polyturn.serving.openai.ask import (
     texts,
     whole,
 )
-from polyturn.serving.openai.chat import may_call, pieces
 from polyturn.serving.wire import dumps
 
 READ = frozenset(
@@ -50,7 +50,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],),
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, needs_max_tokens: bool = True) -> Ask:
+def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, needs_max_tokens: bool = True) -> ChatRequest:
     """Return what a request asks for.
 
     Raises:
@@ -59,7 +59,7 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     given = body.get("messages")
     if not isinstance(given, list) or not given:
-        raise Refused(f"messages is {given!r:.80}; give a list of at least one message", param="messages")
+        raise BadRequest(f"messages is {given!r:.80}; give a list of at least one message", param="messages")
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         system = body["system"]
@@ -68,11 +68,11 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
         messages += _messages_of(message, f"messages[{index}]")
     messages = normal_messages(messages)
     if needs_max_tokens and body.get("max_tokens") is None:
-        raise Refused("max_tokens is missing; say how many tokens the answer may have", param="max_tokens")
+        raise BadRequest("max_tokens is missing; say how many tokens the answer may have", param="max_tokens")
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     last = messages[-1]
-    return Ask(
+    return ChatRequest(
         messages=messages,
         tools=normal_tools([_tool(t, f"tools[{i}]") for i, t in enumerate(listed(body.get("tools") or [], "tools"))]),
         may_call=may_call(kind if kind in (None, "auto", "none") else choice, ignored),
@@ -87,7 +87,7 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
-        raise Refused(f"{where} is {tool!r:.80}; only tools with an input_schema can be called here", param=where)
+        raise BadRequest(f"{where} is {tool!r:.80}; only tools with an input_schema can be called here", param=where)
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
     return {"type": "function", "function": function}
 
@@ -95,7 +95,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 def _blocks(given: Any, where: str) -> list[dict[str, Any]]:
     """Return text and image blocks as parts of the chat API."""
     if not isinstance(given, list) or not all(isinstance(b, dict) for b in given):
-        raise Refused(f"{where} is {given!r:.80}; it is a text or a list of blocks", param=where)
+        raise BadRequest(f"{where} is {given!r:.80}; it is a text or a list of blocks", param=where)
     return [_part(block, where) for block in given]
 
 
@@ -104,19 +104,21 @@ def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"type": block.get("type"), "text": block.get("text")}
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "base64":
-        raise Refused(f"{where}: an image has a source of the type base64 here; nothing is fetched or opened", param=where)
+        raise BadRequest(
+            f"{where}: an image has a source of the type base64 here; nothing is fetched or opened", param=where
+        )
     return {"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{source.get('data')}"}}
 
 
 def _messages_of(message: Any, where: str) -> list[dict[str, Any]]:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant"):
-        raise Refused(f"{where}.role is {role!r}; use user or assistant", param=f"{where}.role")
+        raise BadRequest(f"{where}.role is {role!r}; use user or assistant", param=f"{where}.role")
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
-        raise Refused(f"{where}.content is {content!r:.80}; it is a text or a list of blocks", param=f"{where}.content")
+        raise BadRequest(f"{where}.content is {content!r:.80}; it is a text or a list of blocks", param=f"{where}.content")
     if role == "assistant":
         return [_turn(content, where)]
     found: list[dict[str, Any]] = []
@@ -151,7 +153,7 @@ def _turn(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
     return turn
 
 
-def reply(body: Mapping[str, Any], said: Sequence[Said], *, model: str) -> dict[str, Any]:
+def reply(body: Mapping[str, Any], said: Sequence[ChatResponse], *, model: str) -> dict[str, Any]:
     """Return the answer to a request."""
     (one,) = said
     content: list[dict[str, Any]] = []
@@ -196,7 +198,7 @@ def events(answer: Mapping[str, Any]) -> Iterator[bytes]:
     yield event("message_stop")
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: BadRequest) -> dict[str, Any]:
     """Return an error in the form that the anthropic client reads."""
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
     kind = kinds.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")

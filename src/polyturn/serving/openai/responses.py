@@ -15,10 +15,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polyturn.serving.openai.ask import (
-    Ask,
-    Refused,
-    Said,
+from polyturn.serving.openai.chat import may_call, pieces, token_logprobs, usage
+from polyturn.serving.openai.chat_request import (
+    BadRequest,
+    ChatRequest,
+    ChatResponse,
     call_of,
     check_parameters,
     normal_messages,
@@ -26,7 +27,6 @@ from polyturn.serving.openai.ask import (
     number,
     whole,
 )
-from polyturn.serving.openai.chat import may_call, pieces, token_logprobs, usage
 from polyturn.serving.wire import dumps
 
 READ = frozenset(
@@ -74,7 +74,7 @@ TEXTS = "message.output_text.logprobs"
 """What a request includes for logprobs."""
 
 
-class Kept:
+class ResponseCache:
     """The latest responses of an episode, for requests that go on from one by its id."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Kept:
         if id is None:
             return []
         if id not in self._messages:
-            raise Refused(
+            raise BadRequest(
                 f"there is no response {id!r:.80} in this episode; send the whole input instead",
                 status=404,
                 code="previous_response_not_found",
@@ -104,7 +104,7 @@ class Kept:
         return self._messages[id]
 
 
-def parse(body: Mapping[str, Any], kept: Kept, ignored: frozenset[str] = frozenset()) -> Ask:
+def parse(body: Mapping[str, Any], kept: ResponseCache, ignored: frozenset[str] = frozenset()) -> ChatRequest:
     """Return what a request asks for.
 
     Raises:
@@ -115,11 +115,11 @@ def parse(body: Mapping[str, Any], kept: Kept, ignored: frozenset[str] = frozens
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not (items or before):
-        raise Refused(f"input is {given!r:.80}; give a text or a list of items", param="input")
+        raise BadRequest(f"input is {given!r:.80}; give a text or a list of items", param="input")
     messages = normal_messages([*before, *messages_of(items)])
     if body.get("instructions"):
         messages.insert(0, {"role": "system", "content": str(body["instructions"])})
-    return Ask(
+    return ChatRequest(
         messages=messages,
         tools=normal_tools(body.get("tools")),
         may_call=may_call(body.get("tool_choice"), ignored),
@@ -164,7 +164,7 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _output(item.get("output"))})
         else:
-            raise Refused(
+            raise BadRequest(
                 f"input[{index}] has the type {kind!r}; use message, function_call, function_call_output or reasoning",
                 param=f"input[{index}]",
             )
@@ -175,7 +175,7 @@ def _output(output: Any) -> Any:
     return output if isinstance(output, str | list) else dumps(output).decode()
 
 
-def reply(body: Mapping[str, Any], said: Sequence[Said], *, model: str, status: str | None = None) -> dict[str, Any]:
+def reply(body: Mapping[str, Any], said: Sequence[ChatResponse], *, model: str, status: str | None = None) -> dict[str, Any]:
     """Return the answer to a request."""
     one, counted = said[0], usage(said)
     is_cut = one.finish == "length"
@@ -208,7 +208,7 @@ def reply(body: Mapping[str, Any], said: Sequence[Said], *, model: str, status: 
     }
 
 
-def _items(one: Said, *, wants_logprobs: bool) -> list[dict[str, Any]]:
+def _items(one: ChatResponse, *, wants_logprobs: bool) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if one.reasoning is not None:
         shown = [{"type": "reasoning_text", "text": one.reasoning}]

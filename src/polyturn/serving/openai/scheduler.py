@@ -25,15 +25,15 @@ from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers.registry import schedulers
 from polyturn.serving.address import is_loopback
 from polyturn.serving.openai.agent_process import run_command
-from polyturn.serving.openai.ask import Refused
-from polyturn.serving.openai.endpoint import MAX_REQUESTS, Address, Endpoint, EndpointOptions
+from polyturn.serving.openai.chat_request import BadRequest
+from polyturn.serving.openai.endpoint import MAX_REQUESTS, Address, EndpointOptions, ModelEndpoint
 from polyturn.serving.openai.http import read_reward
 from polyturn.serving.openai.session import AgentSession, SessionRules
 from polyturn.serving.rules import ServerRules
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
-    from polyturn.rollout.live_turn import LiveTurn
+    from polyturn.rollout.open_turn import OpenTurn
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,11 @@ class SessionScheduler(MultiTurnScheduler):
         """Make the session's requests, or wait until they are made."""
         raise NotImplementedError
 
-    async def step(self, episode: Episode, turn: LiveTurn) -> Reply:
+    async def step(self, episode: Episode, turn: OpenTurn) -> Reply:
         """Tell the agent what was said; its next request is the answer."""
         return await self.session.answered(episode, turn)
 
-    async def check_finished(self, episode: Episode, turn: LiveTurn) -> None:
+    async def check_finished(self, episode: Episode, turn: OpenTurn) -> None:
         """Leave it to the agent, which is told that a completion was cut."""
 
 
@@ -164,7 +164,7 @@ class BlackBox(SessionScheduler):
             ignore=frozenset(ignore),
             rules=ServerRules(is_loopback=is_loopback(host), max_requests=MAX_REQUESTS),
         )
-        self._endpoint = Endpoint(options)
+        self._endpoint = ModelEndpoint(options)
 
     async def let_ask(self, episode: Episode, session: AgentSession) -> None:
         """Call the agent, and keep the reward that it returns.
@@ -186,7 +186,7 @@ class BlackBox(SessionScheduler):
                     )
                 try:
                     session.give_reward(*read_reward(returned))
-                except Refused as problem:
+                except BadRequest as problem:
                     raise SchedulerError(f"the agent returned {returned!r:.100}: {problem.message}") from problem
 
     async def _call(self, episode: Episode, address: Address) -> Any:

@@ -35,8 +35,8 @@ from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.lifespan import run_episode
 from polyturn.serving.openai import chat
-from polyturn.serving.openai.ask import Ask, Refused, Said
-from polyturn.serving.openai.endpoint import Address, Endpoint, EndpointOptions
+from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
+from polyturn.serving.openai.endpoint import Address, EndpointOptions, ModelEndpoint
 from polyturn.serving.openai.http import guarded, read_reward
 from polyturn.serving.openai.scheduler import SessionScheduler
 from polyturn.serving.openai.session import AgentSession, SessionRules
@@ -105,7 +105,7 @@ class OpenAIService:
             context.rewarder = RewardRouter({}, function=RewardRef(target=_unscored))
         self.context = context
         self.is_stopping = False
-        self.endpoint = Endpoint(options, plain=self)
+        self.endpoint = ModelEndpoint(options, plain=self)
         self._idle_s = idle_s
         self._max_episodes = max_episodes
         self._record = record
@@ -138,15 +138,15 @@ class OpenAIService:
 
     # Requests without an episode.
 
-    async def ask(self, ask: Ask) -> list[Said]:
+    async def ask(self, ask: ChatRequest) -> list[ChatResponse]:
         """Answer one request by itself."""
         name = f"plain/{next(self._numbers)}"
-        answer: asyncio.Future[list[Said]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[ChatResponse]] = asyncio.get_running_loop().create_future()
 
         async def visit(session: AgentSession) -> None:
             try:
                 answer.set_result(await session.ask(ask))
-            except Refused as problem:
+            except BadRequest as problem:
                 answer.set_exception(problem)
 
         self._visits[name] = visit
@@ -159,7 +159,7 @@ class OpenAIService:
                 return [_with_fresh_ids(said) for said in answer.result()]
             answer.cancel()
             trajectory = running.result()
-            raise Refused(trajectory.error or "the request was ended", status=503, code="server_error")
+            raise BadRequest(trajectory.error or "the request was ended", status=503, code="server_error")
         except asyncio.CancelledError:
             running.cancel()
             raise
@@ -167,17 +167,19 @@ class OpenAIService:
             del self._visits[name]
             running.add_done_callback(_look_at)
 
-    def count_tokens(self, ask: Ask) -> int:
+    def count_tokens(self, ask: ChatRequest) -> int:
         """Return how many tokens the prompt of a request has."""
         encoder = self.context.encoder_listing(ask.tools)
         try:
             return len(encoder.start(typed_messages(ask.messages)))
         except PolyturnError as problem:
-            raise Refused(f"the messages cannot be shown to this model: {one_line(problem)}", param="messages") from problem
+            raise BadRequest(
+                f"the messages cannot be shown to this model: {one_line(problem)}", param="messages"
+            ) from problem
 
     def give_reward(self, score: float, info: Mapping[str, Any]) -> None:
         """Refuse: there is nothing to reward."""
-        raise Refused("a request without an episode has no reward; create one with POST /episodes", status=404)
+        raise BadRequest("a request without an episode has no reward; create one with POST /episodes", status=404)
 
     # Episodes.
 
@@ -191,11 +193,11 @@ class OpenAIService:
         self.endpoint.check_token(request)
         if self.is_stopping or len(self._live) >= self._max_episodes:
             why = "the server is stopping" if self.is_stopping else f"{len(self._live)} episodes are live, as many as may be"
-            raise Refused(f"{why}; try again later", status=503, code="overloaded")
+            raise BadRequest(f"{why}; try again later", status=503, code="overloaded")
         body = await self.endpoint.read(request) if request.can_read_body else {}
         metadata, seed = body.get("metadata") or {}, body.get("seed")
         if not isinstance(metadata, dict) or isinstance(seed, bool) or not isinstance(seed, int | None):
-            raise Refused("an episode takes `metadata`, an object, and `seed`, a whole number; both may be left out")
+            raise BadRequest("an episode takes `metadata`, an object, and `seed`, a whole number; both may be left out")
         live = _Live(name="")
         id = f"served/{next(self._numbers)}"
 
@@ -210,7 +212,7 @@ class OpenAIService:
         )
         await asyncio.wait([live.task, live.opened], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
         if not live.opened.done():
-            raise Refused(f"the episode did not start: {live.task.result().error}", status=500, code="server_error")
+            raise BadRequest(f"the episode did not start: {live.task.result().error}", status=500, code="server_error")
         live.session = live.opened.result()
         live.name, live.address = self.endpoint.admit(live.session, origin=self._origin)
         self._live[live.name] = live
@@ -257,7 +259,7 @@ class OpenAIService:
 
     async def _fetch(self, request: web.Request) -> web.StreamResponse:
         if self._of(request) is not None:
-            raise Refused("the episode is live; POST to its /end first", status=409, code="episode_live")
+            raise BadRequest("the episode is live; POST to its /end first", status=409, code="episode_live")
         return _reply(to_json(self._ended[request.match_info["name"]]))
 
     def _of(self, request: web.Request) -> _Live | None:
@@ -268,10 +270,10 @@ class OpenAIService:
         """
         name = request.match_info["name"]
         if name not in self._keys:
-            raise Refused("there is no such episode, or it ended long ago", status=404, code="not_found")
+            raise BadRequest("there is no such episode, or it ended long ago", status=404, code="not_found")
         self.endpoint.check_reward_key(request, self._keys[name])
         if name not in self._live and name not in self._ended:
-            raise Refused("the episode broke and left no trajectory", status=410, code="episode_ended")
+            raise BadRequest("the episode broke and left no trajectory", status=410, code="episode_ended")
         return self._live.get(name)
 
     async def _end_idle(self) -> None:
@@ -283,7 +285,7 @@ class OpenAIService:
                     live.ending.set()
 
 
-def _with_fresh_ids(said: Said) -> Said:
+def _with_fresh_ids(said: ChatResponse) -> ChatResponse:
     """Return an answer whose calls have ids that no other request's have: here every request is an episode's first."""
     calls = tuple(
         dataclasses.replace(c, id=f"call_{secrets.token_hex(8)}") if c.id.startswith("call_") else c for c in said.calls

@@ -31,9 +31,9 @@ from polyturn.core.messages import Message
 from polyturn.rollout.context import derive_seed
 from polyturn.rollout.conversation import EpisodeMark
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
-from polyturn.serving.openai.ask import Ask, Refused, Said, key_of
+from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse, key_of
 from polyturn.serving.openai.turns import as_told, refuse_too_long, typed_messages, unrenderable
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ class _Conversation:
     """One history that the loop drives."""
 
     episode: Episode
-    ask: Ask
+    ask: ChatRequest
     node: _Node
-    reply: asyncio.Future[Said] | None
+    reply: asyncio.Future[ChatResponse] | None
     """Where the agent waits; None while the loop waits for the agent."""
     task: asyncio.Task[None] | None = None
     place: _Place | None = None
@@ -80,7 +80,7 @@ class _Begun(NamedTuple):
     """A request that is being answered; the conversation may have moved on when its agent looks."""
 
     conversation: _Conversation
-    reply: asyncio.Future[Said]
+    reply: asyncio.Future[ChatResponse]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class AgentSession:
         self._check_live()
         self._episode.given_reward = GivenReward(score=score, info=info)
 
-    def count_tokens(self, ask: Ask) -> int:
+    def count_tokens(self, ask: ChatRequest) -> int:
         """Return how many tokens the prompt of a request has.
 
         Raises:
@@ -163,11 +163,11 @@ class AgentSession:
         try:
             return self._episode.count_tokens(typed_messages(ask.messages), tools=ask.tools)
         except (TemplateError, DataError) as problem:
-            raise Refused(unrenderable(problem), param="messages") from problem
+            raise BadRequest(unrenderable(problem), param="messages") from problem
 
     # Asking.
 
-    async def ask(self, ask: Ask) -> list[Said]:
+    async def ask(self, ask: ChatRequest) -> list[ChatResponse]:
         """Answer one request, with `ask.n` completions.
 
         Raises:
@@ -179,7 +179,7 @@ class AgentSession:
         self._check_live()
         if self.num_calls + ask.n > self.rules.max_calls:
             self._over = StopReason.MAX_TURNS
-            raise Refused(
+            raise BadRequest(
                 f"the episode may have {self.rules.max_calls} completions and has had {self.num_calls}", code="limit"
             )
         self.num_calls += ask.n
@@ -200,9 +200,9 @@ class AgentSession:
 
     def _check_live(self) -> None:
         if self.ended is not None:
-            raise Refused(f"the episode has ended: {self.ended}", status=410, code="episode_ended")
+            raise BadRequest(f"the episode has ended: {self.ended}", status=410, code="episode_ended")
 
-    def _begin(self, ask: Ask, choices: range) -> list[_Begun]:
+    def _begin(self, ask: ChatRequest, choices: range) -> list[_Begun]:
         node = self._tries.setdefault(json.dumps(ask.tools, sort_keys=True) if ask.tools else "", _Node())
         place, depth, above = None, 0, node
         for index, message in enumerate(ask.messages):
@@ -214,7 +214,7 @@ class AgentSession:
                 place, depth = _waiting(node.places), index + 1
         new = ask.messages[depth:]
         if not self._episode.shows_media and not all(isinstance(m["content"], str) for m in ask.messages):
-            raise Refused("a message shows media, and this model reads text only", param="messages")
+            raise BadRequest("a message shows media, and this model reads text only", param="messages")
         if ask.goes_on or not new or any(m["role"] == "assistant" for m in new):
             place = None
         if place is None:
@@ -224,7 +224,7 @@ class AgentSession:
         said = typed_messages(new, place.calls)
         return [self._continue(ask, node, place, said, choice) for choice in choices]
 
-    def _continue(self, ask: Ask, node: _Node, place: _Place, new: tuple[Message, ...], choice: int) -> _Begun:
+    def _continue(self, ask: ChatRequest, node: _Node, place: _Place, new: tuple[Message, ...], choice: int) -> _Begun:
         """Go on behind a turn: where its loop waits, or in a fork."""
         conversation = place.conversation
         if conversation.place is not place or conversation.heard is None:
@@ -238,7 +238,7 @@ class AgentSession:
         heard.set_result(Reply(messages=new))
         return _Begun(conversation, reply)
 
-    def _open(self, ask: Ask, node: _Node, messages: tuple[Message, ...], choice: int) -> _Begun:
+    def _open(self, ask: ChatRequest, node: _Node, messages: tuple[Message, ...], choice: int) -> _Begun:
         """Begin a conversation with a history that is rendered whole."""
         episode, is_root = self._episode, not self._has_root
         if not is_root:
@@ -250,11 +250,11 @@ class AgentSession:
             if is_root:
                 episode.count_tokens(asked)  # before the loop, where a history that no template takes ends the run
         except (TemplateError, DataError, SchedulerError) as problem:
-            raise Refused(unrenderable(problem), param="messages") from problem
+            raise BadRequest(unrenderable(problem), param="messages") from problem
         self._has_root = True
         return self._drive(_Conversation(episode, ask, node, None), choice, is_root=is_root)
 
-    def _set(self, episode: Episode, ask: Ask, choice: int) -> None:
+    def _set(self, episode: Episode, ask: ChatRequest, choice: int) -> None:
         own = self._sampling
         values: dict[str, Any] = {}
         if ask.max_tokens is not None:
@@ -289,9 +289,9 @@ class AgentSession:
                 self._has_root = False  # nothing was shown, so the next request begins the episode
                 self._is_ready.set()
                 self._is_ready = asyncio.Event()
-            _fail(conversation, Refused(unrenderable(problem), param="messages"))
+            _fail(conversation, BadRequest(unrenderable(problem), param="messages"))
         except PolyturnError as problem:
-            _fail(conversation, Refused(f"the episode failed: {one_line(problem)}", status=410, code="episode_ended"))
+            _fail(conversation, BadRequest(f"the episode failed: {one_line(problem)}", status=410, code="episode_ended"))
             self._end("it failed")
             raise
         else:
@@ -300,7 +300,7 @@ class AgentSession:
                 self._over = reason
                 _fail(conversation, self._limit(episode, reason))
 
-    def _limit(self, episode: Episode, reason: StopReason) -> Refused:
+    def _limit(self, episode: Episode, reason: StopReason) -> BadRequest:
         limits = episode.limits
         told = {
             StopReason.CONTEXT_FULL: f"the context of {limits.max_context} tokens is full",
@@ -309,9 +309,11 @@ class AgentSession:
             StopReason.TIMEOUT: f"the episode has had its {limits.timeout_s} seconds (rollout.limits.timeout_s)",
         }
         code = "context_full" if reason is StopReason.CONTEXT_FULL else "limit"
-        return Refused(f"{told.get(reason, f'the episode is over: {reason.value}')}; shorten the history or end", code=code)
+        return BadRequest(
+            f"{told.get(reason, f'the episode is over: {reason.value}')}; shorten the history or end", code=code
+        )
 
-    async def answered(self, episode: Episode, turn: LiveTurn) -> Reply:
+    async def answered(self, episode: Episode, turn: OpenTurn) -> Reply:
         """Tell the agent what was said and wait for what it answers: the `step` of the loop."""
         conversation = self._conversations[episode.id]
         said, message = as_told(episode, turn, conversation.ask)
@@ -346,12 +348,12 @@ class AgentSession:
                 conversation.heard.set_result(Reply())
                 conversation.heard = None
             elif conversation.reply is not None:
-                _fail(conversation, Refused(f"the episode has ended: {why}", status=410, code="episode_ended"))
+                _fail(conversation, BadRequest(f"the episode has ended: {why}", status=410, code="episode_ended"))
                 if conversation.task is not None:
                     conversation.task.cancel()
 
 
-def _fail(conversation: _Conversation, problem: Refused) -> None:
+def _fail(conversation: _Conversation, problem: BadRequest) -> None:
     reply, conversation.reply = conversation.reply, None
     if reply is not None and not reply.done():
         reply.set_exception(problem)

@@ -1,7 +1,7 @@
 """What an agent's messages are as messages of an episode, and a turn as the agent is told it.
 
     {"role": "tool", "tool_call_id": "call_0_0", …}  ->  Message(role="tool", name="add", …)
-    LiveTurn  ->  Said(content, reasoning, calls, ids, …), and the message that the next request repeats if it goes on
+    OpenTurn  ->  Said(content, reasoning, calls, ids, …), and the message that the next request repeats if it goes on
 
 Separate from the session, which knows where a request goes on.
 """
@@ -16,9 +16,9 @@ from polyturn.core.errors import DataError
 from polyturn.core.generation import FinishReason
 from polyturn.core.messages import Message, Origin
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.live_turn import LiveTurn
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.request_length import TooLongError, check_length
-from polyturn.serving.openai.ask import Ask, Refused, Said
+from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
 
 
 def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, str] | None = None) -> tuple[Message, ...]:
@@ -36,11 +36,11 @@ def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, st
             told = message if name is None else {**message, "name": name}
             found.append(Message.from_openai(told, origin=Origin.ENVIRONMENT))
         except DataError as problem:
-            raise Refused(str(problem), param="messages") from problem
+            raise BadRequest(str(problem), param="messages") from problem
     return tuple(found)
 
 
-async def refuse_too_long(ask: Ask, episode: Episode) -> None:
+async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
     """Refuse a request that the context has no room for, before its messages are rendered; look at its media in a thread.
 
     Raises:
@@ -51,12 +51,12 @@ async def refuse_too_long(ask: Ask, episode: Episode) -> None:
         await check_length(messages, tools=ask.tools, codec=episode.codec, limits=episode.limits)
         await episode.process_media(messages)
     except TooLongError as problem:
-        raise Refused(str(problem), code="context_full", param="messages") from problem
+        raise BadRequest(str(problem), code="context_full", param="messages") from problem
     except DataError as problem:
-        raise Refused(unrenderable(problem), param="messages") from problem
+        raise BadRequest(unrenderable(problem), param="messages") from problem
 
 
-def as_told(episode: Episode, turn: LiveTurn, ask: Ask) -> tuple[Said, dict[str, Any]]:
+def as_told(episode: Episode, turn: OpenTurn, ask: ChatRequest) -> tuple[ChatResponse, dict[str, Any]]:
     """Return a turn as the agent is told it, and the message that the agent's next request repeats if it goes on."""
     message, text = turn.message, turn.text
     if turn.stopped_by is not None:
@@ -69,7 +69,7 @@ def as_told(episode: Episode, turn: LiveTurn, ask: Ask) -> tuple[Said, dict[str,
     content = "\n".join([t for t in (message.text, *unread) if t]) if unread else message.text
     completion, context = turn.completion, episode.context_ids
     is_cut = turn.finish_reason is FinishReason.LENGTH
-    said = Said(
+    said = ChatResponse(
         content=content,
         reasoning=message.reasoning,
         calls=calls,

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from polyturn.core.protocols import Interaction
-from polyturn.core.snapshots import Seam
+from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import InteractionRef
-from polyturn.interactions.forms import in_usual_form
+from polyturn.interactions.adapters import in_usual_form
+from polyturn.rollout.interaction_session import InteractionSession, LoadedInteraction
 from polyturn.rollout.lifespan import run_episode
-from polyturn.rollout.partner import InteractionHost, Partner
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.suites.common import DEADLINE_S, NUM_EPISODES, Findings, grown, holdings
 
@@ -95,14 +95,14 @@ class _Suite:
     async def check_going_on(self, author: Interaction, says: Sequence[str], alone: list[Reply]) -> None:
         """Let another process go on with the conversation behind each reply, where the interaction says that one can."""
         ref = InteractionRef(name=author.name, kwargs=self._kwargs)
-        seam = Seam.of(author, label="it")
+        seam = SnapshotHooks.of(author, label="it")
         why_not = seam.why_not
         self._found.expect(why_not is None or " without " not in why_not, f"{why_not}; offer both, or neither")
         if why_not is not None:
             return
         for number in range(1, len(alone)):
-            host = InteractionHost(author, author.name, timeout_s=DEADLINE_S)
-            first, then = Partner(host, ref), Partner(host, ref)
+            host = LoadedInteraction(author, author.name, timeout_s=DEADLINE_S)
+            first, then = InteractionSession(host, ref), InteractionSession(host, ref)
             played: list[Reply] = []
             messages: list[dict[str, Any]] = [dict(self._prompt)]
             async with self._found.calling("going on behind a reply", advice="return from snapshot what JSON can write"):

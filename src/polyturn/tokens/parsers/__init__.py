@@ -8,7 +8,7 @@ A call inside reasoning is a thought, not a call. Parsers take linear time and n
 `build_parser` makes the one that a name, or the chat template itself, asks for.
 """
 
-from polyturn.tokens.parsers.base import Found, ParsedTurn, ToolCallParser, TurnParser, parsers
+from polyturn.tokens.parsers.base import ParsedText, ParsedTurn, ToolCallParser, TurnParser, parsers
 from polyturn.tokens.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
 from polyturn.tokens.parsers.detect import build_parser, detect, detect_reasoning
 from polyturn.tokens.parsers.glm import GlmParser
@@ -26,7 +26,6 @@ from polyturn.tokens.parsers.reasoning import ReasoningFormat, reasoning_formats
 __all__ = [
     "DeepSeekV3Parser",
     "DeepSeekV31Parser",
-    "Found",
     "GlmParser",
     "GptOssParser",
     "HermesParser",
@@ -34,6 +33,7 @@ __all__ = [
     "Llama3Parser",
     "MinimaxM2Parser",
     "MistralParser",
+    "ParsedText",
     "ParsedTurn",
     "PlainParser",
     "PythonicParser",

@@ -47,7 +47,7 @@ class ToolCallParser(Protocol):
 parsers: Registry[type[ToolCallParser]] = Registry("parsers")
 
 
-class Found(NamedTuple):
+class ParsedText(NamedTuple):
     """The calls in a text, and the pieces of text around them."""
 
     pieces: list[str]
@@ -83,7 +83,7 @@ class TurnParser(ABC):
         self._calls_in_reasoning = calls_in_reasoning
 
     @abstractmethod
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Return the calls of a text without reasoning. Takes linear time, never raises."""
 
     def call_id(self, id_prefix: str, index: int) -> str:
@@ -123,7 +123,9 @@ _MAX_LONGER = 8
 """Opening tags in a text that may turn out to stand in an argument; bounded, so that reading stays linear."""
 
 
-def read_blocks(text: str, tags: tuple[str, str], read: Callable[[str, str], ToolCall], *, tells_end: bool = False) -> Found:
+def read_blocks(
+    text: str, tags: tuple[str, str], read: Callable[[str, str], ToolCall], *, tells_end: bool = False
+) -> ParsedText:
     """Read calls that stand between two tags.
 
     A block ends at the first closing tag with which it can be read, or at the last one before the next block: a closing tag
@@ -165,7 +167,7 @@ def read_blocks(text: str, tags: tuple[str, str], read: Callable[[str, str], Too
                 call, position = longer, last + len(closes)
         calls.append(call)
     pieces.append(text[position:])
-    return Found(pieces, calls)
+    return ParsedText(pieces, calls)
 
 
 def broken(raw: str, error: str, *, name: str = "") -> ToolCall:

@@ -10,7 +10,7 @@ V3.1   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep�
 from __future__ import annotations
 
 from polyturn.core.messages import ToolCall
-from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers
+from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, broken, parsers
 from polyturn.tokens.parsers.json_calls import with_arguments
 from polyturn.tokens.parsers.sections import read_sections
 from polyturn.tokens.parsers.xml import check_name
@@ -27,7 +27,7 @@ class DeepSeekV3Parser(TurnParser):
     call_tags = _CALL
     default_reasoning = "deepseek-r1"
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Read the sections."""
         return read_sections(text, _SECTION, _CALL, _read_v3)
 
@@ -39,7 +39,7 @@ class DeepSeekV31Parser(TurnParser):
     call_tags = _CALL
     default_reasoning = "deepseek-v3"
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Read the sections."""
         return read_sections(text, _SECTION, _CALL, _read_v31)
 

@@ -12,7 +12,7 @@ import functools
 import re
 
 from polyturn.core.messages import ToolCall
-from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers, read_blocks
+from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, broken, parsers, read_blocks
 from polyturn.tokens.parsers.xml import BadArgumentsError, check_name, read_values, typed_call
 
 _HEAD = re.compile(r"<arg_key>([^<>\n]{1,200})</arg_key>\s*+<arg_value>")
@@ -31,7 +31,7 @@ class GlmParser(TurnParser):
     call_tags = ("<tool_call>", "</tool_call>")
     default_reasoning = "glm45"
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Read the blocks."""
         return read_blocks(text, self.call_tags, functools.partial(_read_call, tools=tools))
 

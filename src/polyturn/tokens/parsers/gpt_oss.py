@@ -13,7 +13,7 @@ import re
 from typing import NamedTuple
 
 from polyturn.core.messages import ToolCall
-from polyturn.tokens.parsers.base import Found, ParsedTurn, Tools, TurnParser, broken, join_content, parsers
+from polyturn.tokens.parsers.base import ParsedText, ParsedTurn, Tools, TurnParser, broken, join_content, parsers
 from polyturn.tokens.parsers.json_calls import with_arguments
 
 _MARK = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
@@ -60,10 +60,10 @@ class GptOssParser(TurnParser):
         reasoning = "\n".join(thoughts) if thoughts else None
         return ParsedTurn(content, self._with_ids(calls, id_prefix), reasoning)
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Return text without marks as content, or as a call that was cut where it names a tool first."""
         cut = _RECIPIENT.match(text.lstrip())
-        return Found([text], []) if cut is None else Found(["", ""], [_read_call(cut[1], _Part(text, None, text))])
+        return ParsedText([text], []) if cut is None else ParsedText(["", ""], [_read_call(cut[1], _Part(text, None, text))])
 
 
 def _parts(text: str) -> list[_Part]:

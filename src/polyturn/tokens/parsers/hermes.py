@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from polyturn.tokens.parsers.base import Found, Tools, TurnParser, parsers, read_blocks
+from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, parsers, read_blocks
 from polyturn.tokens.parsers.json_calls import read_call
 
 
@@ -19,6 +19,6 @@ class HermesParser(TurnParser):
 
     call_tags = ("<tool_call>", "</tool_call>")
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Read the blocks."""
         return read_blocks(text, self.call_tags, read_call, tells_end=True)

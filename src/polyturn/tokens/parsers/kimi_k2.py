@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from polyturn.core.messages import ToolCall
-from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers
+from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, broken, parsers
 from polyturn.tokens.parsers.json_calls import with_arguments
 from polyturn.tokens.parsers.sections import read_sections
 
@@ -28,7 +28,7 @@ class KimiK2Parser(TurnParser):
     call_tags = _CALL
     default_reasoning = "kimi_k2"
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Read the sections."""
         return read_sections(text, _SECTION, _CALL, _read_call)
 

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from polyturn.core.messages import ToolCall
-from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers
+from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, broken, parsers
 from polyturn.tokens.parsers.json_calls import BadJsonError, call_from, find_end, loads
 from polyturn.tokens.parsers.pythonic import read_python_calls
 
@@ -30,22 +30,22 @@ class Llama3Parser(TurnParser):
 
     call_tags = (_TAG, "")
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Read objects from the tag, or from the beginning, on."""
         content, tag, rest = text.partition(_TAG)
         if not tag:
-            return _read_bare(text, tools) if _LOOKS_LIKE.match(text) else Found([text], [])
+            return _read_bare(text, tools) if _LOOKS_LIKE.match(text) else ParsedText([text], [])
         if _PYTHON.match(rest):
             found = read_python_calls(rest, tag=tag)
-            return Found([content, *found.pieces], found.calls)
+            return ParsedText([content, *found.pieces], found.calls)
         calls, behind = _read_objects(rest)
         if not calls:
             calls = [broken(tag + rest, f'{_TAG} must be followed by {{"name": …, "parameters": {{…}}}}')]
             behind = ""
-        return Found([content, behind], calls)
+        return ParsedText([content, behind], calls)
 
 
-def _read_bare(text: str, tools: Tools) -> Found:
+def _read_bare(text: str, tools: Tools) -> ParsedText:
     end = find_end(text, text.index("{"))
     if end is not None:
         try:
@@ -53,9 +53,9 @@ def _read_bare(text: str, tools: Tools) -> Found:
         except BadJsonError:
             data = None
         if isinstance(data, dict) and not _is_call(data, tools):
-            return Found([text], [])
+            return ParsedText([text], [])
     calls, behind = _read_objects(text)
-    return Found(["", behind], calls)
+    return ParsedText(["", behind], calls)
 
 
 def _is_call(data: dict[str, Any], tools: Tools) -> bool:

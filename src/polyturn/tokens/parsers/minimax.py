@@ -13,7 +13,7 @@ import re
 from itertools import zip_longest
 
 from polyturn.core.messages import ToolCall
-from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers
+from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, broken, parsers
 from polyturn.tokens.parsers.xml import BadArgumentsError, check_name, read_values, typed_call
 
 _OPEN, _CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
@@ -32,7 +32,7 @@ class MinimaxM2Parser(TurnParser):
     call_tags = (_OPEN, _CLOSE)
     default_reasoning = "minimax"
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Read each block up to the last closing tag before the next."""
         pieces: list[str] = []
         calls: list[ToolCall] = []
@@ -51,7 +51,7 @@ class MinimaxM2Parser(TurnParser):
                 )
             calls += found
         pieces.append(text[position:])
-        return Found(pieces, calls)
+        return ParsedText(pieces, calls)
 
 
 def _read_block(text: str, tools: Tools) -> list[ToolCall]:

@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 
 from polyturn.core.messages import ToolCall
-from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers
+from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, broken, parsers
 from polyturn.tokens.parsers.json_calls import BadJsonError, call_from, find_end, loads, with_arguments
 
 _OPEN = "[TOOL_CALLS]"
@@ -33,7 +33,7 @@ class MistralParser(TurnParser):
         """Return nine letters and digits that depend on the prefix and the index."""
         return hashlib.blake2b(f"{id_prefix}_{index}".encode("utf-8", "replace"), digest_size=8).hexdigest()[:9]
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Read from each mark to the next."""
         content, *sections = text.split(_OPEN)
         pieces: list[str] = [content]
@@ -43,7 +43,7 @@ class MistralParser(TurnParser):
             found, behind = _read_objects(rest) if rest[:1] in ("[", "{") else _read_named(section)
             calls += found
             pieces.append(behind)
-        return Found(pieces, calls)
+        return ParsedText(pieces, calls)
 
 
 def _read_named(text: str) -> tuple[list[ToolCall], str]:

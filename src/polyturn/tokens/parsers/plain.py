@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyturn.tokens.parsers.base import Found, Tools, TurnParser, parsers
+from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, parsers
 
 
 @parsers.register("none")
@@ -11,6 +11,6 @@ class PlainParser(TurnParser):
 
     default_reasoning = "none"
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Return the text as content."""
-        return Found([text], [])
+        return ParsedText([text], [])

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from polyturn.core.messages import ToolCall
-from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers
+from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, broken, parsers
 from polyturn.tokens.parsers.json_calls import MAX_DEPTH
 
 MAX_CHARS = 1 << 20
@@ -50,26 +50,26 @@ _ESCAPES = {
 class PythonicParser(TurnParser):
     """See the head of the file."""
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Read the list behind a tag, or the first line that is one."""
         tag = _OPEN.search(text)
         if tag is not None:
             found = read_python_calls(text[tag.end() :], tag=tag[0])
-            return Found([text[: tag.start()], *found.pieces], found.calls)
+            return ParsedText([text[: tag.start()], *found.pieces], found.calls)
         start = _BARE.search(text)
         if start is None:
-            return Found([text], [])
+            return ParsedText([text], [])
         found = read_python_calls(text[start.start() :])
-        return Found([text[: start.start()], *found.pieces], found.calls)
+        return ParsedText([text[: start.start()], *found.pieces], found.calls)
 
 
-def read_python_calls(text: str, *, tag: str = "") -> Found:
+def read_python_calls(text: str, *, tag: str = "") -> ParsedText:
     """Read lists of calls, each as far as it is well-formed; what cannot be read is one broken call with the rest."""
     pieces: list[str] = []
     calls: list[ToolCall] = []
     position = 0
     if len(text) > MAX_CHARS:
-        return Found(pieces, [broken(text, f"the tool calls have {len(text)} characters, more than {MAX_CHARS}")])
+        return ParsedText(pieces, [broken(text, f"the tool calls have {len(text)} characters, more than {MAX_CHARS}")])
     while True:
         reader = _Reader(text, position)
         try:
@@ -78,14 +78,14 @@ def read_python_calls(text: str, *, tag: str = "") -> Found:
             form = "write [NAME(KEY=VALUE, …)] with values that are literals"
             raw = text[reader.call_start :].rstrip() or tag or text.strip()
             calls.append(broken(raw, f"the tool call cannot be read ({problem}); {form}", name=reader.call_name))
-            return Found(pieces, calls)
+            return ParsedText(pieces, calls)
         position = reader.position
         closed = _CLOSE.match(text, position)
         position = position if closed is None else closed.end()
         again = _OPEN.search(text, position)
         if again is None:
             pieces.append(text[position:])
-            return Found(pieces, calls)
+            return ParsedText(pieces, calls)
         pieces.append(text[position : again.start()])
         position = again.end()
 

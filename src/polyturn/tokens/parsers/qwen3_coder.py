@@ -17,7 +17,7 @@ import re
 from itertools import zip_longest
 
 from polyturn.core.messages import ToolCall
-from polyturn.tokens.parsers.base import Found, Tools, TurnParser, broken, parsers
+from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, broken, parsers
 from polyturn.tokens.parsers.xml import BadArgumentsError, check_name, read_values, typed_call
 
 _START = re.compile(r"<tool_call>\s*+(?:<function=)?|^[ \t]*+<function=", re.MULTILINE)
@@ -36,7 +36,7 @@ class Qwen3CoderParser(TurnParser):
 
     call_tags = ("<tool_call>", "</tool_call>")
 
-    def read(self, text: str, tools: Tools) -> Found:
+    def read(self, text: str, tools: Tools) -> ParsedText:
         """Read from each opening tag to the last closing one before the next."""
         starts = list(_START.finditer(text))
         pieces: list[str] = []
@@ -63,7 +63,7 @@ class Qwen3CoderParser(TurnParser):
                 raw = text[start.start() : position]
                 calls.append(_read_function(text[start.end() : close], raw.lstrip(), tools))
         pieces.append(text[position:])
-        return Found(pieces, calls)
+        return ParsedText(pieces, calls)
 
 
 def _read_function(text: str, raw: str, tools: Tools) -> ToolCall:

@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from polyturn.core.messages import ToolCall
-from polyturn.tokens.parsers.base import Found, broken, read_blocks
+from polyturn.tokens.parsers.base import ParsedText, broken, read_blocks
 
 
 def read_sections(
     text: str, section: tuple[str, str], call_tags: tuple[str, str], read: Callable[[str, str], ToolCall]
-) -> Found:
+) -> ParsedText:
     """Read the calls of a text and drop the marks of sections; a section without a call is a broken one."""
     pieces, calls = read_blocks(text, call_tags, read)
     begins, ends = section
     if not calls and begins in text:
         content, _, rest = text.partition(begins)
-        return Found([content, ""], [broken(begins + rest, f"the section calls nothing; write {call_tags[0]} inside it")])
+        return ParsedText(
+            [content, ""], [broken(begins + rest, f"the section calls nothing; write {call_tags[0]} inside it")]
+        )
     if calls:
         pieces = [p.replace(begins, "").replace(ends, "") for p in pieces]
-    return Found(pieces, calls)
+    return ParsedText(pieces, calls)

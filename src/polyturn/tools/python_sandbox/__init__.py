@@ -14,8 +14,8 @@
 Nothing that the inside says is believed beyond its own output: limits are kept from outside.
 """
 
-from polyturn.tools.python_sandbox.limits import Limits, RunResult
+from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
 from polyturn.tools.python_sandbox.pool import WarmPool
 from polyturn.tools.python_sandbox.tool import PythonSandbox
 
-__all__ = ["Limits", "PythonSandbox", "RunResult", "WarmPool"]
+__all__ = ["PythonSandbox", "RunResult", "SandboxLimits", "WarmPool"]

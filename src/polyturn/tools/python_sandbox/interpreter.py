@@ -30,8 +30,8 @@ from typing import Any
 from polyturn.core.errors import PolyturnError
 from polyturn.core.readable import is_readable
 from polyturn.tools.python_sandbox.cgroup import ControlGroup, make_group
-from polyturn.tools.python_sandbox.isolation import ENVIRONMENT, Walls, bwrap
-from polyturn.tools.python_sandbox.limits import Limits, RunResult
+from polyturn.tools.python_sandbox.isolation import ENVIRONMENT, Isolation, bwrap
+from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
 from polyturn.tools.python_sandbox.seccomp import filter_program
 from polyturn.tools.python_sandbox.standstill import go_on, stand_still
 
@@ -59,7 +59,7 @@ class SandboxStartError(PolyturnError, RuntimeError):
 class Interpreter:
     """A Python interpreter in a sandbox."""
 
-    def __init__(self, limits: Limits, *, walls: Walls, python: str) -> None:
+    def __init__(self, limits: SandboxLimits, *, walls: Isolation, python: str) -> None:
         self._limits = limits
         self._lock = threading.Lock()
         self._is_closed = False
@@ -93,15 +93,15 @@ class Interpreter:
         """The id of the process below which all others of the sandbox are."""
         return self._process.pid if self._init_pid is None else self._init_pid
 
-    def _start(self, walls: Walls, python: str) -> None:
+    def _start(self, walls: Isolation, python: str) -> None:
         inside_requests, self._requests = os.pipe()
         self._replies, inside_replies = os.pipe()
         inside = [inside_requests, inside_replies]
         info_read: int | None = None
         command: list[str] = []
-        uid = 0x60000000 + secrets.randbelow(0x10000000) if walls is Walls.ROOT else None
+        uid = 0x60000000 + secrets.randbelow(0x10000000) if walls is Isolation.ROOT else None
         cwd = "/tmp"
-        if walls is Walls.NONE:
+        if walls is Isolation.NONE:
             cwd = self._folder = tempfile.mkdtemp(prefix="polyturn-sandbox-")
         else:
             info_read, info_write = os.pipe()
@@ -144,7 +144,7 @@ class Interpreter:
         for fd in (self._stdout, self._stderr, self._requests, self._replies):
             os.set_blocking(fd, False)
         if info_read is not None:
-            self._watch_init(info_read, confines=walls is Walls.USER)
+            self._watch_init(info_read, confines=walls is Isolation.USER)
 
     def _watch_init(self, info: int, *, confines: bool) -> None:
         """Hold on to the first process of the sandbox's own process namespace: with it, all of them end.
@@ -334,7 +334,7 @@ def _worker() -> str:
 class _Printed:
     """What came out of one stream: the first bytes are kept, all are counted."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SandboxLimits) -> None:
         self._kept = bytearray()
         self._limits = limits
         self.num_bytes = 0

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyturn.core.errors import ConfigError
-from polyturn.tools.python_sandbox.limits import Limits
+from polyturn.tools.python_sandbox.limits import SandboxLimits
 
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -36,7 +36,7 @@ _FROM_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/mi
 INSTALL = "install bubblewrap (`make system`, or `apt-get install bubblewrap`)"
 
 
-class Walls(enum.Enum):
+class Isolation(enum.Enum):
     """What stands between the code and the machine."""
 
     ROOT = "bubblewrap, as a user of its own"
@@ -45,28 +45,28 @@ class Walls(enum.Enum):
 
 
 @functools.cache
-def find_walls() -> tuple[Walls, str]:
+def find_walls() -> tuple[Isolation, str]:
     """Return the best walls that this machine can build, and why there are no better ones ("" where there are)."""
     if not sys.platform.startswith("linux"):
-        return Walls.NONE, f"bubblewrap needs Linux, and this is {sys.platform}"
+        return Isolation.NONE, f"bubblewrap needs Linux, and this is {sys.platform}"
     if shutil.which("bwrap") is None:
-        return Walls.NONE, f"bubblewrap is not installed; {INSTALL}"
-    walls = Walls.ROOT if os.geteuid() == 0 else Walls.USER
-    command = [*bwrap(walls, Limits(), python=sys.executable, filter_fd=None), "/bin/true"]
+        return Isolation.NONE, f"bubblewrap is not installed; {INSTALL}"
+    walls = Isolation.ROOT if os.geteuid() == 0 else Isolation.USER
+    command = [*bwrap(walls, SandboxLimits(), python=sys.executable, filter_fd=None), "/bin/true"]
     tried = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if tried.returncode == 0:
         return walls, ""
-    return Walls.NONE, f"bubblewrap does not work here: {tried.stderr.strip()[:200]}"
+    return Isolation.NONE, f"bubblewrap does not work here: {tried.stderr.strip()[:200]}"
 
 
-def require_walls(*, allow_unsafe: bool) -> Walls:
+def require_walls(*, allow_unsafe: bool) -> Isolation:
     """Return the walls of this machine.
 
     Raises:
         ConfigError: there are none, and running without is not allowed.
     """
     walls, why = find_walls()
-    if walls is Walls.NONE and not allow_unsafe:
+    if walls is Isolation.NONE and not allow_unsafe:
         raise ConfigError(
             f"the Python sandbox cannot isolate code here: {why}. Untrusted code is refused; set allow_unsafe: true only "
             "for code that you would run yourself"
@@ -74,11 +74,11 @@ def require_walls(*, allow_unsafe: bool) -> Walls:
     return walls
 
 
-def bwrap(walls: Walls, limits: Limits, *, python: str, filter_fd: int | None) -> list[str]:
+def bwrap(walls: Isolation, limits: SandboxLimits, *, python: str, filter_fd: int | None) -> list[str]:
     """Return bubblewrap's command line, up to the program that it starts."""
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    if walls is Walls.ROOT:
+    if walls is Isolation.ROOT:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]

@@ -16,7 +16,7 @@ OUTPUT_OF_PROGRAMS = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What one sandbox may use."""
 
     timeout_s: float = 10.0

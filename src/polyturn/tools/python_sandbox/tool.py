@@ -19,7 +19,7 @@ from polyturn.core.errors import ConfigError, ToolError, ToolUnavailableError, d
 from polyturn.tools.base import BaseTool
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
 from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_walls
-from polyturn.tools.python_sandbox.limits import Limits, RunResult
+from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
 from polyturn.tools.python_sandbox.pool import WarmPool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from polyturn.tools.threads import DaemonThreads
@@ -55,7 +55,7 @@ class PythonSandbox(BaseTool):
             if name not in _LIMITS and name not in _OTHERS:
                 known = [*_LIMITS, *_OTHERS]
                 raise ConfigError(f"the Python sandbox has no setting {name!r}.{did_you_mean(str(name), known)}")
-        self.limits = Limits(**{_LIMITS[name]: value for name, value in config.items() if name in _LIMITS})
+        self.limits = SandboxLimits(**{_LIMITS[name]: value for name, value in config.items() if name in _LIMITS})
         python = config.get("python") or bare_python()
         interpreter_folders(python)
         walls = require_walls(allow_unsafe=config.get("allow_unsafe") is True)
@@ -172,7 +172,7 @@ class _Session:
             self._interpreter = None
 
 
-def describe(result: RunResult, limits: Limits) -> str:
+def describe(result: RunResult, limits: SandboxLimits) -> str:
     """Return what the model reads: what was printed, then how it ended where that is not plain."""
     ends = {
         "ok": "",

@@ -9,8 +9,8 @@ import pytest
 
 from polyturn.core.errors import UnknownNameError
 from polyturn.core.messages import ToolCall
+from polyturn.testing.parser_samples import CALLS, CONTENT, PIECES, REASONING, TOOLS, VARIANTS, WRITINGS, mutate
 from polyturn.testing.steps import num_steps
-from polyturn.testing.writings import CALLS, CONTENT, PIECES, REASONING, TOOLS, VARIANTS, WRITINGS, mutate
 from polyturn.tokens.parsers import HermesParser, ParsedTurn, PlainParser, TurnParser, parsers, reasoning_formats
 
 FAMILIES = sorted({parsers.resolve(n): n for n in reversed(list(parsers))}.values())

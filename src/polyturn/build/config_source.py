@@ -1,0 +1,62 @@
+"""ConfigSource: a configuration and where its relative paths start; what every other file here is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.config.models import (
+    RunConfig,
+)
+from polyturn.core.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from polyturn.environments.base import Adapter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigSource:
+    """A configuration, and where its relative paths start."""
+
+    config: RunConfig
+    base: Path
+    adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
+    """The environments that were made so far, by name: what gives tasks, tools and a scheduler is one object. A copy in
+    another process makes its own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "adapters": {}}
+
+
+_WHERE = "name a model's folder, from the config's folder on, or a model on the hub as owner/name"
+
+
+def folder_or_name(source: str, base: Path) -> str:
+    """Return a folder relative to the config where there is one, else the name of a model on the hub.
+
+    Raises:
+        ConfigError: it can only be a path, and no folder is there.
+    """
+    local = base / Path(source).expanduser()
+    if local.is_dir():
+        return str(local)
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ConfigError(f"there is no folder {str(local.resolve())!r}, which the config calls {source!r}; {_WHERE}")
+    return source
+
+
+def model_folder(path: Path | None) -> Path | None:
+    """Return the Hugging Face folder that a checkpoint's name means: a model's, a checkpoint's, or a run's latest.
+
+    Raises:
+        CheckpointError: there is no model there.
+    """
+    if path is None:
+        return None
+    steps = [*path.glob("step-*/model"), *path.glob("checkpoints/step-*/model")]
+    candidates = [path, path / "model", *sorted(steps, reverse=True)]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():
+            return candidate
+    raise CheckpointError(f"there is no model in {path}; name a folder with config.json, a checkpoint, or a run's folder")

@@ -1,0 +1,233 @@
+"""From what a scheduler's `run` returned to the episode's record: which turns count, with which weights and infos.
+
+    run returned  one RolloutOutput of turns 0 and 1     both count; its masks become weights
+                  [output of turn 0, output of turn 1]   both count, each read as a sample of its own by reward functions
+                  the best of three tries                the other two turns weigh 0
+
+An output holds the sampled ids and texts themselves (`SampledId`, `SampledText`), so a turn is recognised by identity: two
+turns with equal ids are never confused. Only where an output was written with other numbers and texts, such as those of a
+tensor or of JSON, are turns found by what they say, in order, back from the turn that the output's response belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from polyturn.compat.swift.engine import EpisodeEngine, InferCall
+from polyturn.compat.swift.protocol import RolloutOutput, SampledId
+from polyturn.core.errors import SchedulerError
+
+if TYPE_CHECKING:
+    from polyturn.core.arrays import Floats
+    from polyturn.rollout.episode import Episode
+
+OUTPUTS = "_outputs"
+"""Key in the info of the last turn of an output: a list of {"messages": …, "rollout_infos": …, "turns": [0, 1]}."""
+
+
+def settle(
+    episode: Episode,
+    engine: EpisodeEngine,
+    outputs: Sequence[RolloutOutput],
+    *,
+    prompt: Sequence[Mapping[str, Any]],
+    is_own_loop: bool,
+) -> None:
+    """Let the outputs of a trajectory say what is trained, and record what reward functions read.
+
+    Args:
+        episode: The episode.
+        engine: What the scheduler generated with.
+        outputs: What its `run` returned.
+        prompt: The row's messages; an output without messages is its response behind them.
+        is_own_loop: Whether the user wrote the loop, so that only its outputs say which turns count.
+    """
+    if not outputs:
+        return
+    turns = _Turns(engine.asked)
+    weights: dict[int, Floats] = {}
+    silent: set[int] = set()
+    for output in outputs:
+        if output.messages is None:
+            said = {"role": "assistant", "content": output.response.choices[0].message.content}
+            output.messages = [*_without_answer(prompt), said]
+        last = turns.anchor(output)
+        spoken = turns.of_messages(output.messages, last, start=_num_prompt(prompt, output.messages))
+        held = _held(turns, output, spoken, last, episode.id) if is_own_loop else dict.fromkeys(range(len(turns.asked)))
+        if not held:
+            raise SchedulerError(
+                f"an output of trajectory {episode.id!r} holds nothing that was sampled in it; return the response of an "
+                "infer_async, its token_ids, or its text in messages"
+            )
+        for i, mine in held.items():
+            mine = np.ones(turns.asked[i].turn.num_tokens, np.float32) if mine is None else mine
+            weights[i] = np.maximum(weights[i], mine) if i in weights else mine
+        silent |= {i for at, i in spoken if _is_silent(output.messages[at])}
+        _record(output, [turns.asked[i].turn for i in sorted(held)])
+    for i, asked in enumerate(turns.asked):
+        if i in silent or i not in weights:
+            episode.weigh(asked.turn, 0.0)
+        elif is_own_loop and not weights[i].all():
+            episode.weigh(asked.turn, weights[i])
+
+
+class _Place(NamedTuple):
+    """Where an id was sampled."""
+
+    turn: int
+    at: int
+
+
+class _Turns:
+    """The turns of a trajectory, found again in what a scheduler returned."""
+
+    def __init__(self, asked: Sequence[InferCall]) -> None:
+        self.asked = asked
+        self._ids = {
+            id(token): _Place(i, at)
+            for i, one in enumerate(asked)
+            for at, token in enumerate(one.ids[: one.turn.num_tokens])
+        }
+        self._texts = {id(one.text): i for i, one in enumerate(asked)}
+
+    def anchor(self, output: RolloutOutput) -> int:
+        """Return the turn that the output's response belongs to; the last one for a response that is none of ours."""
+        for i, one in enumerate(self.asked):
+            if one.response is output.response:
+                return i
+        choice = output.response.choices[0]
+        of_ids = [place.turn for token in choice.token_ids or () if (place := self.place(token)) is not None]
+        of_text = self._texts.get(id(choice.message.content), len(self.asked) - 1)
+        return of_ids[0] if of_ids else of_text
+
+    def place(self, token: int) -> _Place | None:
+        """Return where an id was sampled; None for a number that only looks like one."""
+        return self._ids.get(id(token)) if isinstance(token, SampledId) else None
+
+    def of_messages(self, messages: Sequence[Mapping[str, Any]], last: int, *, start: int) -> list[tuple[int, int]]:
+        """Return (message, turn) for each turn up to `last` that a message from `start` on holds, in order."""
+        found: list[tuple[int, int]] = []
+        before = last + 1
+        for at in reversed(range(start, len(messages))):
+            content = messages[at].get("content")
+            if messages[at].get("role") != "assistant" or not isinstance(content, str):
+                continue
+            turn = self._texts.get(id(content))
+            if turn is None:
+                turn = next((i for i in reversed(range(before)) if self._says(i, content)), None)
+            while turn is not None:  # with those that the same message went on from
+                found.append((at, turn))
+                before = min(before, turn)
+                turn = turn - 1 if self.asked[turn].turn.said_before and turn > 0 else None
+        return found[::-1]
+
+    def of_ids(self, output: RolloutOutput, last: int, spoken: Collection[int]) -> list[list[_Place | None]]:
+        """Return where each id of an output was sampled, list by list; None for ids of the scheduler's own."""
+        lists = [[self.place(token) for token in ids] for ids in output.response_token_ids]
+        flat = [token for ids in output.response_token_ids for token in ids]
+        places = [place for one in lists for place in one]
+        end = len(flat)
+        for i in reversed(range(last + 1)):
+            own = [at for at, place in enumerate(places) if place is not None and place.turn == i]
+            if own:
+                end = own[0]
+                continue
+            ids = [int(token) for token in self.asked[i].ids[: self.asked[i].turn.num_tokens]]
+            at, length = _found(flat[:end], ids, places)
+            if length < len(ids) and i != last and i not in spoken:
+                continue  # another turn that begins alike
+            for k in range(length):
+                places[at + k] = _Place(i, k)
+            end = at if length else end
+        rest = iter(places)
+        return [[next(rest) for _ in one] for one in lists]
+
+    def _says(self, i: int, content: str) -> bool:
+        one = self.asked[i]
+        return bool(one.text) and (content == one.turn.said_before + one.text or one.text in content)
+
+
+def _held(
+    turns: _Turns, output: RolloutOutput, spoken: Sequence[tuple[int, int]], last: int, name: str
+) -> dict[int, Floats | None]:
+    """Return the turns that an output holds, each with the weights of its tokens; None is 1 for each."""
+    if not output.response_token_ids:
+        is_ours = any(one.response is output.response for one in turns.asked)
+        return dict.fromkeys(sorted({i for _, i in spoken} | ({last} if is_ours else set())))
+    masks = output.response_loss_mask
+    lengths = [len(ids) for ids in output.response_token_ids]
+    if masks and [len(mask) for mask in masks] != lengths:
+        raise SchedulerError(
+            f"response_loss_mask of trajectory {name!r} has lists of {[len(m) for m in masks]} entries for "
+            f"response_token_ids of {lengths}; they must be as many"
+        )
+    held: dict[int, Floats | None] = {}
+    seen: set[_Place] = set()
+    for k, places in enumerate(turns.of_ids(output, last, {i for _, i in spoken})):
+        mask = masks[k] if masks else [1] * len(places)
+        known = [place for place in places if place is not None]
+        if any(mask) and not known:
+            raise SchedulerError(
+                f"list {k} of the {len(lengths)} in response_token_ids of trajectory {name!r} holds no id that was sampled "
+                "in it, and would be trained; return the token_ids of a choice, or mask it with zeros"
+            )
+        if (twice := [place for place in known if place in seen]) or len(set(known)) < len(known):
+            turn = (twice or known)[0].turn
+            raise SchedulerError(
+                f"list {k} of the {len(lengths)} in response_token_ids of trajectory {name!r} repeats ids of turn {turn}, "
+                "which the output holds already; return each sampled id once"
+            )
+        seen.update(known)
+        for place, value in zip(places, mask, strict=True):
+            if place is not None:
+                weights = held.setdefault(place.turn, np.zeros(turns.asked[place.turn].turn.num_tokens, np.float32))
+                assert weights is not None
+                weights[place.at] = float(value > 0)
+    return held
+
+
+def _record(output: RolloutOutput, turns: Sequence[Any]) -> None:
+    messages = [{k: str(v) if isinstance(v, str) else v for k, v in m.items()} for m in output.messages or ()]
+    output.response.choices[0].messages = output.messages
+    info = turns[-1].info
+    info.update({k: v for k, v in output.rollout_infos.items() if k != "num_turns"})
+    told = {"messages": messages, "rollout_infos": dict(output.rollout_infos), "turns": [t.index for t in turns]}
+    info.setdefault(OUTPUTS, []).append(told)
+
+
+def _num_prompt(prompt: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many messages stand there because they stand in the row, replies of examples among them."""
+    pairs = zip(messages, prompt, strict=False)
+    alike = ((m.get("role"), m.get("content")) == (own.get("role"), own.get("content")) for m, own in pairs)
+    return next((i for i, is_alike in enumerate(alike) if not is_alike), min(len(messages), len(prompt)))
+
+
+def _without_answer(prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the row's messages without an answer that stands at their end."""
+    kept = prompt[:-1] if prompt and prompt[-1].get("role") == "assistant" else prompt
+    return [dict(m) for m in kept]
+
+
+def _is_silent(message: Mapping[str, Any]) -> bool:
+    return message.get("loss") is False or message.get("loss_scale") == 0
+
+
+def _found(flat: Sequence[int], ids: Sequence[int], places: Sequence[_Place | None]) -> tuple[int, int]:
+    """Return where the longest beginning of `ids` stands last in `flat`, among what has no place yet, and its length."""
+    best, length = 0, 0
+    for at in _starts(flat, ids):
+        n = 0
+        while n < len(ids) and at + n < len(flat) and flat[at + n] == ids[n] and places[at + n] is None:
+            n += 1
+        if n > length:
+            best, length = at, n
+        if length == len(ids):
+            break
+    return best, length
+
+
+def _starts(flat: Sequence[int], ids: Sequence[int]) -> Iterator[int]:
+    return (at for at in reversed(range(len(flat))) if ids and flat[at] == ids[0])

@@ -1,0 +1,144 @@
+"""PendingRequest: one request on its way to a server and back, until it is answered, ended by its caller, late, or given up.
+
+    flight = Flight(link.url, post=…, abort=…, busy_limit_s=60)
+    reply = await flight.fly(deadline)      the server's JSON; None where it was ended before the server took it
+    flight.end()                            from the caller: return what there is
+    flight.give_up(EngineLostError(…))      from whoever finds out that the server is no more
+
+To end a request the server is asked to abort it, again and again, because the request itself may still be on its way there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from polyturn.core.errors import EngineBusyError, EngineLostError
+
+_ABORT_GRACE_S = 10.0
+_FIRST_ABORT_PAUSE_S, _LAST_ABORT_PAUSE_S = 0.005, 0.5
+_FIRST_BUSY_PAUSE_S, _LAST_BUSY_PAUSE_S = 0.05, 2.0
+
+
+class PendingRequest:
+    """One request of one caller. It may fly several times, one after another, as parts of one completion."""
+
+    def __init__(
+        self,
+        where: str,
+        *,
+        abort: Callable[[str], Awaitable[None]],
+        abort_later: Callable[[str], None],
+        busy_limit_s: float,
+    ) -> None:
+        """Prepare it.
+
+        Args:
+            where: The server, for messages.
+            abort: Asks the server to end the request of an id.
+            abort_later: The same without waiting for it.
+            busy_limit_s: How long it is sent again and again to a server that says it is full.
+        """
+        self._where = where
+        self._abort = abort
+        self._abort_later = abort_later
+        self._busy_limit_s = busy_limit_s
+        self._id = ""
+        self._sent: asyncio.Task[Any] | None = None
+        self._is_refused = False
+        """Whether the server is full, so that there is nothing to end there."""
+        self._problem: EngineLostError | None = None
+        self._is_ended = False
+        self._wake: asyncio.Future[None] | None = None
+        """What the caller waits for: the answer, the end that it asks for, or its deadline."""
+        self.num_busy = 0
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the caller wants what there is."""
+        return self._is_ended
+
+    def end(self) -> None:
+        """Return what there is."""
+        self._is_ended = True
+        self._awaken()
+
+    def give_up(self, problem: EngineLostError) -> None:
+        """Raise `problem` instead of waiting on."""
+        self._problem = problem
+        if self._sent is not None:
+            self._sent.cancel()
+
+    async def fly(self, post: Callable[[str], Awaitable[Any]], *, deadline: float | None) -> Any:
+        """Send the request and wait for the answer; None where it was ended before the server took it.
+
+        Args:
+            post: Sends it under the id that it is given, and returns the answer.
+            deadline: `loop.time()` from which on what there is will do.
+
+        Raises:
+            EngineLostError: no answer came.
+            EngineError: the server refused it.
+        """
+        self._id, self._problem = uuid.uuid4().hex, None
+        self._sent = asyncio.create_task(self._send(post))
+        try:
+            return await self._within(self._sent, deadline)
+        except asyncio.CancelledError:
+            self._sent.cancel()
+            self._abort_later(self._id)
+            task = asyncio.current_task()
+            if self._problem is not None and (task is None or not task.cancelling()):
+                raise self._problem from None
+            raise
+        except EngineLostError:
+            self._abort_later(self._id)  # the server may still be at work on it
+            raise
+
+    async def _send(self, post: Callable[[str], Awaitable[Any]]) -> Any:
+        """Send it until the server takes it."""
+        loop = asyncio.get_running_loop()
+        limit, pause = loop.time() + self._busy_limit_s, _FIRST_BUSY_PAUSE_S
+        while True:
+            self._is_refused = False
+            try:
+                return await post(self._id)
+            except EngineBusyError:
+                self.num_busy += 1
+                if loop.time() + pause > limit:
+                    raise
+            self._is_refused = True
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_BUSY_PAUSE_S)
+
+    async def _within(self, sent: asyncio.Task[Any], deadline: float | None) -> Any:
+        """Wait for the answer; once it is late or the caller wants an end, ask for what there is."""
+        loop = asyncio.get_running_loop()
+        if not self._is_ended:
+            self._wake = loop.create_future()
+            sent.add_done_callback(self._awaken)
+            timer = None if deadline is None else loop.call_at(deadline, self._awaken)
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+                if timer is not None:
+                    timer.cancel()
+        grace, pause = loop.time() + _ABORT_GRACE_S, _FIRST_ABORT_PAUSE_S
+        while not sent.done():
+            if self._is_refused:
+                sent.cancel()
+                return None
+            if loop.time() > grace:
+                sent.cancel()
+                raise EngineLostError(f"{self._where} did not end a request within {_ABORT_GRACE_S:.0f} s of being asked to")
+            await self._abort(self._id)
+            await asyncio.wait({sent}, timeout=pause)
+            pause = min(2 * pause, _LAST_ABORT_PAUSE_S)
+        return await sent
+
+    def _awaken(self, sent: asyncio.Task[Any] | None = None) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)

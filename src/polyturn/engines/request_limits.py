@@ -1,0 +1,104 @@
+"""What engines refuse, in sentences: requests that cannot be served, models that the embedded engine cannot compute."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import ConfigError, EngineError
+from polyturn.core.generation import GenerateRequest
+from polyturn.core.protocols import EngineCapabilities
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What an engine of our own takes, in this process or in another."""
+
+    vocab_size: int
+    max_context: int
+    """The longest prompt plus completion."""
+    takes_media: bool
+    """Whether it has a processor for what prompts show."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, max_context: int | None, takes_media: bool) -> RequestLimits:
+        """Return what an engine of `model` takes; `max_context` is the model's own limit unless given.
+
+        Raises:
+            ConfigError: the model has layers other than full attention.
+        """
+        config = model.config.get_text_config()
+        limit = max_context or int(config.max_position_embeddings)
+        check_attention(config.to_dict(), limit)
+        return cls(vocab_size=int(config.vocab_size), max_context=limit, takes_media=takes_media)
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Seeded, with logprobs in training's meaning."""
+        return EngineCapabilities(
+            seeded=True, logprobs=True, media=self.takes_media, pause_modes=("keep",), max_context=self.max_context
+        )
+
+    def check(self, request: GenerateRequest, *, live: Container[str], is_closed: bool) -> None:
+        """Refuse a request that cannot be served.
+
+        Raises:
+            EngineError: the engine is closed, or as `check_request` says.
+        """
+        if is_closed:
+            raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
+        check_request(
+            request, live=live, vocab_size=self.vocab_size, max_context=self.max_context, takes_media=self.takes_media
+        )
+
+
+def check_request(
+    request: GenerateRequest, *, live: Container[str], vocab_size: int, max_context: int | None, takes_media: bool
+) -> None:
+    """Refuse a request that cannot be served.
+
+    Raises:
+        EngineError: the prompt is empty, does not fit or holds an id that the model does not have, the request's id is live,
+            or it shows media to an engine that takes none.
+    """
+    name = f"request {request.request_id!r}"
+    if request.media and not takes_media:
+        raise EngineError(f"{name} has media, and the engine was given no processor; without one it serves text only")
+    if request.request_id in live:
+        raise EngineError(f"request id {request.request_id!r} is live already; use a fresh id for every request")
+    length = len(request.prompt_ids)
+    if length == 0:
+        raise EngineError(f"{name} has an empty prompt; give at least one token")
+    low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise EngineError(
+            f"{name} holds token id {low if low < 0 else high}, and the model's vocabulary ends at {vocab_size - 1}; "
+            "tokenizer and model do not belong together"
+        )
+    if max_context is not None and length >= max_context:
+        raise EngineError(
+            f"{name} has a prompt of {length} tokens and the context holds {max_context}, "
+            "the completion included; shorten the history or raise max_context"
+        )
+
+
+def check_attention(config: Mapping[str, Any], max_context: int) -> None:
+    """Refuse a model whose layers would need another mask or another cache than full attention.
+
+    Raises:
+        ConfigError: it has such layers.
+    """
+    window = config.get("sliding_window")
+    layers = config.get("layer_types") or ["full_attention" if window is None else "sliding_attention"]
+    kinds = sorted(set(layers))
+    is_full = kinds == ["full_attention"]
+    if is_full or (window is not None and window >= max_context and set(kinds) <= {"full_attention", "sliding_attention"}):
+        return
+    raise ConfigError(
+        f"the embedded engine computes full attention, and this model has {kinds} layers (window {window}) for a context of "
+        f"{max_context} tokens; lower max_context to the window or use a served engine"
+    )

@@ -1,0 +1,143 @@
+"""Which slot of the embedded engine a request sits in, and what of its prompt that slot has cached already.
+
+    session has a slot    ->  the same one: all that its prompt begins with is cached there
+    another slot began so ->  an empty slot, and that slot's keys and values copied into it
+    it will soon          ->  wait for its prefill
+    otherwise             ->  an empty slot, or the one that was idle longest
+
+Free of torch: it says what to copy or exchange in the KV cache, and the engine does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyturn.core.arrays import Ids
+from polyturn.engines.slots import MIN_SHARED_PREFIX, EngineStats, SlotRequest, Slots
+
+
+class PrefixCopy(NamedTuple):
+    """Keys and values of `length` tokens that slot `target` takes over from slot `source`."""
+
+    source: int
+    target: int
+    length: int
+
+
+class SlotAllocator:
+    """Slots, and the sessions that own them."""
+
+    def __init__(self, slots: Slots, *, max_context: int, share_prefixes: bool, stats: EngineStats) -> None:
+        """Take empty slots.
+
+        Args:
+            slots: What every slot holds; written here and by the engine.
+            max_context: The longest prompt plus completion.
+            share_prefixes: Copy a prefix that another slot holds.
+            stats: Where reuse and evictions are counted.
+        """
+        self._slots = slots
+        self._max_context = max_context
+        self._share_prefixes = share_prefixes
+        self._stats = stats
+        self._sessions: dict[str, int] = {}
+
+    def admit(self, waiting: Sequence[SlotRequest]) -> tuple[list[SlotRequest], list[PrefixCopy]]:
+        """Give slots to requests as far as there are any; return those that still wait, and what is to be copied."""
+        copies: list[PrefixCopy] = []
+        return [running for running in waiting if not self._place(running, copies)], copies
+
+    def leave(self, running: SlotRequest) -> None:
+        """Take a request out of its slot; the slot keeps what it cached."""
+        self._slots.running[running.slot] = None
+        self._slots.touch(running.slot)
+        running.slot = -1
+
+    def end_session(self, session_id: str) -> None:
+        """Give the session's slot back. Unknown ids are fine."""
+        slot = self._sessions.pop(session_id, None)
+        if slot is not None:
+            self._slots.session[slot] = None
+
+    def end_all_sessions(self) -> None:
+        """Forget every session."""
+        self._sessions.clear()
+
+    def exchanges(self, rows: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+        """Return (idle slots in front, running slots behind) whose exchange moves the running `rows` to the front."""
+        count = len(rows)
+        return np.setdiff1d(np.arange(count), rows).tolist(), rows[rows >= count].tolist()
+
+    def exchange(self, first: list[int], second: list[int]) -> None:
+        """Exchange the slots first[i] and second[i], with those who sit in them."""
+        self._slots.swap(first, second)
+        for slot in first + second:
+            session, running = self._slots.session[slot], self._slots.running[slot]
+            if session is not None:
+                self._sessions[session] = slot
+            if running is not None:
+                running.slot = slot
+
+    def _place(self, running: SlotRequest, copies: list[PrefixCopy]) -> bool:
+        """Put the request into a slot; False when it has to wait for one, or for a prefix that is being computed."""
+        slots, request = self._slots, running.request
+        prompt, length = running.keys, len(request.prompt_ids)
+        slot = self._sessions.get(request.session_id, -1)
+        shared = 0
+        if slot >= 0 and slots.running[slot] is None:
+            own = min(int(slots.cached[slot]), length - 1)
+            cached = running.before(_common_prefix(slots.ids[slot], prompt, own))
+            self._stats.reused_tokens += cached
+        else:
+            cached = 0
+            donor, shared, soon = slots.donor(prompt) if self._share_prefixes else (-1, 0, 0)
+            if soon - shared >= MIN_SHARED_PREFIX:
+                return False
+            slot, evicted = slots.claim()
+            if slot < 0:
+                return False
+            if evicted is not None:
+                self._sessions.pop(evicted, None)
+                self._stats.evictions += 1
+            shared = running.before(shared)
+            if shared < MIN_SHARED_PREFIX:
+                shared = 0
+            elif donor == slot:
+                cached = shared
+            else:
+                copies.append(PrefixCopy(donor, slot, shared))
+            self._stats.shared_tokens += shared
+            if request.session_id not in self._sessions:
+                self._sessions[request.session_id] = slot
+                slots.session[slot] = request.session_id
+        running.slot = slot
+        running.prefilled = length - max(cached, shared)
+        self._stats.prefilled_tokens += running.prefilled
+        self._fill(slot, running, cached)
+        return True
+
+    def _fill(self, slot: int, running: SlotRequest, cached: int) -> None:
+        slots, request, sampling = self._slots, running.request, running.request.sampling
+        length = len(request.prompt_ids)
+        slots.ids[slot, cached:length] = running.keys[cached:]
+        slots.rope_offset[slot] = 0 if running.shown is None else running.shown.offset
+        slots.cached[slot], slots.known[slot], slots.prompt[slot] = cached, length, length
+        slots.limit[slot] = min(length + sampling.max_tokens, self._max_context)
+        slots.temperature[slot], slots.top_p[slot], slots.top_k[slot] = sampling.temperature, sampling.top_p, sampling.top_k
+        missing = len(sampling.stop_token_ids) - slots.stop.shape[1]
+        if missing > 0:
+            slots.stop = np.pad(slots.stop, ((0, 0), (0, missing)), constant_values=-1)
+        slots.stop[slot] = -1
+        slots.stop[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        slots.running[slot] = running
+        slots.touch(slot)
+
+
+def _common_prefix(a: Ids, b: Ids, length: int) -> int:
+    """Return how many of the first `length` ids agree."""
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length

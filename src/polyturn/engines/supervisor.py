@@ -1,0 +1,70 @@
+"""ServerSupervisor: a server that this process starts, and starts again when it has died or hangs, so often and no more.
+
+keeper = Keeper(spec, max_restarts=3)
+server = await keeper.start()          once, however many ask
+server = await keeper.again("it was killed")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from polyturn.core.errors import EngineGoneError
+from polyturn.engines.launcher import LaunchSpec, Server
+
+logger = logging.getLogger(__name__)
+
+
+class ServerSupervisor:
+    """Holds one server at a time."""
+
+    def __init__(self, spec: LaunchSpec, *, max_restarts: int = 3) -> None:
+        self._spec = spec
+        self._max_restarts = max_restarts
+        self._lock = asyncio.Lock()
+        self.server: Server | None = None
+        self.num_restarts = 0
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the server was started and its process has ended."""
+        return self.server is not None and not self.server.is_alive
+
+    async def start(self) -> Server:
+        """Return the server, started if none was.
+
+        Raises:
+            EngineError: it did not come up.
+        """
+        async with self._lock:
+            if self.server is None:
+                self.server = await Server.start(self._spec)
+                logger.info("started a server at %s (process %d)", self.server.url, self.server.pid)
+            return self.server
+
+    async def again(self, why: str) -> Server:
+        """Stop what is left of the server and start another.
+
+        Raises:
+            EngineGoneError: it was started again as often as it may be.
+            EngineError: it did not come up.
+        """
+        async with self._lock:
+            if self.num_restarts >= self._max_restarts:
+                raise EngineGoneError(
+                    f"{why}, and it was started again {self.num_restarts} times already (engine.launch.max_restarts)"
+                )
+            self.num_restarts += 1
+            if self.server is not None:
+                await self.server.stop()
+            self.server = await Server.start(self._spec)
+            logger.info("started a server again, at %s (process %d)", self.server.url, self.server.pid)
+            return self.server
+
+    async def stop(self) -> None:
+        """Stop the server, if one runs."""
+        async with self._lock:
+            if self.server is not None:
+                await self.server.stop()
+                self.server = None

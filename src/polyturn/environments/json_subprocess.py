@@ -1,0 +1,230 @@
+"""JsonSubprocess: a process that answers requests, one JSON object a line, for code that needs an interpreter of its own.
+
+    worker = JsonSubprocess(("/venv/bin/python", "worker.py"), name="verifiers:my_env")
+    worker.ask("load", env="my_env")               a plain call, before a run
+    await worker.call("rollout", input={…})        many at once; a caller that is cancelled cancels it over there
+
+Nothing but JSON crosses over. The process is started with the first request and again when it has died, ends when its input
+does, and is told to end when this process dies. What it prints is kept for the message of what went wrong. Of the trainer's
+environment it has a few names (`core.hiding.PASSED_ON`, and where caches lie), and none of its secrets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import SchedulerError
+from polyturn.core.hiding import passed_on
+from polyturn.engines.launcher import dies_with_parent, signal_session
+
+_CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "XDG_CACHE_HOME")
+END_S = 5.0
+"""Between the end of its input and the end by force."""
+_TAIL_BYTES = 2000
+
+
+class WorkerRefusal(SchedulerError):
+    """What the process answered instead of a value."""
+
+    def __init__(self, said: str, *, is_download: bool = False) -> None:
+        super().__init__(said)
+        self.is_download = is_download
+
+
+class JsonSubprocess:
+    """A process and the requests that it has not answered."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        variables: Mapping[str, str] | None = None,
+        greet: Callable[[Callable[..., Any]], Any] | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            command: The program and its arguments.
+            name: What to call it in messages.
+            variables: Further variables of its environment.
+            greet: Called with `ask` whenever a process has been started.
+        """
+        self._command = tuple(command)
+        self._name = name
+        self._variables = dict(variables or {})
+        self._greet = greet
+        self._lock = threading.RLock()
+        self._ids = itertools.count(1)
+        self._process: subprocess.Popen[str] | None = None
+        self._waiting: dict[int, Future[Any]] = {}
+        self._log: Path | None = None
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that runs now."""
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
+
+    def ask(self, do: str, *, timeout_s: float | None = None, **arguments: Any) -> Any:
+        """Ask and wait; never on an event loop that has other work.
+
+        Raises:
+            WorkerRefusal: it answered that it cannot.
+            SchedulerError: it has died, or was late.
+        """
+        _, answer = self._send(do, arguments)
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError as problem:
+            raise SchedulerError(f"{self._name}: took longer than {timeout_s:g} s to {do}: {self._tail()}") from problem
+
+    async def call(self, do: str, **arguments: Any) -> Any:
+        """Ask, and let the event loop do other work meanwhile.
+
+        Raises:
+            WorkerRefusal: it answered that it cannot.
+            SchedulerError: it has died.
+        """
+        await asyncio.to_thread(self.start)
+        id, answer = self._send(do, arguments)
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            with contextlib.suppress(SchedulerError):
+                self._write({"cancel": id})
+            raise
+
+    def close(self) -> None:
+        """End the process, by force if it does not end by itself. Closing twice is fine."""
+        atexit.unregister(self.close)
+        with self._lock:
+            self._is_closed = True
+            process, self._process = self._process, None
+            log, self._log = self._log, None
+        if process is not None:
+            _end(process)
+            if process.stdout is not None:
+                process.stdout.close()
+        if log is not None:
+            log.unlink(missing_ok=True)
+
+    def _send(self, do: str, arguments: Mapping[str, Any]) -> tuple[int, Future[Any]]:
+        self.start()
+        id = next(self._ids)
+        answer: Future[Any] = Future()
+        self._waiting[id] = answer
+        try:
+            self._write({"id": id, "do": do, **arguments})
+        except SchedulerError:
+            self._waiting.pop(id, None)
+            raise
+        return id, answer
+
+    def _write(self, request: Mapping[str, Any]) -> None:
+        line = json.dumps(request) + "\n"
+        with self._lock:
+            process = self._process
+            try:
+                if process is None or process.stdin is None:
+                    raise BrokenPipeError
+                process.stdin.write(line)
+                process.stdin.flush()
+            except (BrokenPipeError, OSError, ValueError) as problem:
+                raise SchedulerError(f"{self._name}: its process has ended: {self._tail()}") from problem
+
+    def start(self) -> None:
+        """Start the process, unless it runs.
+
+        Raises:
+            WorkerRefusal: it was greeted and refused.
+            SchedulerError: it cannot be started.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise SchedulerError(f"{self._name}: the run has ended")
+            if self.pid is not None:
+                return
+            if self._log is None:
+                handle, name = tempfile.mkstemp(prefix="polyturn-worker-", suffix=".log")
+                os.close(handle)
+                self._log = Path(name)
+            try:
+                with self._log.open("ab") as log:
+                    self._process = process = subprocess.Popen(
+                        dies_with_parent(self._command),
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=log,
+                        text=True,
+                        encoding="utf-8",
+                        env={**passed_on(*_CACHES), **self._variables},
+                        start_new_session=True,
+                    )
+            except OSError as problem:
+                raise SchedulerError(
+                    f"{self._name}: {self._command[0]!r} cannot be started ({problem.strerror})"
+                ) from problem
+            atexit.register(self.close)
+            threading.Thread(target=self._read, args=(process,), name=f"answers-{self._name}", daemon=True).start()
+            if self._greet is not None:
+                try:
+                    self._greet(self.ask)
+                except BaseException:
+                    self._process = None
+                    _end(process)
+                    raise
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(ValueError):  # its output was closed under it
+            for line in process.stdout:
+                try:
+                    said = json.loads(line)
+                    answer = self._waiting.pop(said["id"], None)
+                except (ValueError, KeyError, TypeError):
+                    continue
+                if answer is None or not answer.set_running_or_notify_cancel():
+                    continue
+                if "error" in said:
+                    answer.set_exception(WorkerRefusal(str(said["error"]), is_download=bool(said.get("is_download"))))
+                else:
+                    answer.set_result(said.get("value"))
+        process.wait()
+        waiting, self._waiting = self._waiting, {}
+        for answer in waiting.values():
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(SchedulerError(f"{self._name}: its process has ended: {self._tail()}"))
+
+    def _tail(self) -> str:
+        if self._log is None or not self._log.exists():
+            return "it said nothing"
+        text = self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+        return " / ".join(text.splitlines()[-3:]) or "it said nothing"
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(OSError):
+        if process.stdin is not None:
+            process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        signal_session(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+            break
+    signal_session(process.pid, signal.SIGKILL)  # what it started

@@ -1,0 +1,85 @@
+"""OpenEnvCodec: between what a model writes and reads, and the JSON actions and observations of an OpenEnv environment.
+
+    schema {"properties": {"message": {"type": "string"}, "metadata": …}}       "hello"   ->  {"message": "hello"}
+    schema {"properties": {"action_id": {"type": "integer"}, …}}                "I go 3"  ->  {"action_id": 3}
+    anything else                                                               one JSON object, wherever it stands
+
+    {"echoed": "hello"}  ->  "hello"         {"board": [0, 1], "turn": "x"}  ->  the same, as JSON
+
+Separate from the session because it is all text, and what a model gets wrong here is told to the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_BASE = frozenset({"metadata"})
+"""What every action has; nothing that a model writes."""
+
+
+class OpenEnvCodec:
+    """How one environment's actions are read and its observations shown."""
+
+    def __init__(self, schema: Mapping[str, Any], *, field: str | None = None, show: str | None = None) -> None:
+        """Look at the schema of the actions.
+
+        Args:
+            schema: The JSON schema that the server gives for an action.
+            field: The field that the text goes into; None where the schema says it.
+            show: The field of an observation that is shown; None for all.
+        """
+        self._fields = {k: v for k, v in (schema.get("properties") or {}).items() if k not in _BASE}
+        required = [k for k in schema.get("required") or () if k in self._fields]
+        only = required if len(required) == 1 else list(self._fields)
+        self._field = field or (only[0] if len(only) == 1 and self._kind(only[0]) is not None else None)
+        self._show = show
+
+    def action(self, text: str) -> dict[str, Any] | str:
+        """Return the action that a text means; a string is what is wrong with it, for the model."""
+        if self._field is None:
+            return self._object(text)
+        kind = self._kind(self._field)
+        if kind in (None, "string"):
+            return {self._field: text}
+        numbers = _NUMBER.findall(text)
+        if not numbers:
+            return f"There is no number in the answer. Answer with the {kind} {self._field!r}."
+        return {self._field: float(numbers[-1]) if kind == "number" else int(float(numbers[-1]))}
+
+    def shown(self, observation: Any) -> str:
+        """Return an observation as text."""
+        if not isinstance(observation, Mapping):
+            return "" if observation is None else str(observation)
+        if self._show is not None:
+            return _text(observation.get(self._show))
+        told = {k: v for k, v in observation.items() if v not in (None, "", [], {})}
+        return _text(next(iter(told.values()))) if len(told) == 1 else _text(told) if told else ""
+
+    def _kind(self, field: str) -> str | None:
+        kind = self._fields.get(field, {}).get("type")
+        return kind if kind in ("string", "integer", "number") else None
+
+    def _object(self, text: str) -> dict[str, Any] | str:
+        decoder = json.JSONDecoder()
+        found = None
+        at = text.find("{")
+        while at >= 0:
+            try:
+                value, end = decoder.raw_decode(text, at)
+            except ValueError:
+                at = text.find("{", at + 1)
+                continue
+            found = value
+            at = text.find("{", end)
+        if isinstance(found, dict):
+            return found
+        names = ", ".join(map(repr, self._fields)) or "the action's fields"
+        return f"There is no JSON object in the answer. Answer with one object with {names}."
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,253 @@
+"""One episode's conversation with its interaction: started once, finalized exactly once, every call with a deadline.
+
+Separate from the episode because this is the only place that calls an author's interaction, and so the only place that
+turns what the author's code does (raise, hang, return something odd) into an `InteractionError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyturn.core.errors import DataError, InteractionError, LifecycleError, RolloutError, one_line
+from polyturn.core.messages import Message
+from polyturn.core.protocols import Interaction
+from polyturn.core.reward import MAX_REWARD, as_score, shown
+from polyturn.core.snapshots import SnapshotHooks
+from polyturn.core.task import InteractionRef
+from polyturn.interactions.adapters import in_usual_form
+from polyturn.interactions.context import AsksPerson, ConversationView, SeesConversation
+from polyturn.tools.deadline import CallWithDeadline, DeadlineError
+from polyturn.tools.results import content_of
+from polyturn.tools.schema import ToolResponse
+
+logger = logging.getLogger(__name__)
+
+MAX_ABANDONED = 64
+"""Calls of an interaction that may run past their deadline before the run ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InteractionReply:
+    """What an interaction answered to one turn."""
+
+    is_done: bool
+    content: str | tuple[Mapping[str, Any], ...]
+    """Text, or parts in OpenAI's form, which may show images."""
+    score: float | None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LoadedInteraction:
+    """An interaction of a run: what it can do, looked at once, and what its episodes share."""
+
+    __slots__ = ("_asks_person", "bounded", "interaction", "live_ids", "name", "seam", "sees_scene", "timeout_s")
+
+    def __init__(self, interaction: Interaction, name: str, *, timeout_s: float) -> None:
+        """Look at it.
+
+        Args:
+            interaction: In whatever form its author wrote it.
+            name: The rows' name of it.
+            timeout_s: Deadline of each of its calls.
+        """
+        self.interaction = in_usual_form(interaction)
+        self.name, self.timeout_s = name, timeout_s
+        self.seam = SnapshotHooks.of(interaction, label=f"interaction {name!r}")
+        """How it survives a restart."""
+        self.bounded = CallWithDeadline(name=f"interaction-{name}", timeout_s=timeout_s)
+        self.live_ids: set[str] = set()
+        self.sees_scene = interaction if isinstance(interaction, SeesConversation) else None
+        """Itself, if it is told the scene."""
+        self._asks_person = interaction if isinstance(interaction, AsksPerson) else None
+
+    @property
+    def asks_person(self) -> bool:
+        """Whether it is a person who answers."""
+        return self._asks_person is not None and bool(self._asks_person.asks_person)
+
+
+class InteractionSession:
+    """An interaction, for the length of one episode."""
+
+    def __init__(self, host: LoadedInteraction, ref: InteractionRef) -> None:
+        """Let one episode use it; nothing is called before `start`.
+
+        Args:
+            host: The interaction.
+            ref: What the episode's row says to it.
+        """
+        self._host, self._interaction = host, host.interaction
+        self._ref = ref
+        self._id: str | None = None
+        self._half_started: str | None = None
+        """The id of a start that failed or was cancelled, maybe after it took something: its own, if it had said one."""
+
+    @property
+    def name(self) -> str:
+        """The interaction's name."""
+        return self._ref.name
+
+    @property
+    def asks_person(self) -> bool:
+        """Whether it is a person who answers."""
+        return self._host.asks_person
+
+    @property
+    def seam(self) -> SnapshotHooks:
+        """How it survives a restart."""
+        return self._host.seam
+
+    async def start(self, episode_id: str) -> None:
+        """Call `start_interaction`; the id that it returns is used from then on.
+
+        Raises:
+            InteractionError: it raised, was late, or returned an id that another live episode uses.
+        """
+        if self._id is not None:
+            raise LifecycleError(f"interaction {self.name!r}: started twice in one episode")
+        chosen: str | None = None
+
+        async def start_interaction() -> None:
+            nonlocal chosen  # at once: a cancellation may come before whoever waits for it is told
+            returned = await self._host.bounded.call(self._interaction.start_interaction, episode_id, **self._ref.kwargs)
+            chosen = episode_id if returned is None else str(returned)
+
+        try:
+            await self._call(start_interaction)
+        except BaseException:
+            is_free = chosen is not None and chosen not in self._host.live_ids
+            self._half_started = chosen if is_free else episode_id
+            raise
+        assert chosen is not None
+        if chosen in self._host.live_ids:
+            raise InteractionError(
+                f"interaction {self.name!r}: start_interaction returned the id {chosen!r}, which another live episode "
+                "uses; return the id you were given, or a new one"
+            )
+        self._id = chosen
+        self._host.live_ids.add(chosen)
+
+    async def reply(self, messages: list[dict[str, Any]], scene: ConversationView | None = None) -> InteractionReply:
+        """Call `generate_response` on the conversation so far, or `respond` where there is one; return its answer, checked.
+
+        Raises:
+            InteractionError: it raised, was late, or did not return (should_terminate, content, score, metadata).
+        """
+        partner, kwargs = self._host.sees_scene, self._ref.kwargs
+        if partner is not None:
+            limit_s = self._host.timeout_s if partner.reply_timeout_s is None else partner.reply_timeout_s
+            answer = await self._within(limit_s, partner.respond, (scene, self._live(), messages), kwargs)
+        else:
+            answer = await self._call(self._interaction.generate_response, self._live(), messages, **kwargs)
+        if not isinstance(answer, tuple | list) or len(answer) != 4:
+            raise InteractionError(
+                f"interaction {self.name!r}: generate_response returned {answer!r:.200}; it must return "
+                "(should_terminate, content, score, metadata)"
+            )
+        done, content, score, metadata = answer
+        return InteractionReply(
+            is_done=bool(done),
+            content=self._content(content),
+            score=None if score is None else self._number("generate_response", score),
+            metadata=dict(metadata or {}),
+        )
+
+    async def final_score(self) -> float | None:
+        """Call `calculate_score`, for a last turn that no reply scored.
+
+        Raises:
+            InteractionError: it raised, was late, or returned something that is not a finite number.
+        """
+        score = await self._call(self._interaction.calculate_score, self._live())
+        return None if score is None else self._number("calculate_score", score)
+
+    async def snapshot(self) -> Any:
+        """Return what the interaction keeps of the episode; None where it keeps nothing.
+
+        Raises:
+            InteractionError: its `snapshot` raised or was late.
+        """
+        return None if self.seam.snapshot is None else await self._call(self.seam.snapshot, self._live())
+
+    async def restore(self, state: Any) -> None:
+        """Let the interaction, started again, take up `state`.
+
+        Raises:
+            InteractionError: its `restore` raised or was late.
+        """
+        if self.seam.restore is not None:
+            await self._call(self.seam.restore, self._live(), state)
+
+    async def close(self) -> str | None:
+        """Call `finalize_interaction`, once, if the interaction was started; return what went wrong, if anything.
+
+        Also finalize a failed start, which may have taken resources; an error of that is ignored.
+        """
+        if self._half_started is not None:
+            given, self._half_started = self._half_started, None
+            with contextlib.suppress(InteractionError):
+                await self._call(self._interaction.finalize_interaction, given)
+        if self._id is None:
+            return None
+        instance_id, self._id = self._id, None
+        try:
+            await self._call(self._interaction.finalize_interaction, instance_id)
+        except InteractionError as problem:
+            logger.warning("%s", problem)
+            return str(problem)
+        finally:
+            self._host.live_ids.discard(instance_id)
+        return None
+
+    def _content(self, content: Any) -> str | tuple[Mapping[str, Any], ...]:
+        """Return what the interaction says: a text, a `ToolResponse` or a list of parts where it shows images."""
+        try:
+            if isinstance(content, ToolResponse):
+                return content_of(content)
+            if isinstance(content, list | tuple):
+                return Message.from_openai({"role": "user", "content": content}).content
+        except DataError as problem:
+            raise InteractionError(f"interaction {self.name!r}: generate_response: {problem}") from problem
+        return "" if content is None else str(content)
+
+    def _live(self) -> str:
+        if self._id is None:
+            raise LifecycleError(f"interaction {self.name!r}: used before its start or after its end")
+        return self._id
+
+    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call an author's method with a deadline; a plain one runs in a thread."""
+        return await self._within(self._host.timeout_s, method, args, kwargs)
+
+    async def _within(
+        self, limit_s: float, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        is_owed = method.__name__ == "finalize_interaction"
+        bounded = self._host.bounded
+        if bounded.num_abandoned > MAX_ABANDONED and not is_owed:
+            raise RolloutError(
+                f"{bounded.num_abandoned} calls of the interaction {self.name!r} still run past their deadline; give "
+                "what it waits for a time-out of its own"
+            )
+        try:
+            return await bounded.run_for(functools.partial(method, *args, **kwargs), timeout_s=limit_s, is_owed=is_owed)
+        except Exception as problem:
+            if isinstance(problem, DeadlineError):
+                why = f"took longer than {limit_s:g} s; raise rollout.interaction_timeout_s or make it quicker"
+            else:
+                why = f"raised {one_line(problem)}"
+            raise InteractionError(f"interaction {self.name!r}: {method.__name__} {why}") from problem
+
+    def _number(self, what: str, value: Any) -> float:
+        number = as_score(value)
+        if number is None:
+            raise InteractionError(
+                f"interaction {self.name!r}: {what} gave the score {shown(value)}; it must be a finite number of at most "
+                f"{MAX_REWARD:g}, or None"
+            )
+        return number

@@ -1,0 +1,74 @@
+"""OpenTurn: a turn while it is happening, which tools, interaction and scheduler still add to.
+
+Separate from the record (`core.trajectory.Turn`), which is frozen, and from the episode, which makes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message
+from polyturn.core.trajectory import SpanRef, ToolResult, Turn
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenTurn:
+    """A turn while it is happening."""
+
+    index: int
+    message: Message
+    completion: Completion
+    cut_by: StopReason
+    """The limit that gave the completion its budget: the reason to stop, if the completion was cut."""
+    text: str = ""
+    """What was sampled, as text: reasoning and calls included, without the token that ends a turn."""
+    said_before: str = ""
+    """What the same message said before, where the turn goes on with one; `message` has both."""
+    stopped_by: str | None = None
+    """The stop string that ended it, with which `text` ends, or which its last token goes beyond; None if something else
+    did."""
+    num_tokens: int = 0
+    """How many of the sampled tokens are kept."""
+    is_continued: bool = False
+    """Whether the next turn goes on with the same message."""
+    spans: list[SpanRef] = field(default_factory=list)
+    tool_results: tuple[ToolResult, ...] = ()
+    observation: tuple[Message, ...] = ()
+    scores: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the completion stopped."""
+        return self.completion.finish_reason
+
+    @property
+    def sampled_spans(self) -> list[SpanRef]:
+        """The spans of the completion, one for each policy version."""
+        return self.spans[: len(self.completion.policy_versions)]
+
+    def unanswered(self) -> OpenTurn:
+        """Return the same turn before anything answered it, for a fork that lets it be answered once more."""
+        spans = self.sampled_spans
+        timings = {name: value for name, value in self.timings.items() if name in ("start", "generate")}
+        blank: dict[str, Any] = {"tool_results": (), "observation": (), "scores": {}, "info": {}}
+        return replace(self, spans=spans, timings=timings, **blank)
+
+    def freeze(self) -> Turn:
+        """Return the turn as a record."""
+        return Turn(
+            index=self.index,
+            message=self.message,
+            finish_reason=self.finish_reason,
+            spans=tuple(self.spans),
+            tool_results=self.tool_results,
+            observation=self.observation,
+            scores=self.scores,
+            info=self.info,
+            timings=self.timings,
+            is_continued=self.is_continued,
+        )

@@ -1,0 +1,320 @@
+"""What an agent's request asks for and what it gets, in no API's words; the formats translate to and from these.
+
+    {"messages": […], "max_tokens": 64}   ->  Ask   ->  [Said, …]   ->  {"choices": […]}
+                                                    ->  Refused     ->  {"error": {…}} with a status
+
+Messages stay the dictionaries of the chat API, checked and normalised: most of a request repeats what was said before, and
+is only compared, never made into anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from polyturn.core.arrays import Floats, Ids
+from polyturn.core.errors import did_you_mean
+from polyturn.core.messages import ToolCall
+
+Finish = Literal["stop", "length", "tool_calls"]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class BadRequest(Exception):
+    """A request that is answered with an error, which each format writes in the way its clients expect."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """One request."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """The whole history, as `normal_messages` returns it."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas in OpenAI's function form."""
+    n: int = 1
+    may_call: bool = True
+    """Whether what reads as a tool call is one. Without tools it is text."""
+    goes_on: bool = False
+    """The last message is an assistant's, and the answer continues it."""
+    wants_texts: bool = False
+    """Whether each token is told as text, beside its logprob."""
+    stops: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChatResponse:
+    """One completion, as the agent is told it."""
+
+    content: str
+    reasoning: str | None
+    calls: tuple[ToolCall, ...]
+    finish: Finish
+    stopped_by: str | None
+    """The stop string that ended it."""
+    prompt_ids: Ids
+    """[P] what the model was shown."""
+    token_ids: Ids
+    """[T] what it wrote, the token that ends a turn included."""
+    logprobs: Floats | None
+    texts: Sequence[str] = field(default=())
+    """Each written token as text, where the request asked for logprobs."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The completion as an assistant message of the chat API."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [call_of(c) for c in self.calls]
+        return message
+
+
+def call_of(call: ToolCall) -> dict[str, Any]:
+    """Return a call in the form of the chat API, whose arguments are a text."""
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+# Messages.
+
+
+def normal_messages(given: Any) -> list[dict[str, Any]]:
+    """Return checked messages: roles that templates know, text as a string, media as data URIs.
+
+    Raises:
+        Refused: something is not as the chat API has it, or a medium is no data URI.
+    """
+    if not isinstance(given, list) or not given:
+        raise BadRequest(f"messages is {_short(given)}; give a list of at least one message", param="messages")
+    return [_normal_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+
+
+def _normal_message(given: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise BadRequest(f"{where} is {_short(given)}; a message is an object with a role", param=where)
+    role, content = given.get("role"), given.get("content")
+    if role not in ROLES:
+        raise BadRequest(f"{where}.role is {_short(role)}; use one of {', '.join(ROLES)}", param=f"{where}.role")
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    message["content"] = normal_content(content, where=f"{where}.content")
+    if role == "assistant":
+        reasoning = given.get("reasoning_content") or given.get("reasoning")
+        if isinstance(reasoning, str):
+            message["reasoning_content"] = reasoning
+        calls = given.get("tool_calls")
+        if calls:
+            message["tool_calls"] = [
+                _normal_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(listed(calls, f"{where}.tool_calls"))
+            ]
+    elif role == "tool":
+        if not isinstance(given.get("tool_call_id"), str):
+            raise BadRequest(f"{where} answers a tool call and has no tool_call_id", param=f"{where}.tool_call_id")
+        message["tool_call_id"] = given["tool_call_id"]
+    if isinstance(given.get("name"), str):
+        message["name"] = given["name"]
+    return message
+
+
+def normal_content(given: Any, *, where: str) -> str | list[dict[str, Any]]:
+    """Return a message's content: a string, or parts where it shows media."""
+    if isinstance(given, str):
+        return given
+    if given is None:
+        return ""
+    parts = [_normal_part(p, f"{where}[{i}]") for i, p in enumerate(listed(given, where))]
+    if all(p["type"] == "text" for p in parts):
+        return "\n".join(p["text"] for p in parts)
+    return parts
+
+
+def _normal_part(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("text", "input_text", "output_text", "refusal"):
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise BadRequest(f"{where}.text is {_short(text)}; it is a string", param=where)
+        return {"type": "text", "text": text}
+    if kind in ("image_url", "input_image", "video_url"):
+        value = part.get("video_url" if kind == "video_url" else "image_url")
+        url = value.get("url") if isinstance(value, dict) else value
+        medium = "video" if kind == "video_url" else "image"
+        return {"type": medium, medium: _data_uri(url, where)}
+    if kind == "input_audio" and isinstance(part.get("input_audio"), dict):
+        sound = part["input_audio"]
+        return {"type": "audio", "audio": _data_uri(f"data:audio/{sound.get('format')};base64,{sound.get('data')}", where)}
+    raise BadRequest(
+        f"{where} is {_short(part)}; a part has the type text, image_url, video_url or input_audio", param=where
+    )
+
+
+def _data_uri(url: Any, where: str) -> str:
+    # A path or an address here would let a request read this machine's files, or make it ask others.
+    if not isinstance(url, str) or not url.startswith("data:") or ";base64," not in url[:200]:
+        raise BadRequest(
+            f"{where} is {_short(url)}; give media as data URIs (data:image/png;base64,…): nothing is fetched or opened",
+            param=where,
+        )
+    return url
+
+
+def _normal_call(given: Any, where: str) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRequest(f"{where} is {_short(given)}; a call has a function with a name", param=where)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {})
+    identity = given.get("id") if isinstance(given.get("id"), str) else ""
+    return {"id": identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def normal_tools(given: Any) -> list[dict[str, Any]]:
+    """Return tool schemas in OpenAI's function form, from that form or from the flat one of the responses API.
+
+    Raises:
+        Refused: one is no function, or two have one name.
+    """
+    if given is None:
+        return []
+    tools: list[dict[str, Any]] = []
+    for index, tool in enumerate(listed(given, "tools")):
+        where = f"tools[{index}]"
+        kind = tool.get("type", "function") if isinstance(tool, dict) else None
+        if kind != "function":
+            raise BadRequest(f"{where} is {_short(tool)}; only tools of the type function can be called here", param=where)
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRequest(f"{where} is {_short(tool)}; a function has a name", param=where)
+        schema: dict[str, Any] = {"name": function["name"]}
+        if function.get("description"):
+            schema["description"] = function["description"]
+        schema["parameters"] = function.get("parameters") or {"type": "object", "properties": {}}
+        tools.append({"type": "function", "function": schema})
+    names = [str(t["function"]["name"]) for t in tools]
+    if len(set(names)) < len(names):
+        raise BadRequest(f"two tools have one name: {sorted(names)}", param="tools")
+    return tools
+
+
+def key_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells a message from others. Reasoning does not: most agents send a turn back without it."""
+    content, calls = message.get("content") or "", message.get("tool_calls")
+    shown = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    if calls:
+        made = tuple((c["id"], c["function"]["name"], _canonical(c["function"]["arguments"])) for c in calls)
+        return (message["role"], shown, made)
+    return (message["role"], shown, message.get("tool_call_id"), message.get("name"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _canonical(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+# Numbers.
+
+
+def number(body: Mapping[str, Any], name: str, *, low: float, high: float, above: bool = False) -> float | None:
+    """Return a number of a request, None where it is not given.
+
+    Raises:
+        Refused: it is no number, or outside the range.
+    """
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or (above and value == low):
+        raise BadRequest(f"{name} is {_short(value)}; it is a number from {low:g} to {high:g}", param=name)
+    return float(value)
+
+
+def whole(body: Mapping[str, Any], *names: str, low: int = 1, high: int = 1 << 31) -> int | None:
+    """Return the first of some whole numbers of a request that is given, None where none is.
+
+    Raises:
+        Refused: it is no whole number, or outside the range.
+    """
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise BadRequest(f"{name} is {_short(value)}; it is a whole number from {low} to {high}", param=name)
+        return value
+    return None
+
+
+def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return one text or a list of them.
+
+    Raises:
+        Refused: it is neither, or one is empty.
+    """
+    value = body.get(name)
+    found = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(t, str) and t for t in found) or len(found) > 16:
+        raise BadRequest(f"{name} is {_short(value)}; it is a text or a list of at most 16, none of them empty", param=name)
+    return tuple(found)
+
+
+def check_parameters(
+    body: Mapping[str, Any], *, known: frozenset[str], neutral: Mapping[str, tuple[Any, ...]], ignored: frozenset[str]
+) -> None:
+    """Refuse what would change the answer and is not done here, and names that the API does not have.
+
+    Args:
+        body: The request.
+        known: Names that are read, or that change nothing here.
+        neutral: Names that are not done, with the values that ask for nothing.
+        ignored: Names that the run's author lets be ignored.
+
+    Raises:
+        Refused: the first of them.
+    """
+    for name, value in body.items():
+        if name in known or name in ignored or value is None:
+            continue
+        if name not in neutral:
+            hint = did_you_mean(name, [*known, *neutral])
+            raise BadRequest(f"there is no parameter {name!r} here.{hint}", code="unknown_parameter", param=name)
+        if value not in neutral[name]:
+            raise BadRequest(
+                f"{name} is {_short(value)}, which this endpoint cannot do; leave it out, or let it be ignored (`ignore`)",
+                code="unsupported_parameter",
+                param=name,
+            )
+
+
+def listed(given: Any, where: str) -> list[Any]:
+    """Return a list of a request.
+
+    Raises:
+        Refused: it is none.
+    """
+    if not isinstance(given, list):
+        raise BadRequest(f"{where} is {_short(given)}; it is a list", param=where)
+    return given
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}…"

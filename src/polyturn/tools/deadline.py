@@ -1,0 +1,151 @@
+"""Run an author's code with a deadline that holds even if the code ignores being cancelled.
+
+    its task ──▶ code runs ──▶ it is done without having waited: nothing else is paid for
+                          └──▶ it waits: until the deadline, or the caller, cancels it; a short grace lets it clean up, and
+                               code that still runs is left behind and counted
+
+Each call is a task of its own, begun at once where Python can (3.12). Plain functions run in daemon threads instead of on
+the event loop, and their deadline begins when they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from polyturn.core.own_time import OwnTime
+from polyturn.core.watchdog import calls_plugins
+from polyturn.tools.threads import DaemonThreads
+
+GRACE_S = 1.0
+"""How long cancelled code may take to clean up."""
+
+
+_BEGIN_AT_ONCE: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
+
+
+class DeadlineError(Exception):
+    """The code was not done in time."""
+
+
+class CallWithDeadline:
+    """Runs coroutines and plain functions of plug-ins, and counts what was left behind."""
+
+    def __init__(self, *, name: str, timeout_s: float, grace_s: float = GRACE_S) -> None:
+        self.timeout_s = timeout_s
+        self._grace_s = grace_s
+        self._threads = DaemonThreads(name=name)
+        self._left: set[asyncio.Future[Any]] = set()
+
+    @property
+    def num_abandoned(self) -> int:
+        """How many calls run on although nobody waits for them any more."""
+        return self._threads.num_abandoned + len(self._left)
+
+    def close(self) -> None:
+        """Let its idle threads end."""
+        self._threads.close()
+
+    @calls_plugins
+    async def call(
+        self,
+        method: Callable[..., Any],
+        /,
+        *args: Any,
+        on_late: Callable[[Any], None] | None = None,
+        is_owed: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Call an async or plain method; a plain one runs in a thread, and may return something to await."""
+        if inspect.iscoroutinefunction(method):
+            return await method(*args, **kwargs)
+        result = await self._threads.run(method, *args, on_late=on_late, is_owed=is_owed, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    async def run(
+        self,
+        method: Callable[..., Any],
+        /,
+        *args: Any,
+        on_late: Callable[[Any], None] | None = None,
+        is_owed: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Do what `call` does, with the deadline; a plain method that `is_owed` runs even if its turn comes too late.
+
+        Raises:
+            DeadlineError: it was not done in `timeout_s`.
+            Exception: whatever `method` raised; its own CancelledError and SystemExit come as RuntimeError.
+        """
+        return await self.run_for(functools.partial(method, *args, **kwargs), on_late=on_late, is_owed=is_owed)
+
+    async def run_for(
+        self,
+        work: Callable[[], Any],
+        *,
+        timeout_s: float | None = None,
+        clock: OwnTime | None = None,
+        on_late: Callable[[Any], None] | None = None,
+        is_owed: bool = False,
+    ) -> Any:
+        """Do what `run` does, for a function of nothing and with another deadline.
+
+        Args:
+            work: The function.
+            timeout_s: Its deadline; None is the usual one.
+            clock: The deadline is for what it does by itself at a stretch, between what it asks of the library.
+            on_late: Is told the result of a plain function that ends after all.
+            is_owed: A plain function runs even if its turn comes too late.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        caller = asyncio.current_task()
+        name = None if caller is None else caller.get_name()  # the episode's, by which the watchdog names it
+        stretch = OwnTime() if clock is None else clock
+        if not inspect.iscoroutinefunction(work):
+            work = stretch.from_its_begin(work)
+        with nullcontext() if clock is None else clock.running():
+            called = self._guarded(work, on_late=on_late, is_owed=is_owed)
+            task = asyncio.Task(called, loop=asyncio.get_running_loop(), name=name, **_BEGIN_AT_ONCE)
+        try:
+            if not task.done():
+                await asyncio.wait({task}, timeout=limit_s)
+            while not task.done() and (rest_s := limit_s - stretch.seconds) > 0:
+                await asyncio.wait({task}, timeout=rest_s)
+            if not task.done():
+                await self._stop(task)
+                raise DeadlineError(f"it took longer than {limit_s:g} s")
+        except asyncio.CancelledError:
+            await self._stop(task)
+            raise
+        if task.cancelled():
+            raise RuntimeError("CancelledError: it was cancelled from within")
+        problem = task.exception()
+        if problem is not None and not isinstance(problem, Exception):  # it would end what must go on
+            raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
+        return task.result()
+
+    async def _guarded(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await self.call(method, *args, **kwargs)
+        except SystemExit as problem:  # would end the event loop
+            raise RuntimeError(f"SystemExit: {problem}") from problem
+
+    async def _stop(self, task: asyncio.Task[Any]) -> None:
+        task.cancel()
+        try:
+            await asyncio.wait({task}, timeout=self._grace_s)
+        finally:
+            if task.done():
+                _ = task.cancelled() or task.exception()  # seen, so that asyncio does not report it again
+            else:
+                self._left.add(task)
+                task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Future[Any]) -> None:
+        self._left.discard(task)
+        _ = task.cancelled() or task.exception()

@@ -1,0 +1,92 @@
+"""WeightChecksums: after each sync, what servers hold against what was sent, tensor by tensor, by checksums.
+
+A probe of logprobs cannot see one optimizer step, and a version tag is a name that was given, not a look at the weights. A
+checksum sees a single bit. It is asked of servers that can say it (`engines/weight_checksums.py`); the canary shows which of
+the trainer's tensors each of theirs is made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from polyturn.core.aio import first_error
+from polyturn.core.errors import EngineError, EngineLostError
+from polyturn.core.protocols import Engine
+from polyturn.engines.weight_checksums import Checked, Composition, Folds, fold_all, once_each
+
+logger = logging.getLogger(__name__)
+
+
+class WeightChecksums:
+    """Compares checksums."""
+
+    def __init__(self) -> None:
+        self._made_of: dict[Engine, Composition] = {}
+        self._version = -1
+        self._folds: Folds = {}
+        """Of the weights of that version."""
+
+    async def learn(self, engines: Mapping[str, Engine], weights: Mapping[str, Tensor]) -> None:
+        """Find out what the tensors of each engine are made of, while all serve `weights`, no two of which are equal.
+
+        Raises:
+            EngineLostError: one did not answer.
+        """
+        for name, engine in engines.items():
+            held = await engine.checksums() if isinstance(engine, Checked) else None
+            if held is None:
+                logger.info("no checksums are compared of %s, which gives none; see docs/guides/engines.md", name)
+                continue
+            made = self._made_of[engine] = await asyncio.to_thread(Composition.find, held, weights)
+            logger.info(
+                "checksums of %d of %d tensors are compared after every sync, of %s",
+                len(made.names),
+                len(once_each(weights)),
+                name,
+            )
+
+    async def sent(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Note the checksums of what every engine is to hold now."""
+        wanted = frozenset().union(*(made.needed for made in self._made_of.values()))
+        self._folds, self._version = await asyncio.to_thread(fold_all, weights, wanted), version
+
+    async def problems(
+        self, version: int, weights: Mapping[str, Tensor], engines: Mapping[str, Engine]
+    ) -> dict[str, EngineError]:
+        """Return which engines do not hold `weights`, just sent as `version`, or could not be asked; with the reason."""
+        await self.sent(version, weights)
+        found: dict[str, EngineError] = {}
+
+        async def check(name: str, engine: Engine) -> None:
+            try:
+                await self.check(engine, version)
+            except EngineError as problem:
+                found[name] = problem
+
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                for name, engine in engines.items():
+                    tasks.create_task(check(name, engine))
+        return found
+
+    async def check(self, engine: Engine, version: int) -> None:
+        """Hold an engine to the weights of `version`; nothing happens where they, or its tensors, are not known.
+
+        Raises:
+            EngineLostError: it did not answer.
+            EngineError: it holds others; the message names the tensors.
+        """
+        made = self._made_of.get(engine)
+        if made is None or not made.parts or version != self._version or not isinstance(engine, Checked):
+            return
+        held = await engine.checksums()
+        if held is None:
+            raise EngineLostError("it gives no checksums any more; was it started again, without its plug-in?")
+        if (wrong := made.problem(held, self._folds)) is not None:
+            raise EngineError(
+                f"it does not hold the weights that were sent as version {version}: checksums differ in {wrong}"
+            )

@@ -1,0 +1,385 @@
+"""JournalFile: conversations that are under way, on disk turn by turn, so that a kill costs no whole one.
+
+    runs/x/flights/step-000040.jsonl      what the weights of checkpoint 40 or before sampled, and is not yet trained
+                   {"s": "g81/3", "begun": "5e1…", "why_not": null}              an episode is in flight
+                   {"s": "g81/3", "from": 2, "new": [{"k": "span", …}], "state": {…}}       behind a complete turn
+                   {"s": "g81/3", "from": 9, "new": […], "trajectory": {…}}                 it is over and scored
+
+What a line says is the episode's business (`rollout/journal.py`); this file decides which lines a resumed run may use: those
+of groups that the checkpoint has not trained, sampled by weights that it stands for. A line is handed to the operating
+system in a thread, before the episode goes on, so that kill -9 keeps it and a slow disk holds up nobody else.
+
+Lines that no resumed run may use leave the file once they are more than half of it, and a journal without conversations in
+flight is removed with the last checkpoint of a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from polyturn.core.aio import OneThread
+from polyturn.core.errors import SnapshotError
+from polyturn.rollout.journal import JournaledEpisode
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "flights"
+"""The folder in a run's folder."""
+_TICKET = re.compile(r"g(\d+)(?:r\d+)?/")
+"""How the ids of episodes of training begin; those of evaluations do not."""
+_MIN_WASTE = 1 << 20
+"""Bytes of lines without use from which on a journal is written anew, if they are also more than half of it."""
+_TO_JSON = json.JSONEncoder(separators=(",", ":"))
+_METRICS = {
+    "resumed": "rollout/resumed_flights",
+    "restarted": "rollout/restarted_flights",
+    "failed": "rollout/failed_snapshots",
+}
+
+
+class Line(NamedTuple):
+    """What an episode says, as it is written."""
+
+    data: bytes
+    begins: bool
+    """Whether it is the first line of an episode that starts from its task."""
+
+
+class _Place(NamedTuple):
+    """Where a line stands in the file."""
+
+    offset: int
+    length: int
+
+
+_Lines = dict[int, dict[str, list[_Place]]]
+"""Ticket -> episode -> its lines."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """What the file has of one episode."""
+
+    held: JournaledEpisode
+    first: _Place
+    """Of the line that it began with."""
+    others: list[tuple[Mapping[str, Any], _Place]] = field(default_factory=list)
+    given_up: _Place | None = None
+
+
+class JournalFile:
+    """The journal of one run."""
+
+    def __init__(self, folder: Path, *, why_not: str | None = None) -> None:
+        """Keep a journal in `folder`; with `why_not`, a reason, of the names of episodes alone, which then restart."""
+        self.why_not = why_not
+        self._folder = folder
+        self._thread = OneThread("polyturn-flights")
+        self._lock = threading.Lock()
+        """JournaledEpisode by whoever touches the file or what says what stands in it."""
+        self._file: int | None = None
+        self._size = 0
+        self._step = 0
+        """The step of the checkpoint that the journal stands beside."""
+        self._live: _Lines = {}
+        self._trained: _Lines = {}
+        """The same of groups that are trained, or cut off, since the checkpoint, and that its weights may have sampled."""
+        self._gone: set[int] = set()
+        """Tickets that were cut off; a late line of theirs is not kept."""
+        self._held: dict[str, JournaledEpisode] = {}
+        """Episodes that were in flight when the run before this one ended, and did not start here yet."""
+        self._counts: Counter[str] = Counter()
+        self._unsaid: Counter[str] = Counter()
+        """What became of episodes that were in flight, and was not said yet."""
+        self._reasons: Counter[str] = Counter()
+        self._warned: set[str] = set()
+
+    # For the loop.
+
+    def begin(self, step: int) -> None:
+        """Start the journal of the checkpoint of `step`, which is about to be written; that of the one before it stays."""
+        with self._lock:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for old in sorted(self._folder.glob("step-*.jsonl"))[:-1]:
+                old.unlink(missing_ok=True)
+            path = self._path(step)
+            self._step, self._trained = step, {}
+            if self._file is None:
+                self._live = {}
+            self._write_anew(path)
+
+    def settle(self) -> None:
+        """Say that the last checkpoint of the run is written: journals before its own go, and its own if it has no use."""
+        with self._lock:
+            for path in self._folder.glob("*step-*.jsonl"):
+                if path != self._path(self._step) or not self._live:
+                    path.unlink(missing_ok=True)
+            if not self._live and self._folder.is_dir():
+                self._close()
+                with contextlib.suppress(OSError):  # somebody keeps a file of their own there
+                    self._folder.rmdir()
+
+    def resume(self, step: int, *, oldest: Callable[[int], int]) -> None:
+        """Read what was in flight beside the checkpoint of `step`.
+
+        Args:
+            step: Of the checkpoint; what later weights sampled is not of use, because those are trained anew.
+            oldest: Ticket -> the oldest policy version that its tokens may have.
+        """
+        path = self._path(step)
+        with self._lock:
+            self._step = step
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for episode, found in (_read(path) if path.is_file() else {}).items():
+                ticket = _ticket(episode)
+                if ticket is None:
+                    continue
+                places = [found.first, *([] if found.given_up is None else [found.given_up])]
+                places += _choose(found, step=step, oldest=oldest(ticket))
+                self._held[episode] = found.held
+                self._live.setdefault(ticket, {})[episode] = places
+            self._open(path)
+            self._put(b"\n")  # the last line may be half a one
+
+    def forget(self, tickets: Iterable[int], *, oldest: int = 0, are_cut: bool = False) -> None:
+        """Drop what the groups of `tickets` left: they are trained, or cut off.
+
+        Args:
+            tickets: Of the groups.
+            oldest: The oldest policy version that their tokens may have. A run that is resumed from the checkpoint takes
+                these groups again, and has no use for what later weights than the checkpoint's sampled.
+            are_cut: Whether they were cut off.
+        """
+        with self._lock:
+            for ticket in tickets:
+                lines = self._live.pop(ticket, None)
+                if lines is not None and oldest <= self._step:
+                    self._trained[ticket] = lines
+                if are_cut:
+                    self._gone.add(ticket)
+            groups = [*self._live.values(), *self._trained.values()]
+            useful = sum(place.length for group in groups for places in group.values() for place in places)
+            if self._file is None or self._size - useful <= max(_MIN_WASTE, useful):
+                return
+            try:
+                self._write_anew(self._path(self._step))
+            except OSError as problem:
+                logger.warning("the journal of conversations in flight cannot be written anew (%s); it grows on", problem)
+
+    def read_metrics(self) -> Mapping[str, float]:
+        """Return how many episodes went on, how many started again, and how many could not be kept, since last asked."""
+        counts = {metric: float(self._counts[name]) for name, metric in _METRICS.items()}
+        is_over = not self._held or not self._counts  # those that did not start yet may do so in a later step
+        self._unsaid += self._counts
+        self._counts = Counter()
+        if is_over and (self._unsaid["resumed"] or self._unsaid["restarted"]):
+            why = "; ".join(f"{count} times: {reason}" for reason, count in self._reasons.most_common(5))
+            logger.info(
+                "conversations in flight: %d went on from their last complete turn, %d start from their tasks%s",
+                self._unsaid["resumed"],
+                self._unsaid["restarted"],
+                f" ({why})" if why else "",
+            )
+            self._unsaid, self._reasons = Counter(), Counter()
+        return counts
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._close()
+
+    # For the episodes.
+
+    def takes(self, episode: str) -> bool:
+        """Return whether it is an episode of training."""
+        return is_of_training(episode)
+
+    def recall(self, episode: str) -> JournaledEpisode | None:
+        """Return what is held of an episode, once."""
+        return self._held.pop(episode, None)
+
+    def recall_lost(self, episode: str) -> JournaledEpisode | None:
+        """Return what stands here of an episode that was begun in this run and whose process died, while the run goes on."""
+        with self._lock:
+            ticket = _ticket(episode)
+            if self._file is None or ticket is None or ticket in self._gone:
+                return None
+            places = self._live.get(ticket, {}).get(episode, [])
+            found = _read_lines((os.pread(self._file, p.length, p.offset), p) for p in places).get(episode)
+        if found is None:
+            return None
+        found.held.lines = [line for line, _ in found.others]
+        return found.held
+
+    async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
+        """Append a line, made in the thread.
+
+        Raises:
+            SnapshotError: the line cannot be made.
+        """
+        await self._thread.submit(lambda: self._append(episode, to_line(episode, line)))
+
+    async def append(self, episode: str, line: Line) -> None:
+        """Append a line that was made elsewhere."""
+        await self._thread.submit(partial(self._append, episode, line))
+
+    def count(self, name: str, *, reason: str = "") -> None:
+        """Count a flight that was "resumed" or "restarted", or whose snapshot "failed"."""
+        self._counts[name] += 1
+        if name == "restarted":
+            self._reasons[reason] += 1
+        elif name == "failed" and reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("a conversation is not kept for a resumed run, which would start it from its task: %s", reason)
+
+    # In the thread.
+
+    def _append(self, episode: str, line: Line) -> None:
+        ticket = _ticket(episode)
+        with self._lock:
+            if self._file is None or ticket is None or ticket in self._gone:
+                return
+            place = self._put(line.data)
+            if place is not None:
+                places = self._live.setdefault(ticket, {}).setdefault(episode, [])
+                if line.begins:
+                    places.clear()
+                places.append(place)
+
+    # With the lock.
+
+    def _write_anew(self, path: Path) -> None:
+        """Write the lines that are of use to `path`, which is the journal from now on."""
+        draft = path.with_name(f".{path.name}")
+        with draft.open("wb") as file:
+            self._trained, self._live = self._copy(self._trained, file), self._copy(self._live, file)
+        draft.replace(path)
+        self._open(path)
+
+    def _copy(self, lines: _Lines, file: BinaryIO) -> _Lines:
+        """Copy lines, and return where they stand now."""
+        moved: _Lines = {}
+        for ticket, episodes in lines.items():
+            for episode, places in episodes.items():
+                there = moved.setdefault(ticket, {}).setdefault(episode, [])
+                for place in places:
+                    assert self._file is not None
+                    there.append(_Place(file.tell(), place.length))
+                    file.write(os.pread(self._file, place.length, place.offset))
+        return moved
+
+    def _open(self, path: Path) -> None:
+        self._close()
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._size = os.fstat(self._file).st_size
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _put(self, data: bytes) -> _Place | None:
+        """Append bytes; a disk that takes no more ends the journal, not the run."""
+        assert self._file is not None
+        place, left = _Place(self._size, len(data)), memoryview(data)
+        try:
+            while left:
+                done = os.write(self._file, left)
+                self._size += done
+                left = left[done:]
+        except OSError as problem:
+            logger.warning("conversations in flight are not kept any more (%s); a resumed run restarts them", problem)
+            self._close()
+            return None
+        return place
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:06d}.jsonl"
+
+
+def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
+    """Make what an episode says and encode it, wherever the episode runs.
+
+    Raises:
+        SnapshotError: the line cannot be made.
+    """
+    made = line()
+    try:
+        data = _TO_JSON.encode({"s": episode, **made}).encode() + b"\n"
+    except (TypeError, ValueError) as problem:
+        raise SnapshotError(f"a conversation cannot be written as JSON: {problem}") from problem
+    return Line(data, "begun" in made)
+
+
+def is_of_training(episode: str) -> bool:
+    """Return whether an episode's turns are worth keeping: it is trained on."""
+    return _ticket(episode) is not None
+
+
+def _read(path: Path) -> dict[str, _Found]:
+    """Return what a journal has of each episode, since it last began from its task."""
+    offset = 0
+
+    def placed(data: bytes) -> tuple[bytes, _Place]:
+        nonlocal offset
+        place, offset = _Place(offset, len(data)), offset + len(data)
+        return data, place
+
+    with path.open("rb") as file:
+        return _read_lines(map(placed, file))
+
+
+def _read_lines(lines: Iterable[tuple[bytes, _Place]]) -> dict[str, _Found]:
+    found: dict[str, _Found] = {}
+    for data, place in lines:
+        try:
+            line = json.loads(data)
+            episode = line["s"]
+            if "begun" in line:
+                found[episode] = _Found(held=JournaledEpisode(digest=line["begun"], why_not=line["why_not"]), first=place)
+            elif "new" not in line:
+                found[episode].held.why_not, found[episode].given_up = line["why_not"], place
+            else:
+                others = found[episode].others
+                while others and others[-1][0]["from"] >= line["from"]:
+                    others.pop()  # a run that went on behind an earlier turn wrote this line
+                others.append((line, place))
+        except (ValueError, KeyError, TypeError):  # half a line: the kill fell there
+            continue
+    return found
+
+
+def _choose(found: _Found, *, step: int, oldest: int) -> list[_Place]:
+    """Keep of an episode the lines that may be used, and return where they stand."""
+    places: list[_Place] = []
+    held = found.held
+    for line, place in found.others:
+        if held.lines and line["from"] != held.lines[-1]["from"] + len(held.lines[-1]["new"]):
+            break  # a line is missing: the disk was full for a while
+        versions = [r["version"] for r in line["new"] if r["k"] == "span" and r["version"] is not None]
+        if versions and max(versions) > step:
+            if not held.lines:
+                held.why_not = held.why_not or "weights that came after the checkpoint sampled it"
+            break
+        if versions and min(versions) < oldest:
+            held.lines, held.why_not = [], held.why_not or "the weights that sampled it are too old to train on"
+            return []
+        held.lines.append(line)
+        places.append(place)
+    return places
+
+
+def _ticket(episode: str) -> int | None:
+    found = _TICKET.match(episode)
+    return None if found is None else int(found[1])

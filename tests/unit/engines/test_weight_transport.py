@@ -1,0 +1,80 @@
+"""Which way new weights take to a server, and in what pieces."""
+
+import re
+import socket
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from polyturn.config.models import EngineConfig
+from polyturn.core.errors import ConfigError
+from polyturn.engines.sglang import SglangEngine
+from polyturn.engines.vllm import VllmEngine
+from polyturn.engines.weight_transport import WAYS, address_towards, buckets, choose_way, is_here
+from polyturn.testing.vision import tiny_processor, vision_tokenizer
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.multimodal import MediaProcessor
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://localhost:1", f"http://{socket.gethostname()}:8000"])
+def test_this_machine_is_recognised(url):
+    assert is_here(url)
+
+
+@pytest.mark.parametrize("url", ["http://192.0.2.7:8000", "http://no-such-host.invalid:8000"])
+def test_others_are_too(url):
+    assert not is_here(url)
+
+
+def test_auto_is_shared_memory_here_and_http_where_one_server_is_elsewhere():
+    assert choose_way("auto", []) == "shared_memory"
+    assert choose_way("auto", ["http://127.0.0.1:8000"]) == "shared_memory"
+    assert choose_way("auto", ["http://127.0.0.1:8000", "http://192.0.2.7:8000"]) == "http"
+
+
+def test_a_group_is_nccl_where_the_trainer_has_a_gpu_and_gloo_where_not():
+    assert choose_way("group", ["http://192.0.2.7:8000"], has_gpu=True) == "nccl"
+    assert choose_way("group", [], has_gpu=False) == "gloo"
+    assert choose_way("nccl", ["http://192.0.2.7:8000"], has_gpu=True) == "nccl"
+
+
+def test_nccl_without_a_gpu_is_refused_with_a_sentence():
+    with pytest.raises(ConfigError, match=r"engine\.weights is nccl, which needs a GPU here; use group, gloo"):
+        choose_way("nccl", [])
+
+
+@pytest.mark.parametrize("way", ["shared_memory", "ipc"])
+def test_the_memory_of_another_machine_is_refused_with_a_sentence(way):
+    with pytest.raises(ConfigError, match=rf"{way}, and .*192\.0\.2\.7:8000 is another machine.*engine\.weights_folder"):
+        choose_way(way, ["http://127.0.0.1:8000", "http://192.0.2.7:8000"])
+
+
+def test_a_server_on_this_machine_reaches_us_at_loopback():
+    assert address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+
+
+def test_buckets_hold_at_most_so_much_and_a_larger_tensor_goes_alone():
+    weights = {name: torch.zeros(size) for name, size in [("a", 10), ("b", 10), ("big", 100), ("c", 10)]}
+    assert [list(bucket) for bucket in buckets(weights, limit=80)] == [["a", "b"], ["big"], ["c"]]
+    assert list(buckets({}, limit=80)) == []
+
+
+def test_the_config_and_the_guide_know_every_way_and_no_other():
+    chosen = set(get_args(EngineConfig.model_fields["weights"].annotation))
+    assert chosen == {"auto", "group", *WAYS}
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")
+    table = guide.split("## The way of the weights")[1].split("\n\n")[1]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == chosen
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+def test_the_guide_says_what_the_clients_say(kind):
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")
+    row = next(line for line in guide.splitlines() if line.startswith("| images |"))
+    tokenizer = vision_tokenizer()
+    media = MediaProcessor(tiny_processor(tokenizer), Codec(tokenizer))
+    text, seeing = (kind("http://127.0.0.1:1", vocab_size=8, media=m).capabilities for m in (None, media))
+    assert text.logprobs and not text.media
+    assert seeing.media and "sent as data URIs" in row

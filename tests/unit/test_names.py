@@ -1,0 +1,46 @@
+"""One word for one thing: a class has its name to itself, and names that were given up do not come back."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import polyturn
+
+SRC = Path(polyturn.__file__).parent
+
+RETIRED = {
+    "Accepts", "Ask", "Bounded", "ChatVoice", "Desk", "Drops", "EpisodeScene", "Fate", "Flight", "FlightBook", "Flights",
+    "Followers", "Gate", "Handed", "HeldWeights", "Home", "InteractionHost", "Keeper", "Lanes", "LastWords", "LineWorker",
+    "LiveTurn", "ModelPass", "Need", "OtherPolicy", "Partner", "Place", "PlanScheduler", "Post", "Said", "Scene", "Seam",
+    "Seat", "Seating", "Spoken", "Team", "Telling", "Told", "Voice", "Walls", "WeightInbox", "Words",
+}  # fmt: skip
+"""Names of classes."""
+RETIRED_MODULES = {
+    "chat_voice", "claims", "communicator", "cut", "damage", "desk", "flight", "flight_book", "flights", "followers",
+    "held_weights", "keeper", "kills", "lanes", "line_worker", "live_turn", "meanings", "narration", "other_policy",
+    "outcome", "own_loop", "partner", "scene", "seating", "team", "telling", "told", "towers", "weight_ways",
+    "writings",
+}  # fmt: skip
+
+
+def classes() -> dict[str, list[str]]:
+    """Return each public class's name and the files that define it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(path.relative_to(SRC)))
+    return found
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found = classes()
+    assert len(found) > 500
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+def test_retired_names_stay_retired() -> None:
+    assert not RETIRED & classes().keys()
+    assert not RETIRED_MODULES & {path.stem for path in SRC.rglob("*.py")}

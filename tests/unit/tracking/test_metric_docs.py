@@ -1,0 +1,45 @@
+"""Every metric that a run reports has a sentence that says what it means."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from polyturn.cli.main import main
+from polyturn.testing.runs import call_command, write_tiny_run
+from polyturn.tracking.metric_docs import MEANINGS, meaning
+
+SOURCE = Path(__file__).parents[3] / "src" / "polyturn"
+SECTIONS = "rollout|reward|tokens|policy|loss|critic|buffer|engine|time|tool"
+CATCH_ALL = {"policy/<figure>", "reward/<component>"}
+"""Names of plug-ins; what the library itself reports under policy/ is named one by one."""
+LITERAL = re.compile(rf'"((?:{SECTIONS})/[a-z_0-9/]*[a-z0-9])"')
+UNITS = {"tokens/s"}
+"""A unit."""
+
+
+def test_no_metric_of_a_run_is_without_a_meaning(tmp_path: Path):
+    called = call_command(main, "train", write_tiny_run(tmp_path), "train.steps=1")
+    assert called.code == 0, called.err
+    reported: set[str] = set()
+    for path in tmp_path.rglob("*metrics.jsonl"):
+        reported.update(*(json.loads(line) for line in path.read_text().splitlines()))
+    reported = {name for name in reported if "/" in name}
+    assert len(reported) > 50
+    assert sorted(name for name in reported if meaning(name) is None) == []
+
+
+def test_no_metric_named_in_the_source_is_without_a_meaning():
+    named = {name for path in SOURCE.rglob("*.py") for name in LITERAL.findall(path.read_text())} - UNITS
+    assert len(named) > 60
+    assert sorted(name for name in named if meaning(name) is None) == []
+    vague = [MEANINGS[name] for name in CATCH_ALL]
+    assert sorted(n for n in named if meaning(n) in vague and not n.startswith(("reward/",))) == []
+
+
+def test_an_exact_name_comes_before_a_pattern_and_a_part_may_hold_slashes():
+    assert meaning("reward/mean") == "Mean total reward of the scored trajectories."
+    assert meaning("eval/one turn/openai/gsm8k/reward/mean@4") == MEANINGS["eval/<set>/<source>/<variable>/<metric>"]
+    assert meaning("policy/rollout_k3_turn3plus") == MEANINGS["policy/rollout_<figure>_turn<n>"]
+    assert meaning("nonsense") is None

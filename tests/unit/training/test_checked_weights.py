@@ -1,0 +1,102 @@
+"""Checksums after every sync: what no logprob shows is found, named, and treated as any server that serves other weights."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from polyturn.core.errors import EngineError
+from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.engines.pool import EnginePool
+from polyturn.engines.server_side.polyturn_weights import checksums
+from polyturn.engines.weight_checksums import Checked, ServerChecksums
+from polyturn.training.local import LocalPolicy
+from polyturn.training.optim import OptimSettings
+from polyturn.training.weight_sync import WeightSync
+
+VOCAB = 64
+SMALL = {"vocab_size": VOCAB, "num_prompts": 2, "num_tokens": 16}
+NORM = "model.norm.weight"
+
+
+def make_policy() -> LocalPolicy:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.1, "tie_word_embeddings": True}
+    return LocalPolicy(LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, **heads)), optim=OptimSettings(lr=1e-3))
+
+
+class Server:
+    """An engine with weights of its own, which may keep one tensor of those it is sent; it can say what it holds."""
+
+    def __init__(self, policy: LocalPolicy) -> None:
+        self.model = copy.deepcopy(policy.model).eval()
+        self._engine = EmbeddedEngine(self.model, num_slots=4)
+        self.keeps = ""
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    async def update_weights(self, version, *, weights=None):
+        kept = {name: tensor for name, tensor in weights.items() if name != self.keeps}
+        await self._engine.update_weights(version, weights=kept)
+
+    async def checksums(self) -> ServerChecksums | None:
+        return ServerChecksums.read([checksums(self.model.named_parameters())])
+
+
+def step(policy: LocalPolicy) -> None:
+    """Change one value by one bit, as an optimizer step at the end of a schedule may."""
+    with torch.no_grad():
+        policy.weights()[NORM].view(torch.int32)[3] ^= 1
+
+
+async def test_a_step_of_one_bit_that_does_not_arrive_ends_the_run_and_is_named():
+    policy = make_policy()
+    server = Server(policy)
+    assert isinstance(server, Checked)
+    sync = WeightSync(server, policy, **SMALL)
+    await sync.start(0)
+    server.keeps = NORM
+    step(policy)
+    with pytest.raises(EngineError, match=r"were sent as version 1: checksums differ in model\.norm\.weight of 11 tensors"):
+        await sync.publish(1)
+    server.keeps = ""
+    assert await sync.publish(2) <= 3 * sync.noise
+
+
+async def test_one_server_of_several_is_left_out_by_it_and_the_run_goes_on(caplog):
+    policy = make_policy()
+    servers = [Server(policy), Server(policy)]
+    pool = EnginePool(servers)
+    sync = WeightSync(pool, policy, **SMALL)
+    await sync.start(0)
+    servers[1].keeps = NORM
+    step(policy)
+    await sync.publish(1)
+    assert [replica.is_live for replica in pool.replicas] == [True, False]
+    lines = [record.message for record in caplog.records if "replica 1 is left out" in record.message]
+    assert len(lines) == 1 and "checksums differ in model.norm.weight" in lines[0]
+
+
+async def test_a_server_that_comes_back_is_held_to_them_too():
+    policy = make_policy()
+    server = Server(policy)
+    sync = WeightSync(server, policy, **SMALL)
+    await sync.start(5)
+    with torch.no_grad():
+        server.model.model.norm.weight.view(torch.int32)[3] ^= 1
+    with pytest.raises(EngineError, match=r"version 5: checksums differ in model\.norm\.weight"):
+        await sync.verify(server, 5)
+
+
+async def test_the_log_says_how_many_tensors_are_compared_or_that_none_are(caplog):
+    caplog.set_level("INFO", logger="polyturn.training")
+    policy = make_policy()
+    await WeightSync(Server(policy), policy, **SMALL).start(0)
+    assert "checksums of 11 of 11 tensors are compared after every sync, of the engine" in caplog.text
+    silent = EmbeddedEngine(copy.deepcopy(policy.model).eval(), num_slots=4)
+    await WeightSync(silent, policy, **SMALL).start(0)
+    assert "no checksums are compared of the engine, which gives none" in caplog.text
