@@ -20,7 +20,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("read", "text"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_text_of_a_megabyte_is_read(read, text):
-    """A reader that begins anew at each place of it would take the square of its length in steps, and the test its time-out."""
+    """A reader that begins anew at each place of it takes the square of its length in steps, and the test its time-out."""
     assert sys.getsizeof(read(text)) < 2 * SIZE
 
 
