@@ -7,12 +7,14 @@ a terminal what it would obey.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
@@ -74,6 +76,20 @@ def log_to_console(level: str) -> None:
         handler.addFilter(HideSecrets.of_environment(os.environ))
         root.addHandler(handler)
     logging.getLogger("polyturn").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+
+
+@contextlib.contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Append the log's lines, tracebacks included, to a file while the block runs; secrets are hidden as in the console."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.addFilter(HideSecrets.of_environment(os.environ))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def quiet_transformers() -> None:

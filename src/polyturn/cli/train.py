@@ -23,7 +23,7 @@ from rich.table import Table
 
 from polyturn import build
 from polyturn.cli import ranks
-from polyturn.cli.console import Output, command, program, stderr_console
+from polyturn.cli.console import Output, command, logging_to, program, stderr_console
 from polyturn.cli.runs import check_writable, keep_tokenizer, new_run_folder, open_place
 from polyturn.cli.signals import Signals
 from polyturn.config.load import write_resolved
@@ -168,7 +168,11 @@ def _train(
     line = shlex.join(again(folder.name))
     also = build.build_records(parts, tasks.eval_sets, environ=os.environ)
     team = contextlib.nullcontext() if parts.team is None else contextlib.closing(parts.team)
-    with team, RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer:
+    with (
+        team,
+        logging_to(folder / "log.txt"),
+        RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer,
+    ):
         warm = Spent()
         if latest is None:
             warm = warm_start(parts, observer, folder=folder, again=line)

@@ -99,3 +99,15 @@ async def test_clients_bring_their_token_and_never_repeat_it(echo: str, monkeypa
     assert "403" in str(unanswered.value) and SENT not in repr(sandbox) + str(unanswered.value)
     assert all("Bearer ***" in one for one in said), said
     assert [one for one in said if SENT in one] == []
+
+
+def test_the_log_of_a_run_has_the_traceback_of_a_plugin_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PLANTED_TOKEN", OF_ENV)
+    (tmp_path / "bad.py").write_text(f"def worth(trajectory):\n    raise KeyError('no {OF_ENV}')\n")
+    config = write_tiny_run(tmp_path, num_tasks=2)
+    short = ("train.steps=1", "train.groups_per_step=1", "warm_start.conversations=null")
+    called = call_command(main, "train", config, "reward.routes={tiny: bad.py:worth}", *short)
+    (log,) = (tmp_path / "runs").rglob("log.txt")
+    text = log.read_text()
+    assert called.code != 0 and "Traceback" in text and 'bad.py", line 2, in worth' in text
+    assert OF_ENV not in text and OF_ENV not in called.err
