@@ -15,7 +15,7 @@ import numpy as np
 from polyturn.algorithms.advantages import Rewards, grpo
 from polyturn.core.arrays import Floats
 from polyturn.core.sample import TrainSample
-from polyturn.rollout.context import derive_seed
+from polyturn.core.seeds import derive_seed
 
 
 def shuffled_grpo(rewards_G: Rewards, samples_G: Sequence[Sequence[TrainSample]]) -> list[list[Floats]]:

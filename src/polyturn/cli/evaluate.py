@@ -23,12 +23,13 @@ from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.run_loop import run_loop
+from polyturn.core.seeds import derive_seed
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.chat_completions import ChatEngine, Endpoint
 from polyturn.evaluation.evaluate import EvalSet, evaluate
 from polyturn.evaluation.report import EvalReport
 from polyturn.evaluation.statistics import Statistics, statistics
-from polyturn.rollout.context import RolloutContext, derive_seed
+from polyturn.rollout.context import RolloutContext
 from polyturn.training.observer import RunObserver
 
 

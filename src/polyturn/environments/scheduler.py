@@ -24,10 +24,10 @@ from typing import Any
 from polyturn.core.errors import DataError, NoSnapshotError, SchedulerError, SnapshotError, did_you_mean
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
+from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter
 from polyturn.environments.players import Leaves, MakePlayer, Named, Player, PlayerSlot, PolicyPlayer, Recalls
-from polyturn.rollout.context import derive_seed
 from polyturn.rollout.env import EnvStep, Seated, observed
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.episode import Episode

@@ -20,8 +20,9 @@ import numpy as np
 from polyturn.core.errors import EngineError, SchedulerError, one_line
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.seeds import derive_seed
 from polyturn.rollout import limits as limit_rules
-from polyturn.rollout.context import RolloutContext, derive_seed
+from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.conversation import EpisodeHistory
 from polyturn.rollout.stop_strings import Stopped, generate_until
 

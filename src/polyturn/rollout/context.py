@@ -7,7 +7,6 @@ trajectory = await run_episode(context, task, id="g0/0", seed=1)
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -186,9 +185,3 @@ class RolloutContext:
     def num_live_interactions(self) -> int:
         """How many interaction instances are started and not finalized."""
         return sum(len(host.live_ids) for host in self._hosts.values())
-
-
-def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends on every part and on nothing else: derive_seed(run_seed, task, member, turn)."""
-    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -28,13 +28,14 @@ from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import Lifecycle, RequestState, StopReason
 from polyturn.core.messages import Message
 from polyturn.core.own_time import not_own_time
+from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Span, SpanRef, Trajectory
 from polyturn.rollout import event_log
 from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.asking import next_request, refuse_banned
 from polyturn.rollout.backstage import Backstage
-from polyturn.rollout.context import RolloutContext, derive_seed
+from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.conversation import EpisodeHistory, EpisodeMark
 from polyturn.rollout.conversation_view import Aside, EpisodeView
 from polyturn.rollout.open_turn import OpenTurn

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from polyturn.core.aio import first_error
 from polyturn.core.generation import SamplingParams
+from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.rollout.context import RolloutContext, derive_seed
+from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.lifespan import run_episode
 

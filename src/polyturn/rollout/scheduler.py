@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.aio import first_error
@@ -55,7 +55,9 @@ class Reply:
             SchedulerError: it is nothing that can be understood.
         """
         if isinstance(value, Reply):
-            return value
+            if all(isinstance(m, Message) for m in value.messages):
+                return value
+            return replace(value, messages=cls.of(list(value.messages)).messages)
         if value is None:
             return cls()
         if isinstance(value, str):

@@ -27,12 +27,12 @@ from polyturn.buffer.replay import Replay
 from polyturn.buffer.staleness import check_staleness
 from polyturn.core.aio import Finished, OneThread, finish, first_error
 from polyturn.core.errors import CheckpointError
+from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
 from polyturn.evaluation.evaluate import EvalResult, EvalSet, evaluate
 from polyturn.evaluation.report import is_success, report
-from polyturn.rollout.context import derive_seed
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.journal_file import JournalFile

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from polyturn.buffer.drop_stats import DropStats
 from polyturn.buffer.group_buffer import GroupBuffer, Slot
 from polyturn.core.errors import EngineError, one_line
+from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler, Visit
-from polyturn.rollout.context import derive_seed
 from polyturn.rollout.group import GroupSpec, LiveGroup
 from polyturn.rollout.pool import RolloutPool
 

@@ -135,3 +135,9 @@ async def test_messages_may_be_rewritten_by_a_step_and_a_new_segment_starts():
     assert not t.is_failed and len(t.segments) == 3
     assert all(int((s.loss_weights > 0).sum()) > 0 for s in t.segments)
     assert sum(int((s.loss_weights > 0).sum()) for s in t.segments) == t.num_sampled_tokens
+
+
+def test_a_reply_may_hold_messages_as_dicts() -> None:
+    returned = Reply(messages=({"role": "user", "content": "Go on."},), is_done=True, info={"hint": 1})  # type: ignore[arg-type]
+    found = Reply.of(returned)
+    assert found.messages == (Message(role="user", content="Go on."),) and found.is_done and found.info == {"hint": 1}

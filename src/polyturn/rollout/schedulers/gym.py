@@ -20,8 +20,8 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin
 from polyturn.core.plugin_class import check_class
+from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
-from polyturn.rollout.context import derive_seed
 from polyturn.rollout.env import ENV, Env, EnvStep, envs, observed
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply

@@ -28,7 +28,7 @@ from polyturn.core.errors import DataError, PolyturnError, SchedulerError, Templ
 from polyturn.core.generation import FinishReason, SamplingParams
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
-from polyturn.rollout.context import derive_seed
+from polyturn.core.seeds import derive_seed
 from polyturn.rollout.conversation import EpisodeMark
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.open_turn import OpenTurn
