@@ -63,7 +63,7 @@ def explain(
             said = "it must be a text; write it in quotes"
             said += ", for YAML reads on and yes as true, off and no as false" if isinstance(value, bool) else ""
         shown = as_shown(value, path, raw_env)
-        sentences.append(f"{dotted(path)} is {shown}{sources.of(path)}; {said}")
+        sentences.append(f"{sources.statement(path, shown)}; {said}")
     return sentences
 
 

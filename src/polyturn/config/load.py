@@ -90,14 +90,14 @@ def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mappi
     Args:
         model: The pydantic model.
         values: The configuration as plain data.
-        origin: Where each value came from, for messages, for instance {("train", "steps"): "from trainer.steps"}.
+        origin: Native key to the key it was made of and where that was written: {("train", "steps"): "trainer.steps"}.
 
     Raises:
         ConfigError: as `load_config` does.
     """
     sources = Sources()
     sources.merge(values, "")
-    sources.origin = dict(origin)
+    sources.translated = origin
     return _load(model, sources)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.config.schema import KeyPath
+from polyturn.config.schema import KeyPath, dotted
 
 
 @dataclass(slots=True)
@@ -21,6 +21,8 @@ class Sources:
 
     values: dict[str, Any] = field(default_factory=dict)
     origin: dict[KeyPath, str] = field(default_factory=dict)
+    translated: Mapping[KeyPath, str] = field(default_factory=dict)
+    """Of values that a program made of another configuration: the key there, and where that was written."""
 
     def merge(self, values: Mapping[str, Any], source: str) -> None:
         """Put values above those that are there already."""
@@ -30,11 +32,21 @@ class Sources:
 
     def of(self, path: KeyPath) -> str:
         """Return " (in run.yaml)" for the value at `path`, "" where nobody wrote it."""
-        inside = [p for p in self.origin if p[: len(path)] == path and _is_there(self.values, p)]
-        for candidate in [*(path[:n] for n in range(len(path), 0, -1)), *inside]:
-            if candidate in self.origin:
-                return f" ({self.origin[candidate]})"
-        return ""
+        if (written := self._nearest(self.translated, path)) is not None:
+            return f" (from {written})"
+        origin = self._nearest(self.origin, path)
+        return f" ({origin})" if origin else ""
+
+    def statement(self, path: KeyPath, shown: str) -> str:
+        """Return which value a key has, and where it was written: "train.steps is 'many' (in run.yaml)"."""
+        if (written := self._nearest(self.translated, path)) is not None:
+            return f"{written} is {shown}, as {dotted(path)}"
+        return f"{dotted(path)} is {shown}{self.of(path)}"
+
+    def _nearest(self, origin: Mapping[KeyPath, str], path: KeyPath) -> str | None:
+        inside = [p for p in origin if p[: len(path)] == path and _is_there(self.values, p)]
+        candidates = [*(path[:n] for n in range(len(path), 0, -1)), *inside]
+        return next((origin[candidate] for candidate in candidates if candidate in origin), None)
 
 
 def _is_there(values: Any, path: KeyPath) -> bool:

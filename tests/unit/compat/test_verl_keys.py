@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.compat.verl_config.compose import compose_name
+from polyturn.compat.verl_config.compose import compose_file, compose_name
 from polyturn.compat.verl_config.convert import CONVERTERS
 from polyturn.compat.verl_config.document import key_table
 from polyturn.compat.verl_config.table import table
@@ -412,7 +412,9 @@ def test_the_base_makes_a_native_configuration():
 
 def test_a_native_value_that_cannot_be_names_the_verl_key():
     made = translated(f"{ROLLOUT}.n=many")
-    with pytest.raises(ConfigError, match=r"train.group_size is 'many' .*rollout\.n.*override.*must be a valid integer"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.n .*override.* is 'many', as train\.group_size; it must be a valid integer"
+    ):
         load_values(RunConfig, made.native, origin=made.origin)
     with pytest.raises(ConfigError, match=r"data.train_batch_size is 'many' .*it must be a number"):
         translated("data.train_batch_size=many")
@@ -659,3 +661,24 @@ def test_rejections_bring_their_own_bounds():
 def test_a_correction_in_bypass_mode_is_refused():
     with pytest.raises(ConfigError, match="nothing left to correct"):
         translated("algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is=token")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (
+            "data.train_batch_size=-3",
+            r"data\.train_batch_size \(from the override .*\) is -3, as train\.groups_per_step; it must",
+        ),
+        (
+            "actor_rollout_ref.actor.optim.lr=fast",
+            r"actor_rollout_ref\.actor\.optim\.lr \(.*\) is 'fast', as train\.optim\.lr; it must",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_by_the_key_that_was_written(override: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "verl.yaml"
+    path.write_text("actor_rollout_ref: {model: {path: m}}\ndata: {train_files: t.parquet}\n")
+    made = translate(compose_file(path, [override]))
+    with pytest.raises(ConfigError, match=says):
+        load_values(RunConfig, made.native, origin=made.origin)

@@ -42,7 +42,7 @@ class Translation:
 
     native: dict[str, Any]
     origin: Mapping[tuple[str | int, ...], str]
-    """Native key to where it came from, for messages."""
+    """Native key to the key that it was made of and where that was written, for messages."""
     paths: tuple[tuple[str, ...], ...]
     """Native keys whose values are paths, relative to the working directory."""
     native_paths: tuple[tuple[str, ...], ...]
@@ -108,7 +108,7 @@ def translate(
         source.put(".".join(path), value, by=f"polyturn.{'.'.join(path)}")
     return Translation(
         native=source.native,
-        origin={path: f"from {key}{tree.where(key)}" for path, key in source.origin.items()},
+        origin={path: f"{key}{tree.where(key)}" for path, key in source.origin.items()},
         paths=tuple(path for path in source.paths if path not in dict(own)),
         native_paths=tuple(path for path, _ in own),
         fates=tuple(_fates(tree, source, known)),
