@@ -16,7 +16,7 @@ import pytest
 from polyturn import compat
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import multi_turns
-from polyturn.compat.swift.gym_env import envs
+from polyturn.compat.swift.gym_env import ContextManager, Env, context_managers, envs
 from polyturn.compat.swift.orm import orms
 from polyturn.compat.swift.turn_weights import OUTPUTS
 from polyturn.core.errors import ConfigError, MissingModuleError
@@ -300,3 +300,24 @@ def test_one_file_may_be_a_plug_in_and_be_named_with_its_class(tmp_path: Path) -
     )
     load_plugins([tmp_path / "plugin_and_class.py"])
     assert import_attr("plugin_and_class.py:Mine", base=tmp_path) is multi_turns["mine_twice"]
+
+
+def test_an_environment_and_a_context_manager_that_rows_name_are_checked_where_they_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Lake(Env):
+        async def rest(self, config: Any) -> Any: ...
+        async def step(self, action: Any) -> Any: ...
+        async def close(self) -> None: ...
+
+    class Short(ContextManager):
+        def manage_contexts(self, history: Any, trajectory_id: str) -> Any: ...
+
+    monkeypatch.setitem(envs, "lake", Lake)
+    monkeypatch.setitem(context_managers, "short", Short)
+    with pytest.raises(
+        ConfigError, match=r"envs\['lake'\]: Lake defines `rest`, but an environment of ms-swift needs `reset`"
+    ):
+        envs.find("lake")
+    with pytest.raises(ConfigError, match=r"context_managers\['short'\]: Short defines `manage_contexts`, but a context"):
+        context_managers.find("short")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.compat.swift import turn_weights
 from polyturn.compat.swift.base import EngineOver, RolloutScheduler
 from polyturn.compat.swift.engine import EpisodeEngine
-from polyturn.compat.swift.gym_env import envs
+from polyturn.compat.swift.gym_env import context_managers, envs
 from polyturn.compat.swift.multi_turn import multi_turns
 from polyturn.compat.swift.protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
 from polyturn.compat.swift.schedulers import GYMScheduler, MathTipsScheduler, ThinkingModelTipsScheduler
@@ -102,7 +102,7 @@ class SwiftScheduler(MultiTurnScheduler):
         return self
 
     def check_task(self, task: Task) -> None:
-        """Refuse a row that lacks what a shipped scheduler reads, or names an environment that nobody registered."""
+        """Refuse a row that lacks what a shipped scheduler reads, or names an environment or context manager in vain."""
         columns = to_request(task, uuid=task.id).data_dict
         if issubclass(self._class, MathTipsScheduler | ThinkingModelTipsScheduler) and "solution" not in columns:
             raise DataError(f"task {task.id!r} has no solution, which {self._class.__name__} compares answers with; add it")
@@ -111,6 +111,10 @@ class SwiftScheduler(MultiTurnScheduler):
             if name is None:
                 raise DataError(f"task {task.id!r} names no environment; put `name` into its env_config, or set gym_env")
             envs.find(name)
+        if issubclass(self._class, GYMScheduler):
+            manager = (columns.get("ctx_config") or {}).get("name", self._options.get("context_manager"))
+            if manager is not None:
+                context_managers.find(manager)
 
     async def run(self, episode: Episode) -> StopReason:
         """Run the user's scheduler to its end, and let what it returns say what is trained."""

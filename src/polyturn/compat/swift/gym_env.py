@@ -15,6 +15,7 @@ from typing import Any
 from polyturn.compat.swift.orm import MathAccuracy
 from polyturn.compat.swift.protocol import Messages, RolloutInferRequest
 from polyturn.compat.swift.registry import PluginDict
+from polyturn.core.plugin_class import CallShape, Shape
 
 
 class SwiftEnv(ABC):
@@ -86,5 +87,22 @@ class DummyContextManager(ContextManager):
         return history
 
 
-envs = PluginDict("envs", {"math_env": SimpleMathEnv})
-context_managers = PluginDict("context_managers", {"dummyContextManager": DummyContextManager})
+ENV = Shape(
+    what="an environment of ms-swift",
+    needs=(("reset",), ("step",), ("close",)),
+    bases=(SwiftEnv,),
+    calls={
+        "reset": CallShape(num=1, write="async def reset(self, config)"),
+        "step": CallShape(num=1, write="async def step(self, action)"),
+        "close": CallShape(num=0, write="async def close(self)"),
+    },
+)
+CONTEXT_MANAGER = Shape(
+    what="a context manager of ms-swift",
+    needs=(("manage_context",),),
+    bases=(ContextManager,),
+    calls={"manage_context": CallShape(num=2, write="def manage_context(self, history, trajectory_id)")},
+)
+
+envs = PluginDict("envs", {"math_env": SimpleMathEnv}, shape=ENV)
+context_managers = PluginDict("context_managers", {"dummyContextManager": DummyContextManager}, shape=CONTEXT_MANAGER)

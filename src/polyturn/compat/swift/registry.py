@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.plugin_class import Shape, check_class
 
 
 class PluginDict(dict[str, Any]):
     """Name -> class, for one kind of plug-in."""
 
-    def __init__(self, kind: str, shipped: dict[str, Any] | None = None) -> None:
+    def __init__(self, kind: str, shipped: dict[str, Any] | None = None, *, shape: Shape | None = None) -> None:
+        """Begin with what is shipped.
+
+        Args:
+            kind: Its name, for messages.
+            shipped: What it holds from the start.
+            shape: What a class that a row names must define; None where a config's loader checks those it names. Files
+                register what they never use, so nothing is asked of a class before somebody names it.
+        """
         super().__init__(shipped or {})
         self.kind = kind
+        self._shape = shape
 
     def __setitem__(self, name: str, entry: Any) -> None:
         held = self.get(name)
@@ -36,13 +46,17 @@ class PluginDict(dict[str, Any]):
 
         Raises:
             UnknownNameError: nothing is registered under it.
+            ConfigError: what is registered lacks a method, or misspells one.
         """
         if name not in self:
             raise UnknownNameError(
                 f"{self.kind}: there is no {name!r}.{did_you_mean(name, self)} A plug-in file registers its own with "
                 f"{self.kind}[{name!r}] = …; name the file under `plugins`"
             )
-        return self[name]
+        entry = self[name]
+        if self._shape is not None and isinstance(entry, type):
+            check_class(entry, self._shape, where=f"{self.kind}[{name!r}]")
+        return entry
 
 
 def _home(entry: Any) -> str:
