@@ -231,6 +231,10 @@ async def test_an_example_in_the_prompt_is_no_turn() -> None:
         ({"respone_loss_mask": [0]}, "returned the key 'respone_loss_mask'.*Did you mean 'response_loss_mask'"),
         ({"response_token_ids": [5], "response_loss_mask": [0.5]}, "response_loss_mask holds 0.5"),
         ({"response_token_ids": [5], "response_loss_mask": [-1]}, "response_loss_mask holds -1"),
+        (
+            {"response_token_ids": [5], "rollout_logprobs": [-1.0, -2.0]},
+            "rollout_logprobs has 2 entries .* for 1 response_token_ids",
+        ),
     ],
 )
 async def test_a_mask_that_would_not_be_read_is_an_error(told: dict[str, Any], says: str) -> None:
@@ -241,3 +245,18 @@ async def test_a_mask_that_would_not_be_read_is_an_error(told: dict[str, Any], s
 
     trajectory = await play(Masks, ["one", "two"])
     assert trajectory.error is not None and re.search(says, trajectory.error), trajectory.error
+
+
+async def test_a_mask_of_an_own_run_holds_ones_and_zeros() -> None:
+    class Twos(MultiTurnScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
+            response = await self.infer_engine.infer_async(infer_request, request_config)
+            ids = response.choices[0].token_ids
+            messages = [*infer_request.messages, {"role": "assistant", "content": response.choices[0].message.content}]
+            return RolloutOutput(
+                response=response, messages=messages, response_token_ids=[ids], response_loss_mask=[[2] * len(ids)]
+            )
+
+    trajectory = await play(Twos, ["4"])
+    assert trajectory.error is not None and "response_loss_mask of trajectory" in trajectory.error, trajectory.error
+    assert "holds 2; 1 trains an id" in trajectory.error

@@ -334,6 +334,13 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
             )
         if odd := [m for m in mask if m not in (0, 1)]:
             raise MaskError(f"response_loss_mask holds {odd[0]!r:.40} {where}; 1 trains an id and 0 leaves it out")
+        logprobs = result.get("rollout_logprobs") or []
+        num_trained = sum(mask) if mask else len(ids)
+        if ids and logprobs and len(logprobs) not in (len(ids), num_trained):
+            raise MaskError(
+                f"rollout_logprobs has {len(logprobs)} entries {where}, for {len(ids)} response_token_ids of which "
+                f"{num_trained} are trained; return one for each of either"
+            )
         _refuse_misspelt(result, _OF_STEP, f"{type(self).__name__}.step", where)
         return (list(ids) if ids else None), ([int(m) for m in mask] if mask else None)
 

@@ -164,6 +164,10 @@ def _held(
             f"response_loss_mask of trajectory {name!r} has lists of {[len(m) for m in masks]} entries for "
             f"response_token_ids of {lengths}; they must be as many"
         )
+    if odd := [value for mask in masks or () for value in mask if value not in (0, 1)]:
+        raise SchedulerError(
+            f"response_loss_mask of trajectory {name!r} holds {odd[0]!r:.40}; 1 trains an id and 0 leaves it out"
+        )
     held: dict[int, Floats | None] = {}
     seen: set[_Place] = set()
     for k, places in enumerate(turns.of_ids(output, last, {i for _, i in spoken})):
