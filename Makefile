@@ -33,7 +33,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest -n auto --maxprocesses 4
+	$(BIN)/pytest -n auto --maxprocesses 4 --no-loadscope-reorder
 
 engines:
 	@failed=0; for engine in vllm sglang; do $(PYTHON) scripts/engines/build.py $$engine || failed=1; done; exit $$failed
