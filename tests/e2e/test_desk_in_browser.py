@@ -70,9 +70,9 @@ def test_a_person_answers_what_waits(desk: HumanQueue, address: str, tmp_path: P
         assert page.get_by_label("Your answer, as the user").input_value() == "That is no table.", "what is written stays"
         page.screenshot(path=Path(os.environ.get("POLYTURN_ARTEFACTS", tmp_path)) / "desk.png")
         page.get_by_label("Score of the model's turn").fill("-0.5")
-        page.get_by_role("button", name="HumanReply", exact=True).click()
+        page.get_by_role("button", name="Answer", exact=True).click()
         page.get_by_text("For how many?").last.wait_for()
-        page.get_by_role("button", name="HumanReply", exact=True).click()
+        page.get_by_role("button", name="Answer", exact=True).click()
         page.get_by_role("button", name="End the conversation").click()
         page.get_by_text("No conversation waits.").wait_for()
         assert page.evaluate("window.pwned") is None

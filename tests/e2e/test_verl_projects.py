@@ -287,7 +287,9 @@ def test_the_prepared_rows_are_the_documented_ones(project: Path):
         assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
         assert row["data_source"] == "openai/gsm8k" and row["reward_model"] == {"style": "rule", "ground_truth": "3"}
         assert row["extra_info"]["index"] == 1 and row["extra_info"]["split"] == "train"
-    assert talk["extra_info"]["interaction_kwargs"] == {"name": "gsm8k", "query": "What is 1 + 2?", "ground_truth": "3"}
+    asked = talk["prompt"][-1]["content"]
+    assert asked.startswith("What is 1 + 2? ")
+    assert talk["extra_info"]["interaction_kwargs"] == {"name": "gsm8k", "query": asked, "ground_truth": "3"}
     assert tool["extra_info"]["need_tools_kwargs"] is True
     assert tool["extra_info"]["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "3"}}}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -102,6 +103,7 @@ async def test_clients_bring_their_token_and_never_repeat_it(echo: str, monkeypa
 
 
 def test_the_log_of_a_run_has_the_traceback_of_a_plugin_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of earlier commands know the secrets of their time
     monkeypatch.setenv("PLANTED_TOKEN", OF_ENV)
     (tmp_path / "bad.py").write_text(f"def worth(trajectory):\n    raise KeyError('no {OF_ENV}')\n")
     config = write_tiny_run(tmp_path, num_tasks=2)

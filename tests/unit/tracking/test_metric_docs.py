@@ -31,7 +31,10 @@ def test_no_metric_of_a_run_is_without_a_meaning(tmp_path: Path):
 
 
 def test_no_metric_named_in_the_source_is_without_a_meaning():
-    named = {name for path in SOURCE.rglob("*.py") for name in LITERAL.findall(path.read_text())} - UNITS
+    files = (
+        path for path in SOURCE.rglob("*.py") if "compat" not in path.parts
+    )  # which computes verl's metrics for its users
+    named = {name for path in files for name in LITERAL.findall(path.read_text())} - UNITS
     assert len(named) > 60
     assert sorted(name for name in named if meaning(name) is None) == []
     vague = [MEANINGS[name] for name in CATCH_ALL]
