@@ -148,3 +148,9 @@ def test_a_text_that_yaml_reads_as_something_else_is_told_to_be_quoted(tmp_path:
     config.write_text(config.read_text().replace("name: tiny", f"name: {text}"))
     told = call("train", config, "--dry-run")
     assert told.code == 2 and said in told.err and "quotes" in told.err, told.err
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/tmp/elsewhere", "a/../../b"])
+def test_a_run_is_never_written_outside_its_folder_of_runs(name: str, tmp_path: Path) -> None:
+    called = call_command(main, "train", write_tiny_run(tmp_path), f"name={name}", "--dry-run")
+    assert called.code == 2 and "lies below `out`" in called.err and name in called.err

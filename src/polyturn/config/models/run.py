@@ -74,6 +74,13 @@ class RunConfig(Section):
     """Trackers beside metrics.jsonl: names, or {name: wandb, project: …} with keys of the tracker's own."""
     compat: CompatConfig = CompatConfig()
 
+    @field_validator("name")
+    @classmethod
+    def _stays_below_out(cls, name: str) -> str:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError("a run's folder is out/name and lies below `out`; set out to the folder that it belongs in")
+        return name
+
     @field_validator("policies")
     @classmethod
     def _names(cls, policies: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
