@@ -36,8 +36,8 @@ from polyturn.tokens.parsers import PlainParser
 from polyturn.tokens.train import train_tokenizer
 from polyturn.tools.executor import ToolBox
 from polyturn.training.hf import build_model
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
 from polyturn.training.sft import SftSettings, encode_conversation, run_sft
 
 MAX_TURNS = 3
@@ -140,10 +140,10 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
     # Supervised start, through the same tokens and the same loss weights.
     encoder = context.encoder_for(task(1))
     games = [encode_conversation(demonstration(rng), encoder, id=str(i)) for i in range(32 * sft_steps)]
-    sft = LocalPolicy(model, optim=OptimSettings(lr=3e-3, warmup_steps=5))
+    sft = local_policy(model, optim=OptimSettings(lr=3e-3, warmup_steps=5))
     run_sft(sft, games, SftSettings(steps=sft_steps, batch_size=32, seed=seed))
 
-    policy = LocalPolicy(model, optim=OptimSettings(lr=5e-4, warmup_steps=5))
+    policy = local_policy(model, optim=OptimSettings(lr=5e-4, warmup_steps=5))
     history: list[float] = []
     for step in range(steps):
         # Rollout: groups of episodes of one task, all at once.

@@ -8,6 +8,9 @@ server starts once. What takes longest begins first.
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,3 +45,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return share_of(nodeid)
 
     return ByShare(config, log)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what installs a distribution for a test: its modules, and what its metadata say of entry points."""
+
+    def made(name: str, points: Mapping[str, Mapping[str, str]], *, version: str = "1.0", **modules: str) -> None:
+        folder = tmp_path / f"site-{name}"
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        groups = [f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in found.items()) for group, found in points.items()]
+        (info / "entry_points.txt").write_text("\n".join(groups))
+        for module, source in modules.items():
+            (folder / f"{module}.py").write_text(source)
+        monkeypatch.syspath_prepend(folder)
+        for module in modules:
+            monkeypatch.delitem(sys.modules, module, raising=False)
+
+    return made

@@ -17,6 +17,7 @@ from typing import Any
 
 import polyturn
 import polyturn.testing
+from polyturn.api import front
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
 from polyturn.core import errors
@@ -122,8 +123,12 @@ def errors_page() -> str:
 def api_page() -> str:
     """Return what `polyturn` and `polyturn.testing` export, with signatures, fields and docstrings."""
     lines = ["# Python API", "", "What `import polyturn` offers. Everything else may change between versions."]
-    for name in sorted(n for n in polyturn.__all__ if not n.startswith("_")):
-        lines += _described(name, getattr(polyturn, name), "polyturn")
+    for task, names in polyturn.BY_TASK.items():
+        lines += ["", f"# {task}"]
+        for name in names:
+            lines += _described(name, getattr(polyturn, name), "polyturn")
+        if task.startswith("Train"):
+            lines += _described("rollout", front.rollout, "polyturn")
     lines += ["", "# Testing", "", "What `polyturn.testing` offers for tests of plug-ins."]
     for name in sorted(polyturn.testing.__all__):
         lines += _described(name, getattr(polyturn.testing, name), "polyturn.testing")

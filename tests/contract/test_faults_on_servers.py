@@ -16,14 +16,14 @@ from faulty_proxy import FaultyProxy
 
 from conftest import VOCAB, small_model
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
-from polyturn.engines.launcher import session_of, signal_session
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.shared_memory import held, shared_files
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder
-from polyturn.training.local import LocalPolicy
+from polyturn.infra.process import session_of, signal_session
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
 from polyturn.training.weight_sync import WeightSync
 
 KINDS = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -99,7 +99,7 @@ async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_
     kind, server, model_folder, caplog
 ):
     caplog.set_level(logging.INFO, logger=POOL_LOG)
-    trainer = LocalPolicy(other_model(), optim=OptimSettings(lr=1e-3))
+    trainer = local_policy(other_model(), optim=OptimSettings(lr=1e-3))
     launched = client(kind, launch=launch_spec(kind, model_folder), max_restarts=1)
     async with pool_of(model_folder, client(kind, server), launched, within_s=560) as pool:
         await WeightSync(pool, trainer, vocab_size=VOCAB).start(3)
@@ -113,21 +113,21 @@ async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_
         signal_session(killed.pid, signal.SIGKILL)
         answers = [await task for task in asked]
         for answer in answers:
-            check(answer, model=trainer.model, length=250)
+            check(answer, model=trainer.backend.model, length=250)
             assert answer.policy_versions == ((0, 3),)
         assert pool.num_lost == pool.num_redone >= 1
         assert pool.read_metrics()["engine/replicas_live"] == 1
         assert len(lines(caplog, "replica 1 is left out (EngineLostError")) == 1
 
         await until(lambda: pool.replicas[1].is_live, within_s=300)
-        check(await launched.generate(ask("after")), model=trainer.model)
+        check(await launched.generate(ask("after")), model=trainer.backend.model)
         assert len(lines(caplog, "replica 1 is back, with the weights of policy version 3 sent anew and verified")) == 1
         assert launched.num_restarts == 1
         assert not memory & set(shared_files().values())
 
         signal_session(launched._keeper.server.pid, signal.SIGKILL)  # more often than it may
         for answer in [await task for task in start_all(pool, 4, prefix="new")]:
-            check(answer, model=trainer.model)
+            check(answer, model=trainer.backend.model)
         await until(lambda: pool.replicas[1].is_gone)
         assert len(lines(caplog, "replica 1 is out for good")) == 1
 
@@ -227,14 +227,14 @@ async def test_updates_during_requests_lose_nothing_and_every_token_knows_its_we
 async def test_weights_that_somebody_else_put_there_are_found_and_replaced(kind, server, model_folder, caplog):
     """As after a restart by another hand: the server is well and serves what this run did not send."""
     caplog.set_level(logging.INFO, logger=POOL_LOG)
-    trainer = LocalPolicy(other_model(), optim=OptimSettings(lr=1e-3))
+    trainer = local_policy(other_model(), optim=OptimSettings(lr=1e-3))
     stranger = client(kind, server, model=model_folder)
     async with pool_of(model_folder, client(kind, server)) as pool:
         await WeightSync(pool, trainer, vocab_size=VOCAB).start(0)
         await stranger.update_weights(0, weights=small_model().state_dict())
         answers = [await task for task in start_all(pool, 3)]
         for answer in answers:
-            check(answer, model=trainer.model)
+            check(answer, model=trainer.backend.model)
         assert pool.num_stale == 3
         assert len(lines(caplog, "it answers as policy version -1 and was given 0")) == 1
         assert len(lines(caplog, "is back, with the weights of policy version 0 sent anew and verified")) == 1

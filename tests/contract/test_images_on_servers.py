@@ -18,12 +18,12 @@ from polyturn.engines.serve_commands import SERVE_COMMANDS
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
-from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
-from polyturn.testing.vision_run import write_vision_run
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tracking.jsonl import read_metrics
+from support.runs import call_command
+from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from support.vision_run import write_vision_run
 
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
 HIDDEN = 64

@@ -12,8 +12,8 @@ import pytest
 from polyturn.core.errors import RolloutError
 from polyturn.core.lifecycle import StopReason
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 

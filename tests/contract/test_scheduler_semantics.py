@@ -13,8 +13,8 @@ import pytest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import SpanSource
 from polyturn.rollout.env import envs
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers import Compaction, Gym, ImageTools, MathTips, React, SingleTurn, ThinkingTips, Tree
 from polyturn.testing.episodes import scripted_context, task, turn_ids

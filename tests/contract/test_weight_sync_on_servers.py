@@ -10,8 +10,8 @@ from polyturn.core.errors import EngineError
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.training import lora
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.weight_sync import WeightSync, _groups
 
 SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -30,8 +30,8 @@ async def engine(address, model_folder):
     await made.close()
 
 
-def policy() -> LocalPolicy:
-    return LocalPolicy(small_model(), optim=OptimSettings(lr=1e-3))
+def policy() -> ModelPolicy:
+    return local_policy(small_model(), optim=OptimSettings(lr=1e-3))
 
 
 async def test_true_weights_pass_a_tied_head_included(engine):
@@ -43,7 +43,7 @@ async def test_true_weights_pass_a_tied_head_included(engine):
 async def test_an_adapter_arrives_merged_into_its_weights(engine):
     model = small_model()
     lora.add_lora(model, lora.LoraSettings(rank=4))
-    sync = WeightSync(engine, LocalPolicy(model, optim=OptimSettings(lr=1e-3)), vocab_size=VOCAB)
+    sync = WeightSync(engine, local_policy(model, optim=OptimSettings(lr=1e-3)), vocab_size=VOCAB)
     report = await sync.start(0)
     assert report.canary < report.smallest_effect / 4
     for tensor in lora.adapter_tensors(model).values():
@@ -83,7 +83,7 @@ async def test_biases_and_a_head_of_its_own_arrive_and_one_that_is_kept_back_is_
     no_tokens = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCAB, **sizes, **heads, **no_tokens)).float().eval()
     model.save_pretrained(tmp_path)
-    trainer = LocalPolicy(model, optim=OptimSettings(lr=1e-3))
+    trainer = local_policy(model, optim=OptimSettings(lr=1e-3))
     engine = SERVERS[kind]("", vocab_size=VOCAB, model=tmp_path, launch=launch_spec(kind, tmp_path))
     try:
         report = await WeightSync(engine, trainer, vocab_size=VOCAB).start(0)

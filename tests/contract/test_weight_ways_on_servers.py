@@ -15,8 +15,8 @@ from polyturn.engines.remote import FOREIGN_VERSION
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
 from polyturn.training.weight_sync import WeightSync
 
 SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -38,7 +38,7 @@ async def test_weights_that_are_sent_pass_the_canary_and_each_later_sync(place, 
     engine = client(place, model_folder, way)
     try:
         model = small_model()
-        sync = WeightSync(engine, LocalPolicy(model, optim=OptimSettings(lr=1e-3)), vocab_size=VOCAB)
+        sync = WeightSync(engine, local_policy(model, optim=OptimSettings(lr=1e-3)), vocab_size=VOCAB)
         report = await sync.start(0)
         assert report.canary < report.smallest_effect / 4
         assert not left_in_memory()
@@ -112,7 +112,7 @@ async def test_weights_go_through_a_folder_on_disk(place, model_folder, tmp_path
 async def test_a_bit_that_changes_on_the_way_stops_the_run_and_is_named_though_no_logprob_shows_it(place, model_folder):
     engine = client(place, model_folder, "shared_memory")
     try:
-        policy = LocalPolicy(small_model(), optim=OptimSettings(lr=1e-3))
+        policy = local_policy(small_model(), optim=OptimSettings(lr=1e-3))
         sync = WeightSync(engine, policy, vocab_size=VOCAB)
         await sync.start(0)
         load, tensor = engine.update_weights, "model.layers.1.self_attn.k_proj.weight"
@@ -136,7 +136,7 @@ async def test_checksums_cover_every_tensor_of_the_model(place, model_folder, ca
     engine = client(place, model_folder, "shared_memory")
     try:
         model = small_model()
-        await WeightSync(engine, LocalPolicy(model, optim=OptimSettings(lr=1e-3)), vocab_size=VOCAB).start(0)
+        await WeightSync(engine, local_policy(model, optim=OptimSettings(lr=1e-3)), vocab_size=VOCAB).start(0)
         total = len(dict(model.named_parameters()))
         assert f"checksums of {total} of {total} tensors are compared" in caplog.text
     finally:

@@ -6,7 +6,7 @@ The model is random and would never call; a parser of the run's own reads whatev
 import json
 
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import write_tiny_run
+from support.runs import write_tiny_run
 
 PLUGINS = '''
 

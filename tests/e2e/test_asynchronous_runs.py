@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.testing.runs import call_command, write_tiny_run
+from support.runs import call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from polyturn.cli import train as train_command
+from polyturn.api import training
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command, write_tiny_run
 from polyturn.training.checkpoint import Checkpoints
+from support.runs import call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
 
@@ -183,7 +183,7 @@ def test_bad_input_is_one_sentence_before_any_training(case: Case, tmp_path: Pat
     def too_late(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("training time was spent before the problem was found")
 
-    monkeypatch.setattr(train_command, "run_sft", too_late)
+    monkeypatch.setattr(training, "run_sft", too_late)
     monkeypatch.setattr("polyturn.training.loop.Trainer.run", too_late)
     config = write_tiny_run(tmp_path)
     case.change(tmp_path)

@@ -20,7 +20,7 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
+from support.runs import call_command
 
 EXAMPLE = Path(__file__).parents[2] / "examples/black_box"
 AGENTS = ["openai_client.py:agent", "agents_sdk.py:agent"]

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.testing.crash_injection import ledger_problems
-from polyturn.testing.runs import SEVERAL_TURNS, call_command, write_tiny_run
+from support.crash_injection import ledger_problems
+from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 
 call = partial(call_command, main)
 
@@ -95,7 +95,7 @@ def test_one_without_is_asked_again_by_the_one_conversation_that_was_not_over(tm
 
 TOOL = """
 import asyncio, os, pathlib, signal, sys
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.base import BaseTool
 from polyturn.training.journal_file import JournalFile

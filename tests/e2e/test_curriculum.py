@@ -11,7 +11,7 @@ from polyturn.cli.main import main
 from polyturn.core.registry import import_attr
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
+from support.runs import call_command
 
 CONFIG = Path(__file__).parents[2] / "examples" / "curriculum" / "config.yaml"
 STEPS = ["basic_math"] * 5 + ["advanced_math"] * 5 + ["competition_math"] * 3

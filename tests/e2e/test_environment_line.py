@@ -15,7 +15,7 @@ from polyturn.cli.main import main
 from polyturn.core.registry import import_attr
 from polyturn.environments.scripted import play
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
+from support.runs import call_command
 
 pytest.importorskip("gymnasium", reason="pip install 'polyturn[environments]'")
 pytest.importorskip("textarena", reason="pip install 'polyturn[environments]'")

@@ -13,7 +13,7 @@ import yaml
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
+from support.runs import call_command
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / "tests/data/environments"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.testing.runs import call_command, write_tiny_run
+from support.runs import call_command, write_tiny_run
 
 RUN = ["evaluation.data=null", "warm_start.conversations=null"]
 CRITIC = ["algorithm.kl_in_reward={coef: 0.05, target: 1.0, horizon: 12}", "algorithm.critic.optim.lr=1e-3"]

@@ -22,8 +22,8 @@ import torch
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command, write_tiny_run
 from polyturn.training.checkpoint import Checkpoints
+from support.runs import call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
 

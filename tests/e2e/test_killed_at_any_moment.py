@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from polyturn.cli.main import main
-from polyturn.testing.crash_injection import kill_until_done, ledger_problems
-from polyturn.testing.runs import SEVERAL_TURNS, call_command, write_tiny_run
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
+from support.crash_injection import kill_until_done, ledger_problems
+from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 
 call = partial(call_command, main)
 BARE = ["evaluation.data=null", "warm_start.conversations=null"]
@@ -123,7 +123,7 @@ def test_conversations_in_flight_go_on_from_their_last_turn(tmp_path: Path, monk
         (["train.group_size=2"], "train.group_size 3 and this run has 2"),
         (["train.groups_per_step=1"], "train.groups_per_step 2 and this run has 1"),
         (["seed=5"], "seed 0 and this run has 5"),
-        (["model.init.hidden_size=32"], "does not fit this model"),
+        (["model.init.hidden_size=32"], "is of another model"),
         (["data.train.limit=3"], "size 6 and this run has 3"),
     ],
 )

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from polyturn.cli.main import main
-from polyturn.testing.runs import call_command, write_tiny_run
+from support.runs import call_command, write_tiny_run
 
 RUN = ["train.steps=2", "evaluation.data=null", "warm_start.conversations=null"]
 LORA = "model.lora={rank: 2, alpha: 4}"

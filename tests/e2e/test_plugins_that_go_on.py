@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from polyturn.cli.main import main
-from polyturn.testing.runs import call_command, write_tiny_run
+from support.runs import call_command, write_tiny_run
 
 ENDS_WITHIN_S = 280
 """Generous, for a busy machine."""

@@ -16,7 +16,7 @@ from cluster_run import assert_each_call_ran_once, metrics_of, write_run
 from transformers import AutoModelForCausalLM
 
 from polyturn.cli.main import main
-from polyturn.testing.runs import call_command
+from support.runs import call_command
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 

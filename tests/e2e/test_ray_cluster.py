@@ -23,7 +23,7 @@ from polyturn.cli.main import main
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.scripted import ScriptedEngine
-from polyturn.testing.runs import SEVERAL_TURNS, call_command
+from support.runs import SEVERAL_TURNS, call_command
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
 

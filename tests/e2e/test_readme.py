@@ -1,4 +1,4 @@
-"""README's example of one's own tool and interaction works as written, and its commands exist."""
+"""README's links lead somewhere; the quickstart's own tool and interaction work as written; every command exists."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset
 from polyturn.interactions.registry import initialize_interactions_from_config
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
-from polyturn.testing.runs import call_command, write_tiny_run
+from support.runs import call_command, write_tiny_run
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
+COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 
 
 def block(language: str, *, beginning: str) -> str:
-    found = [b for b in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if b.startswith(beginning)]
-    assert len(found) == 1, f"README has {len(found)} {language} blocks that begin with {beginning!r}"
+    found = [b for b in re.findall(rf"```{language}\n(.*?)```", QUICKSTART, re.DOTALL) if b.startswith(beginning)]
+    assert len(found) == 1, f"the quickstart has {len(found)} {language} blocks that begin with {beginning!r}"
     return str(found[0])
 
 
@@ -88,11 +91,10 @@ def test_every_command_of_the_table_exists():
         for c in group.typer_instance.registered_commands if group.typer_instance else ():
             # `polyturn config` without more is the group's command "print"
             known.add(f"{group.name} {c.name or c.callback.__name__}".removesuffix(" print") if c.callback else "")
-    named = set(re.findall(r"^\| `polyturn ((?:data|config) [a-z]\w+|[a-z-]+)", README, re.MULTILINE))
+    named = set(re.findall(r"^\| `polyturn ((?:data|config) [a-z]\w+|[a-z-]+)", COMMANDS, re.MULTILINE))
     assert named == known
 
 
 def test_every_file_that_it_links_to_is_there():
-    root = Path(__file__).parents[2]
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (root / target).is_file(), target
+        assert (ROOT / target).is_file(), target

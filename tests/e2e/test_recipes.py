@@ -21,17 +21,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from polyturn.cli.dry_run import device_plan
 from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
-from polyturn.testing.vision import VISION_TEMPLATE, tiny_vision_model, vision_tokenizer
+from polyturn.testing.published import PUBLISHED
+from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from support.runs import call_command
+from support.vision import VISION_TEMPLATE, tiny_vision_model, vision_tokenizer
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"
@@ -45,7 +48,7 @@ SMALL = (
     *("train.distributed.ranks=1", "train.groups_per_step=2", "train.group_size=2", "train.max_tokens_per_batch=4096"),
 )
 PROCESSOR = """
-from polyturn.testing.vision import tiny_processor
+from support.vision import tiny_processor
 
 
 def processor(tokenizer):
@@ -149,6 +152,31 @@ def test_every_recipe_loads_and_dry_runs(config: Path, models: dict[str, Path], 
     done = call_command(main, "train", config, "--dry-run", *overrides(config, models, data))
     assert done.code == 0, done.err
     assert "8 to train on" in done.out
+
+
+@pytest.mark.parametrize("config", [p for p in CONFIGS if "eight_gpus" in p.stem], ids=name_of)
+def test_the_plan_of_devices_has_each_rank_and_server_and_says_what_is_shared(config: Path) -> None:
+    loaded = load_config(RunConfig, config, []).config
+    plan = device_plan(loaded)
+    launch = loaded.engine.launch
+    assert plan["rank 0"] == "GPU 0"
+    assert len([name for name in plan if name.startswith("server")]) == (0 if launch is None else launch.replicas)
+    if config.stem.startswith(("qwen2_5_7b", "qwen3_8b")):
+        assert plan["rank 3"] == "GPU 3" and plan["server 0"] == "GPU 4" and "shared" not in plan
+    elif launch is not None:
+        assert "GPU 7 (rank 7, server 7)" in plan["shared"]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Qwen/Qwen2.5-7B-Instruct", "7.62"), ("Qwen/Qwen3-8B", "8.19")])
+def test_the_memory_of_the_largest_recipes_is_what_the_guide_says(name: str, billions: str) -> None:
+    """Counted on the published config without weights: 16 bytes a parameter for bfloat16, masters, moments and gradients."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PUBLISHED[name]))
+    parameters = sum(p.numel() for p in model.parameters())
+    row = next(line for line in (ROOT / "docs/guides/scale.md").read_text().splitlines() if f"| {name} |" in line)
+    assert f"{parameters / 1e9:.2f}" == billions
+    cells = [f"{billions} B", f"{16 * parameters / 4 / 1e9:.0f} GB", f"{2 * parameters / 4 / 1e9:.0f} GB"]
+    assert all(cell in row for cell in [*cells, f"{2 * parameters / 1e9:.0f} GB"])
 
 
 @pytest.mark.parametrize("recipe", FOLDERS)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
-from polyturn.testing.vision_run import write_vision_run
+from support.runs import call_command
+from support.vision_run import write_vision_run
 
 
 def test_two_steps_of_grpo_train_a_model_that_sees(tmp_path: Path, monkeypatch: Any) -> None:

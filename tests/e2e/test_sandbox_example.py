@@ -15,9 +15,9 @@ from polyturn.cli.main import main
 from polyturn.core.registry import import_attr
 from polyturn.rewards import gsm8k
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
 from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
 from polyturn.tools.registry import initialize_tools_from_config
+from support.runs import call_command
 
 FOLDER = Path(__file__).parents[2] / "examples" / "sandbox"
 WALLS, WHY = find_walls()

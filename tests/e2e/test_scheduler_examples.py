@@ -12,7 +12,7 @@ import pytest
 from polyturn.cli.main import main
 from polyturn.core.registry import import_attr
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
+from support.runs import call_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (

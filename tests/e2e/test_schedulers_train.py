@@ -10,7 +10,7 @@ import pytest
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command, write_tiny_run
+from support.runs import call_command, write_tiny_run
 
 PATIENT = """
 from polyturn.rollout.schedulers import Compaction, MathTips, ThinkingTips

@@ -24,10 +24,10 @@ import yaml
 from polyturn.cli.main import main
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import SEVERAL_TURNS, call_command, write_tiny_run
-from polyturn.testing.services import serve
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
 from polyturn.viewer.run_view import RunView
+from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
+from support.services import serve
 
 EXAMPLE = Path(__file__).parents[2] / "examples/simulated_user"
 SHORT = {"instructions": "{goal}", "stop_marker": None, "max_tokens": 6, "max_user_turns": 3}
@@ -167,7 +167,8 @@ def test_a_served_model_is_the_user_and_a_second_run_asks_nothing(endpoint: str,
     for name in ("first", "second"):
         called = call_command(main, "rollout", config, "-n", "2", *SEVERAL_TURNS, f"name={name}")
         assert called.code == 0, called.err
-        found.append(list(open_store(tmp_path / f"runs/{name}-rollout").trajectories()))
+        stored = open_store(tmp_path / f"runs/{name}-rollout").trajectories()
+        found.append(sorted(stored, key=lambda t: t.id))  # which group ends first is the clock's business
     first, second = found
     said = [t.turns[i].observation[0].text for t in first for i in range(3)]
     assert len(first) == 6 and all(said) and len(set(said)) > 6

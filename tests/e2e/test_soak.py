@@ -12,8 +12,8 @@ import pytest
 
 import polyturn
 from polyturn.interactions.base import BaseInteraction
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 
 CALL = '<tool_call>\n{"name": "flaky", "arguments": {"n": 1}}\n</tool_call>'

@@ -18,8 +18,8 @@ from polyturn.cli.main import main
 from polyturn.compat.swift.args.document import argument_table
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
-from polyturn.testing.tiny import write_brief_model
+from polyturn.testing.tiny_models import write_brief_model
+from support.runs import call_command
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "tests" / "data" / "swift_plugins"

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import polyturn.compat
-from polyturn.cli import verl
+from polyturn.compat.verl_config.command import run_main_ppo
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny import write_brief_model
+from polyturn.testing.tiny_models import write_brief_model
 
 TOOLS = '''
 from typing import Any, Optional, Tuple
@@ -250,7 +250,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the picture of the curve out: it takes as long as a run of one step, and has tests of its own."""
-    monkeypatch.setattr("polyturn.cli.train.plot_learning_curve", lambda metrics, out, *, title: out)
+    monkeypatch.setattr("polyturn.api.training.plot_learning_curve", lambda metrics, out, *, title: out)
 
 
 @pytest.fixture
@@ -305,6 +305,6 @@ def test_a_script_that_registers_an_estimator_and_a_loss_trains_with_them(at_hom
 def test_an_agent_loop_of_ones_own_trains(at_home: Path):
     agent = "actor_rollout_ref.rollout.agent"
     loop = [f"{agent}.agent_loop_config_path={at_home / 'agents.yaml'}", f"{agent}.default_agent_loop=my_loop"]
-    verl.run_main_ppo([*overrides(at_home, run="out-loop"), *loop])
+    run_main_ppo([*overrides(at_home, run="out-loop"), *loop])
     found, _ = trained(at_home / "out-loop")
     assert all(len(t.turns) == 1 for t in found)

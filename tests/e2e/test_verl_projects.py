@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from polyturn.cli import verl
 from polyturn.cli.main import main
+from polyturn.compat.verl_config.command import run_main_ppo
 from polyturn.core.registry import import_attr
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command
-from polyturn.testing.tiny import write_brief_model
+from polyturn.testing.tiny_models import write_brief_model
+from support.runs import call_command
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "sglang_multiturn" / "config"
@@ -58,7 +58,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the picture of the curve out: it takes as long as a run of one step, and has tests of its own."""
-    monkeypatch.setattr("polyturn.cli.train.plot_learning_curve", lambda metrics, out, *, title: out)
+    monkeypatch.setattr("polyturn.api.training.plot_learning_curve", lambda metrics, out, *, title: out)
 
 
 def run_script(name: str, *arguments: object, out: Path) -> subprocess.CompletedProcess[str]:
@@ -139,7 +139,7 @@ def test_tools_under_the_key_of_the_translated_document(project: Path, tmp_path:
 
 def test_the_training_command_of_the_interaction_document(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    verl.run_main_ppo(
+    run_main_ppo(
         [
             f"--config-path={EXAMPLES}",
             "--config-name=gsm8k_multiturn_grpo_w_interaction",

@@ -13,11 +13,13 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from polyturn.config.load import RESOLVED_HEAD
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.group import GroupSpec
@@ -25,10 +27,11 @@ from polyturn.rollout.pool import RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import Trained
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tools.gsm8k import Gsm8kTool
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
+playwright.expect.set_options(timeout=60_000)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed; run `make browser`"),
@@ -54,7 +57,8 @@ def write_run(folder: Path) -> None:
                 trained |= {t.id: Trained(dropped="zero_variance") for t in group.trajectories[1:]}
                 store.add(group, step=step, split="train", trained=trained)
             store.flush()
-        store.add(hostile_group(), step=3, split="eval/hostile")
+        if folder.name == "first":
+            store.add(hostile_group(), step=3, split="eval/hostile")
     lines = [
         {"step": s, "reward/mean": 0.1 * s, "eval/greedy/success": 0.2 * s, "rollout/turns": 3 - 0.1 * s} for s in (1, 2, 3)
     ]
@@ -68,8 +72,8 @@ def made(count: int) -> Trained:
 
 
 def hostile_group() -> TrajectoryGroup:
-    five_megabytes = HOSTILE * (5_000_000 // len(HOSTILE))
-    hostile = task(five_megabytes, id="<b>t</b>", data_source="<i>x</i>", ground_truth="4")
+    long = HOSTILE * (500_000 // len(HOSTILE))
+    hostile = task(long, id="<b>t</b>", data_source="<i>x</i>", ground_truth="4")
     context = scripted_context([HOSTILE], rewards={"<i>x</i>": lambda trajectory: 1.0})
     spec = GroupSpec(id="<u>evil</u>", task=hostile, size=1)
     (group,) = asyncio.run(RolloutPool(context).run([spec]))
@@ -79,9 +83,28 @@ def hostile_group() -> TrajectoryGroup:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    for name in ("first", "second"):
+    for name in ("first", "second", "growing"):
         write_run(folder / name)
     return folder
+
+
+@pytest.fixture
+def growing(runs: Path) -> Path:
+    return runs / "growing"
+
+
+def add_step(folder: Path, step: int) -> None:
+    """Add a group of two trajectories to a run, as training does; playwright has the event loop of this thread."""
+    with ThreadPoolExecutor(1) as other:
+        other.submit(_add_step, folder, step).result()
+
+
+def _add_step(folder: Path, step: int) -> None:
+    context = scripted_context(["#### 4"], rewards={"": lambda trajectory: 1.0})
+    spec = GroupSpec(id=f"more{step}", task=task("What is 2+2?", id=f"more{step}"), size=2)
+    (group,) = asyncio.run(RolloutPool(context).run([spec]))
+    with ParquetStore(folder) as store:
+        store.add(group, step=step, split="train")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +116,15 @@ def address(runs: Path) -> Iterator[str]:
     from polyturn.viewer.run_view import RunView
 
     bound = bind("127.0.0.1", 0)
-    app = create_app([RunView(runs / "first"), RunView(runs / "second")])
+    shown = [RunView(runs / name) for name in ("first", "second", "growing")]
+
+    def appeared() -> list[RunView]:
+        if len(shown) == 4 or not (runs / "warming/sft_metrics.jsonl").exists():
+            return []
+        shown.append(RunView(runs / "warming"))
+        return shown[3:]
+
+    app = create_app(list(shown), appeared=appeared)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True)
     thread.start()
@@ -216,7 +247,8 @@ def test_text_of_the_environment_is_shown_as_text_and_never_runs(page, keep):
     assert "the first 100000 of" in page.inner_text(".message.user")
     assert page.evaluate("window.pwned") is None
     assert page.locator("main script, main img, main iframe").count() == 0
-    assert "\x1b" not in page.inner_text(".tokens") and "\u202e" not in page.inner_text(".tokens")
+    for part in (".tokens", ".message.user .text", ".message.assistant .text"):
+        assert "\x1b" not in page.inner_text(part) and "\u202e" not in page.inner_text(part), part
     page.goto("/#/0/about")
     page.wait_for_selector("pre")
     assert "<b>run</b>" in page.inner_text("pre")
@@ -258,13 +290,17 @@ def test_labels_and_contrast_hold_on_every_page(browser, address: str, scheme: s
     page.close()
 
 
-def test_a_narrow_screen_needs_no_scrolling_sideways(browser, address: str, keep):
-    page = browser.new_page(viewport={"width": 380, "height": 760}, base_url=address)
+@pytest.mark.parametrize("width", [800, 768, 390])
+def test_on_a_narrow_screen_the_parts_of_a_page_stand_below_each_other(browser, address: str, keep, width: int):
+    """Not beside each other, with a letter a line: `scrollWidth` alone does not see that."""
+    page = browser.new_page(viewport={"width": width, "height": 760}, base_url=address)
     for way, ready in {"trajectories": "tbody tr", "one?id=g30/1&step=3&split=train": ".tokens span"}.items():
         page.goto(f"/#/0/{way}")
         page.wait_for_selector(ready)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 380
-        keep(page, f"narrow-{re.sub('[^a-z].*', '', way)}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        keep(page, f"narrow-{width}-{re.sub('[^a-z].*', '', way)}")
+    for part in (".message.assistant", ".tokens", ".side-panel"):
+        assert page.locator(part).first.bounding_box()["width"] > 0.9 * width - 40, part
     page.close()
 
 
@@ -276,3 +312,115 @@ def test_a_run_that_goes_on_is_followed_without_a_reload(page, runs: Path):
         file.write('{"step": 4, "reward/mean": 0.9}\n')
     playwright.expect(page.locator("#live")).to_contain_text("step 4", timeout=8000)
     playwright.expect(page.locator(".chart title").filter(has_text="0.9 at step 4")).to_have_count(1)
+
+
+def test_every_page_of_a_run_follows_it_and_keeps_what_is_being_typed(page, growing: Path):
+    """The table, the groups, the run, and a run that begins; a filter that is half written stays."""
+    page.goto("/#/2/trajectories")
+    playwright.expect(page.locator("tbody tr")).to_have_count(18)
+    page.fill("input[name=min_step]", "2")
+    add_step(growing, 4)
+    playwright.expect(page.locator("#live")).to_contain_text("20 trajectories")
+    assert page.input_value("input[name=min_step]") == "2" and page.locator("tbody tr").count() == 18
+    page.click("button[type=submit]")
+    playwright.expect(page.locator("tbody tr")).to_have_count(14)
+    page.locator("tbody tr").nth(3).focus()
+    chosen = page.evaluate("document.activeElement.dataset.key")
+    add_step(growing, 5)
+    playwright.expect(page.locator("tbody tr")).to_have_count(16)
+    assert page.evaluate("document.activeElement.dataset.key") == chosen
+    page.goto("/#/2/groups?split=train")
+    playwright.expect(page.locator("tbody tr")).to_have_count(11)
+    add_step(growing, 6)
+    playwright.expect(page.locator("tbody tr")).to_have_count(12)
+    page.goto("/#/2/about")
+    playwright.expect(page.locator("main dl")).to_contain_text("24")
+    add_step(growing, 7)
+    playwright.expect(page.locator("main dl")).to_contain_text("26")
+
+
+def test_a_warm_start_is_followed_before_the_run_has_metrics_of_its_own(page, growing: Path):
+    """Its loss is drawn, and no alarm stands over a run that is well; the run itself appears without a reload."""
+    page.goto("/#/0/curves")
+    folder = growing.parent / "warming"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(RESOLVED_HEAD)
+    (folder / "sft_metrics.jsonl").write_text('{"step": 1, "loss/sft": 2.5}\n')
+    playwright.expect(page.locator("#run option")).to_have_count(4)
+    page.select_option("#run", "3")
+    playwright.expect(page.locator(".chart h2")).to_have_text(["warm_start/loss/sft"])  # a list is waited for
+    assert page.locator("[role=alert]").count() == 0
+    with (folder / "sft_metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "loss/sft": 1.5}\n')
+    playwright.expect(page.locator(".chart title").filter(has_text="1.5 at step 2")).to_have_count(1)
+
+
+def test_a_token_that_no_loss_saw_has_the_weight_0(page):
+    page.goto("/#/0/one?id=g30/1&step=3&split=train")
+    page.click(".tokens .s-masked >> nth=0")
+    said = page.inner_text(".side-panel").replace("\n", " ")
+    assert "Sampled, not trained" in said and "weight in the loss 0" in said and "weight that it was recorded with 1" in said
+    page.goto("about:blank")
+    page.goto("/#/0/one?id=<u>evil</u>/0&step=3&split=eval/hostile")
+    page.click(".message.assistant >> text=its tokens")  # behind the first 20,000
+    page.wait_for_selector(".tokens .s-masked.chosen")
+    said = page.inner_text(".side-panel").replace("\n", " ")
+    assert "Sampled in an evaluation" in said and "weight in the loss 0" in said
+    assert page.locator(".tokens .s-sampled").count() == 0
+
+
+def test_tokens_beyond_the_first_page_can_be_opened_and_linked(page):
+    """The hostile prompt has more than 20,000 of them."""
+    page.goto("/#/0/one?id=<u>evil</u>/0&step=3&split=eval/hostile&show=tokens")
+    page.wait_for_selector(".tokens span")
+    page.click("text=tokens after ›")
+    page.wait_for_selector("text=/tokens 20000–/")
+    page.click(".tokens [data-at] >> nth=5")
+    assert "position 20005" in page.inner_text(".side-panel").replace("\n", " ")
+    link = page.url
+    page.goto("about:blank")
+    page.goto(link)
+    page.wait_for_selector(".tokens .chosen")
+    assert "position 20005" in page.inner_text(".side-panel").replace("\n", " ")
+
+
+def test_smoothing_leaves_what_was_measured_and_is_part_of_the_address(page):
+    page.goto("/#/0/curves?metric=greedy")
+    page.wait_for_selector(".chart")
+    before = page.get_attribute(".chart path.c0", "d")
+    page.fill("input[aria-label=Smoothing]", "0.9")
+    assert page.get_attribute(".chart path.c0:not(.smoothed)", "d") == before
+    assert page.get_attribute(".chart path.smoothed", "d") != before
+    assert "smooth=0.9" in page.url and "metric=greedy" in page.url
+
+
+def test_a_filter_that_cannot_be_understood_leaves_the_form(browser, address: str):
+    page = browser.new_page(base_url=address)  # a refused request is an error on the console
+    page.goto("/#/0/trajectories?split=train")
+    page.wait_for_selector("tbody tr")
+    page.fill("input[name=where]", "num_tokens >")
+    page.click("button[type=submit]")
+    page.wait_for_selector(".refused")
+    assert page.input_value("input[name=where]") == "num_tokens >" and page.locator("tbody tr").count() == 18
+    page.fill("input[name=where]", "num_tokens > 0")
+    page.click("button[type=submit]")
+    playwright.expect(page.locator(".refused")).to_have_count(0)
+    page.close()
+
+
+def test_tabs_and_keys_keep_filters_and_colours(page):
+    page.goto("/#/0/trajectories?split=train&min_step=2")
+    page.wait_for_selector("tbody tr")
+    page.click("tbody tr:has-text('g30/0') td:nth-child(2)")
+    page.wait_for_selector(".tokens")
+    page.select_option("select[aria-label='Colour tokens by']", "difference")
+    page.wait_for_selector(".legend i.heat3")
+    assert "≥ 0.1" in page.inner_text(".legend >> nth=0")
+    page.keyboard.press("n")
+    page.wait_for_url("**colour=difference")
+    page.keyboard.press("Escape")
+    page.wait_for_url("**trajectories?split=train&min_step=2")
+    page.click("text=Curves")
+    page.wait_for_selector(".chart")
+    page.click("text=Trajectories")
+    page.wait_for_url("**trajectories?split=train&min_step=2")

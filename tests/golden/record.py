@@ -179,6 +179,9 @@ def _call(folder: Path, command: str, *flags: str) -> None:
 def _as_a_process(folder: Path) -> Iterator[None]:
     """Stand in `folder`, without modules of an earlier scenario and without matplotlib, which takes longer than the step."""
     here, path, before = Path.cwd(), list(sys.path), dict(sys.modules)
+    hidden = [name for name in before if name.split(".")[0] == "matplotlib"]
+    for name in hidden:
+        del sys.modules[name]
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
     os.chdir(folder)
     try:
@@ -189,8 +192,7 @@ def _as_a_process(folder: Path) -> Iterator[None]:
         del sys.modules["matplotlib"]
         for name in [name for name in sys.modules if name not in before and name.split(".")[0] == "plugins"]:
             del sys.modules[name]
-        if "matplotlib" in before:
-            sys.modules["matplotlib"] = before["matplotlib"]
+        sys.modules.update({name: before[name] for name in hidden})
 
 
 def _kill(folder: Path, server: ScriptedServer) -> None:

@@ -22,8 +22,8 @@ from polyturn.batching.samples import to_samples
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task

@@ -15,15 +15,16 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from polyturn.algorithms.aggregate import MODES, loss_coefs
-from polyturn.algorithms.correction import Bounds, CorrectionSettings, correct
+from polyturn.algorithms.correction import correct
 from polyturn.algorithms.kl import entropy, k3
 from polyturn.algorithms.losses import policy_losses, ppo_clip
+from polyturn.algorithms.options import Bounds, CorrectionSettings
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny import tiny_model
-from polyturn.training.local import LocalPolicy, with_marks
+from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy, with_marks
 from polyturn.training.rank_group import assign
 
 torch.set_num_threads(1)
@@ -70,9 +71,9 @@ def batch_of(seed: int, *, size: int = 6, longest: int = 24) -> list[TrainSample
     return samples
 
 
-def gradient(policy: LocalPolicy) -> dict[str, Tensor]:
-    found = {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
-    policy.optimizer.zero_grad()
+def gradient(policy: ModelPolicy) -> dict[str, Tensor]:
+    found = {n: p.grad.clone() for n, p in policy.backend.model.named_parameters() if p.grad is not None}
+    policy.backend.optimizer.zero_grad()
     return found
 
 
@@ -81,8 +82,8 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -
     assert max(float((a[n] - b[n]).abs().max()) for n in a) < tolerance
 
 
-def policy_of(dtype: torch.dtype, tokens: int, targets: int | None = None, mode: str = "token-mean") -> LocalPolicy:
-    return LocalPolicy(
+def policy_of(dtype: torch.dtype, tokens: int, targets: int | None = None, mode: str = "token-mean") -> ModelPolicy:
+    return local_policy(
         copy.deepcopy(MODEL).to(dtype),
         optim=OptimSettings(),
         loss=LossSettings(aggregation=mode, kl_coef=0.1, entropy_coef=0.01, clip_high=0.28),
@@ -205,7 +206,7 @@ def test_no_loss_depends_on_the_split(name, seed, tokens, targets, mode):
     samples = correct(samples, CorrectionSettings(weight="sequence", reject={"token_k1": Bounds(0.5, 2.0)})).samples
     grads = []
     for max_tokens, max_targets in ((10**6, None), (tokens, targets)):
-        made = LocalPolicy(
+        made = local_policy(
             copy.deepcopy(MODEL).double(),
             optim=OptimSettings(),
             loss=LossSettings(
@@ -250,12 +251,12 @@ def test_no_combination_of_loss_average_layout_split_and_ranks_changes_the_gradi
     coefs = loss_coefs(samples, mode=mode)
     loss = LossSettings(policy_loss=policy_losses.resolve(name), aggregation=mode, kl_coef=0.1, entropy_coef=0.01)
     model = copy.deepcopy(MODEL).double()
-    one = LocalPolicy(model, optim=OptimSettings(), loss=loss, reference=True)
+    one = local_policy(model, optim=OptimSettings(), loss=loss, reference=True)
     marked = with_marks(samples, loss, score=one.score, seed=0)
     one.forward_backward(marked, coefs=coefs)
     expected = gradient(one)
     own = LayoutSettings(max_tokens_per_batch=tokens, **LAYOUTS[kind])
-    rank = LocalPolicy(model, optim=OptimSettings(), loss=loss, layout=own, reference=True)
+    rank = local_policy(model, optim=OptimSettings(), loss=loss, layout=own, reference=True)
     for share in assign(marked, settings=own, num_shares=num_ranks):
         if share:
             rank.forward_backward([marked[i] for i in share], coefs=[coefs[i] for i in share])

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from polyturn.algorithms.aggregate import MODES, SEGMENT_WEIGHTS, loss_coefs
-from polyturn.algorithms.correction import Bounds, CorrectionSettings, correct
+from polyturn.algorithms.correction import correct
 from polyturn.algorithms.losses import bind, mark, policy_losses, selection_of
+from polyturn.algorithms.options import Bounds, CorrectionSettings
 from polyturn.core.sample import SampleId, TrainSample
 
 LOSSES = sorted(n for n in policy_losses if policy_losses.resolve(n).__module__.startswith("polyturn.algorithms"))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import HealthCheck, assume, given, settings
@@ -22,20 +23,19 @@ from hypothesis import strategies as st
 from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.messages import Message, Origin, ToolCall
-from polyturn.rollout.conversation import EpisodeHistory
-from polyturn.rollout.history import shorten
+from polyturn.core.messages import Message, Origin, ToolCall, with_origin
+from polyturn.rollout.edits import shorten
+from polyturn.rollout.history import History
 from polyturn.rollout.journal_codec import JournalCodec
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.rollout.scheduler import Reply
 from polyturn.rollout.stop_strings import Stopped
-from polyturn.rollout.transcript import Transcript
-from polyturn.testing.tokenizers import TOKENIZERS, tokenizer_of
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.frames import ROLES
 from polyturn.tokens.markers import template_markers
 from polyturn.tokens.parsers import PlainParser
+from support.tokenizers import TOKENIZERS, tokenizer_of
 
 WRITTEN = Path(__file__).parents[1] / "data" / "templates"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "chat_templates"
@@ -150,11 +150,12 @@ def shown(
 ) -> list[list[int]]:
     """Return the control tokens of every prompt that the model is shown while a scheduler takes these steps."""
     prompt = [Message(role="user", content="Hi", origin=Origin.OWNER)]
-    line, found = EpisodeHistory(Transcript(encoder, PlainParser(), prompt), codec), list[list[int]]()
+    line, found = History(encoder, PlainParser(), prompt), list[list[int]]()
+    line.events = []
 
     def show() -> None:
-        line.show(line.transcript.next_prompt())
-        found.append(codec.control_in(line.transcript.context).tolist())
+        line.show(line.next_prompt())
+        found.append(codec.control_in(line.context).tolist())
 
     show()
     for index, (kind, what) in enumerate(steps):
@@ -164,7 +165,7 @@ def shown(
             turn = line.sample(Stopped(said, None, 0), index=index, cut_by=StopReason.LENGTH)
             continue
         first, text, second = message(what[0], change), change(what[1]), message(what[2], change)
-        history = line.transcript
+        history = line
         if kind == "answer":
             line.record(turn, Reply(messages=(first,)))
         elif kind == "append":
@@ -179,25 +180,25 @@ def shown(
             said_before = dataclasses.replace(first, content=first.text or "so", tool_calls=(), reasoning=None)
             history.rewrite([history.messages[0], said_before], goes_on=True)
         elif kind == "compact":
-            history.answer((second,))
-            shorter = shorten(history.candidates(), policy=ContextPolicy.COMPACT, num_prompt=1, fits=lambda kept: True)
-            history.answer(())
-            history.rewrite(shorter or history.candidates())
+            held = [*history.messages, *with_origin((second,), Origin.ENVIRONMENT)]
+            shorter = shorten(held, policy=ContextPolicy.COMPACT, num_prompt=1, fits=lambda kept: True)
+            history.rewrite(shorter or held)
         else:
             line.record(turn, Reply(messages=(second,)))
-            turns, line = line.turns, EpisodeHistory(_journaled(history, encoder), codec)
-            line.turns = turns
+            line = line if line.events is None else _journaled(line, encoder, prompt)
         show()
     return found
 
 
-def _journaled(transcript: Transcript, encoder: DeltaEncoder) -> Transcript:
-    """Return the transcript that a journal of this one gives."""
-    writer, reader = JournalCodec(), JournalCodec()
-    state = json.loads(json.dumps(writer.encode(transcript.state())))
+def _journaled(history: History, encoder: DeltaEncoder, prompt: list[Message]) -> History:
+    """Return the history that a journal of this one gives."""
+    writer, reader = JournalCodec(prompt), JournalCodec(prompt)
+    events = json.loads(json.dumps(writer.encode(history.events)))
     reader.read(json.loads(json.dumps(writer.take_new())))
-    other = Transcript(encoder, PlainParser(), transcript.messages)
-    other.restore(reader.decode(state))
+    other = History(encoder, PlainParser(), prompt)
+    other.replay(reader.decode(events))
+    other.events = history.events
+    assert other.messages == history.messages and np.array_equal(other.context, history.context)
     return other
 
 

@@ -28,8 +28,8 @@ from polyturn.core.trajectory import SpanSource, Trajectory, TrajectoryGroup
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 from polyturn.tools.base import BaseTool

@@ -30,16 +30,16 @@ from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, TrajectoryGroup
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, turn_ids
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.train import CHAT_TEMPLATE
-from polyturn.training.local import LocalPolicy
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy
 
 torch.set_num_threads(1)
 TASK = Task(id="t", prompt=())
@@ -224,9 +224,9 @@ def test_an_episode_keeps_its_invariants_under_edits_forks_and_cuts(
 VOCAB = 48
 
 
-def exact_policy(mode: str, segment_weight: str) -> LocalPolicy:
+def exact_policy(mode: str, segment_weight: str) -> ModelPolicy:
     model = copy.deepcopy(MODEL)
-    return LocalPolicy(
+    return local_policy(
         model,
         optim=OptimSettings(),
         loss=LossSettings(aggregation=mode, segment_weight=segment_weight, clip_high=0.28),
@@ -282,7 +282,7 @@ def test_the_gradient_does_not_see_where_a_trajectory_was_cut(mode: str, segment
     for is_cut in (False, True):
         policy = exact_policy(mode, segment_weight)
         policy.forward_backward(samples_of(group_of(seed, is_cut=is_cut)))
-        gradients.append({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
+        gradients.append({n: p.grad.clone() for n, p in policy.backend.model.named_parameters() if p.grad is not None})
     whole, cut = gradients
     assert max(float(g.abs().max()) for g in whole.values()) > 1e-6
     assert max(float((whole[n] - cut[n]).abs().max()) for n in whole) < 1e-9

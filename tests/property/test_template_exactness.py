@@ -15,13 +15,13 @@ import yaml
 
 from polyturn.core.errors import TemplateError
 from polyturn.core.messages import Message
-from polyturn.testing.dialogues import KINDS, hostile_text
-from polyturn.testing.exactness import examine, examine_inference, examine_text
-from polyturn.testing.oracle import tame
-from polyturn.testing.template_case import TemplateCase, load_subjects
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
+from support.dialogues import KINDS, hostile_text
+from support.exactness import examine, examine_inference, examine_text
+from support.oracle import tame
+from support.template_case import TemplateCase, load_subjects
 
 WRITTEN = Path(__file__).parents[1] / "data" / "templates"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"

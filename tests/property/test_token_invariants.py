@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyturn.core.messages import Message, ToolCall
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.sanity import KINDS, check

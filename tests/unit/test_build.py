@@ -22,8 +22,8 @@ from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.rollout.scheduler import MultiTurnScheduler
-from polyturn.testing.runs import write_tiny_run
 from polyturn.training.observer import RunObserver
+from support.runs import write_tiny_run
 
 
 def place(folder: Path, *overrides: str) -> build.ConfigSource:
@@ -50,7 +50,7 @@ def test_the_rollout_gets_what_the_config_says(parts: build.Parts):
     assert (context.limits.max_turns, context.limits.max_context, context.limits.timeout_s) == (2, 448, 7.0)
     assert context.limits.context_policy is ContextPolicy.DROP_OLDEST
     assert (context.sampling.temperature, context.sampling.max_tokens) == (0.7, 6)
-    assert set(context.tools.tools) == {"shout"} and context.tools.max_parallel_calls == 2
+    assert set(context.tools.tools) == {"shout"} and context.tools.options.max_parallel_calls == 2
     assert set(context.interactions) == {"coach"}
     assert type(context.scheduler) is MultiTurnScheduler and context.sanity_every == 3
     assert parts.template.renders_tools
@@ -60,7 +60,7 @@ def test_the_engine_samples_from_the_trainers_own_tensors(parts: build.Parts, tm
     tasks = build.build_run_tasks(parts.place)
     trainer = build.build_trainer(parts, tasks, folder=tmp_path, observer=RunObserver(tmp_path, total_steps=1))
     mine = dict(parts.model.named_parameters())
-    assert trainer.policy.model is parts.model  # type: ignore[attr-defined]
+    assert trainer.policy.backend.model is parts.model  # type: ignore[attr-defined]
     served = dict(parts.engine.module.named_parameters())
     assert {name: value.data_ptr() for name, value in served.items()} == {n: v.data_ptr() for n, v in mine.items()}
     assert trainer.settings.steps == 3

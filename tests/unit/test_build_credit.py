@@ -14,9 +14,9 @@ from polyturn.build.critic import build_critic
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, UnknownNameError
-from polyturn.testing.runs import write_tiny_run
-from polyturn.testing.tiny import tiny_model
+from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.observer import RunObserver
+from support.runs import write_tiny_run
 
 
 def place(folder: Path, *overrides: str) -> build.ConfigSource:

@@ -16,7 +16,7 @@ from polyturn.engines.order import Fifo, LongestFirst
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.vllm import VllmEngine
-from polyturn.testing.runs import write_tiny_run
+from support.runs import write_tiny_run
 
 LAUNCH = ("engine.kind=vllm", f"engine.launch.python={sys.executable}")
 

@@ -17,8 +17,8 @@ from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.process import ProcessEngine
-from polyturn.testing.runs import write_tiny_run
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from support.runs import write_tiny_run
 
 
 def place(folder: Path, policies: dict[str, Any], *overrides: str, **sections: Any) -> build.ConfigSource:

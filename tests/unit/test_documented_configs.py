@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from pydantic import BaseModel
 
 from polyturn.config.models import RunConfig
+from polyturn.config.schema import is_model, keys_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(p for p in (ROOT / "docs").rglob("*.md") if "migrate" not in p.parts and "reference" not in p.parts)
@@ -62,15 +62,15 @@ def test_a_snippet_is_a_part_of_a_configuration(text: str):
     RunConfig.model_validate({**given, "model": {"path": "there", **given.get("model", {})}})
 
 
-def has_key(model: type[BaseModel], path: list[str]) -> bool:
+def has_key(model: type, path: list[str]) -> bool:
     if not path:
         return True
-    field = model.model_fields.get(path[0])
-    if field is None:
+    key = keys_of(model).get(path[0])
+    if key is None:
         return False
-    kinds = [field.annotation, *get_args(field.annotation)]
-    inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    return any(has_key(kind, path[1:]) for kind in inner) if inner else len(path) == 1 or "dict" in str(field.annotation)
+    kinds = [key.annotation, *get_args(key.annotation)]
+    inner = [kind for kind in kinds if is_model(kind)]
+    return any(has_key(kind, path[1:]) for kind in inner) if inner else len(path) == 1 or "dict" in str(key.annotation)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from polyturn.algorithms.aggregate import MODES
-from polyturn.algorithms.correction import REJECTIONS
 from polyturn.algorithms.kl import kl_estimators
 from polyturn.algorithms.losses import policy_losses
+from polyturn.algorithms.options import REJECTIONS
 
 PAGE = Path(__file__).parents[2] / "docs/algorithms.md"
 OWN = [n for n in policy_losses if policy_losses.resolve(n).__module__.startswith("polyturn.algorithms")]

@@ -11,17 +11,18 @@ import polyturn
 SRC = Path(polyturn.__file__).parent
 
 RETIRED = {
-    "Accepts", "Ask", "Bounded", "ChatVoice", "Desk", "Drops", "EpisodeScene", "Fate", "Flight", "FlightBook", "Flights",
-    "Followers", "Gate", "Handed", "HeldWeights", "Home", "InteractionHost", "Keeper", "Lanes", "LastWords", "LineWorker",
-    "LiveTurn", "ModelPass", "Need", "OtherPolicy", "Partner", "Place", "PlanScheduler", "Post", "Said", "Scene", "Seam",
-    "Seat", "Seating", "Spoken", "Team", "Telling", "Told", "Voice", "Walls", "WeightInbox", "Words",
+    "Accepts", "AsWritten", "Ask", "Asking", "Backstage", "Bounded", "ChatVoice", "Desk", "Drops", "EpisodeClock",
+    "EpisodeHistory", "EpisodeScene", "Fate", "Flight", "FlightBook", "Flights", "Followers", "Gate", "Handed",
+    "HeldWeights", "Home", "InteractionHost", "Keeper", "Lanes", "LastWords", "LineWorker", "LiveTurn", "ModelPass",
+    "Need", "OtherPolicy", "Partner", "Place", "PlanScheduler", "Post", "Said", "Scene", "Seam", "Seat", "Seating",
+    "Spoken", "Team", "Telling", "Told", "ToolBranch", "Transcript", "Voice", "Walls", "WeightInbox", "Words",
 }  # fmt: skip
 """Names of classes."""
 RETIRED_MODULES = {
-    "chat_voice", "claims", "communicator", "cut", "damage", "desk", "flight", "flight_book", "flights", "followers",
-    "held_weights", "keeper", "kills", "lanes", "line_worker", "live_turn", "meanings", "narration", "other_policy",
-    "outcome", "own_loop", "partner", "scene", "seating", "team", "telling", "told", "towers", "weight_ways",
-    "writings",
+    "asking", "backstage", "chat_voice", "claims", "communicator", "cut", "damage", "desk", "flight", "flight_book",
+    "flights", "followers", "held_weights", "keeper", "kills", "lanes", "lifespan", "line_worker", "live_turn",
+    "meanings", "narration", "other_policy", "outcome", "own_loop", "partner", "scene", "seating", "team", "telling",
+    "told", "towers", "weight_ways", "writings",
 }  # fmt: skip
 
 

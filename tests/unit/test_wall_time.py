@@ -1,7 +1,7 @@
 """No test asserts on how long something took: a busy machine takes as long as it likes.
 
 A test waits for causes instead: an event, a barrier where all meet, the order of calls, a clock of its own
-(`polyturn.engines.virtual_time`), or counted steps (`polyturn.testing.steps`). What must not wait for something slow is
+(`polyturn.engines.virtual_time`), or counted steps (`tests/support/steps.py`). What must not wait for something slow is
 given something that never ends, so that it proves itself by coming back.
 """
 

@@ -16,71 +16,19 @@ cut into micro-batches, so gradients do not depend on the cut (I7).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.algorithms.losses import MAX_LOG_RATIO
-from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError, did_you_mean
+from polyturn.algorithms.options import CorrectionSettings
+from polyturn.core.errors import TrainingError
 from polyturn.core.metrics import Max, Mean, Metrics, Sum
 from polyturn.core.sample import TrainSample
 
-WEIGHTS = ("none", "token", "sequence", "geometric")
-REJECTIONS = (
-    *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
-    "seq_max_k2",
-    "seq_max_k3",
-)
-"""What is held to bounds: an estimate of the divergence of pi from mu, for a token or summed, averaged or maximal over a
-sequence. Of k1 the bounds are those of the ratio, so that seq_mean_k1 bounds the geometric mean of rho."""
 _LAST_LAG = 3
-
-
-class Bounds(NamedTuple):
-    """What is kept lies within."""
-
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionSettings:
-    """How samples of another policy are weighed and rejected."""
-
-    weight: Literal["none", "token", "sequence", "geometric"] = "token"
-    """token: rho of each token, truncated importance sampling. sequence: the product of rho over the sequence, for each of
-    its tokens; unbiased and of high variance. geometric: the geometric mean of rho over the sequence."""
-    cap: float = 2.0
-    """Weights end here: min(rho, cap), Ionides 2008."""
-    beyond: Literal["truncate", "drop"] = "truncate"
-    """What becomes of a weight above the cap: the cap, or 0."""
-    normalize: bool = False
-    """Divide the weights by their mean over the batch."""
-    reject: Mapping[str, Bounds] = field(default_factory=dict)
-    """One of `REJECTIONS` -> bounds. A sequence's leaves with all of its tokens."""
-    veto: float | None = None
-    """A sequence with any rho below this leaves the loss: the trainer finds a token nearly impossible that was sampled."""
-    negative_bound: float | None = None
-    """A sequence whose mean advantage is negative leaves the loss where the mean of log mu - log pi is above this (DeepSeek
-    2025, DeepSeek-V3.2, equation 9): mistakes that this policy no longer makes teach nothing."""
-
-    def __post_init__(self) -> None:
-        if self.weight not in WEIGHTS:
-            raise UnknownNameError(f"there is no correction weight {self.weight!r}.{did_you_mean(self.weight, WEIGHTS)}")
-        if self.beyond not in ("truncate", "drop"):
-            raise ConfigError(f"the correction's `beyond` is {self.beyond!r}; it must be 'truncate' or 'drop'")
-        if not self.cap > 0:
-            raise ConfigError(f"the cap of correction weights is {self.cap}; it must be above 0")
-        for name, (low, high) in self.reject.items():
-            if name not in REJECTIONS:
-                raise UnknownNameError(f"there is no rejection by {name!r}.{did_you_mean(name, REJECTIONS)}")
-            if not low < high or (name.endswith("_k1") and not low <= 1 <= high):
-                raise ConfigError(f"the bounds of {name} are {low} and {high}; what they keep must hold equal policies")
-        if self.veto is not None and not 0 < self.veto < 1:
-            raise ConfigError(f"the correction's veto is {self.veto}; it is a ratio between 0 and 1, for instance 1e-4")
 
 
 class Corrected(NamedTuple):
@@ -167,7 +115,7 @@ def _keep(
     keep = np.ones(len(place), bool)
     if not len(place):
         return keep
-    for name, (low, high) in settings.reject.items():
+    for name, (low, high) in settings.bounds.items():
         value = measure(log, name)
         keep &= (value >= low) & (value <= high)
     if settings.veto is not None and np.exp(log.min()) < settings.veto:

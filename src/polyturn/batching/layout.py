@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from polyturn.batching.microbatch import LayoutSettings as LayoutSettings
 from polyturn.batching.microbatch import PlannedBatch, input_lengths, plan
 from polyturn.batching.packing import Packing, pack
-from polyturn.core.arrays import Floats
+from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import AlignmentError
 from polyturn.core.sample import TrainSample
 from polyturn.tokens.positions import MediaRows
@@ -112,62 +113,87 @@ def layout(
         if sample.media and media is None:
             raise AlignmentError(f"sample {sample.id} shows {len(sample.media)} media and the policy was given no processor")
     lengths = input_lengths(samples)
-    optional = {name: _all_or_none(samples, name) for name in _OPTIONAL}
-    laid_out = []
-    for planned in plan(samples, settings=settings).ranks[0] if batches is None else batches:
-        rows = planned.samples
-        inputs = [samples[i].token_ids[: lengths[i]] for i in rows]
+    step = _Step(
+        samples=samples,
+        inputs=[s.token_ids[:length] for s, length in zip(samples, lengths, strict=True)],
+        weighted=weighted,
+        arrays={"loss_coef": coefs} | {name: _all_or_none(samples, name) for name in _OPTIONAL},
+        dtype=dtype,
+        device=device,
+        media=media,
+    )
+    return [step.lay_out(planned) for planned in (plan(samples, settings=settings).ranks[0] if batches is None else batches)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What the micro-batches of one step are made of, each list by sample."""
+
+    samples: Sequence[TrainSample]
+    inputs: Sequence[Ids]
+    weighted: Sequence[NDArray[np.int64]]
+    """The tokens with a weight."""
+    arrays: Mapping[str, Sequence[ArrayLike] | None]
+    dtype: torch.dtype
+    device: torch.device | str
+    media: MediaRows | None
+
+    def lay_out(self, planned: PlannedBatch) -> MicroBatch:
+        """Return one micro-batch."""
+        rows, device, weighted = planned.samples, self.device, self.weighted
         counts = [len(weighted[i]) for i in rows]
+        input_ids, flat_S, read = self._rows(planned)
+        taken = {f"{name}_S": self._take(name, rows) for name in self.arrays}
+        if planned.is_padding:
+            taken["loss_coef_S"] = torch.zeros_like(taken["loss_coef_S"])
+        temperature_S = np.repeat([self.samples[i].temperature for i in rows], counts)
+        targets_S = np.concatenate([self.samples[i].token_ids[weighted[i]] for i in rows])
+        return MicroBatch(
+            input_ids_BT=torch.from_numpy(input_ids).to(device),
+            num_tokens=sum(len(self.inputs[i]) for i in rows) - sum(planned.shared),
+            flat_S=torch.from_numpy(flat_S).to(device),
+            targets_S=torch.from_numpy(targets_S.astype(np.int64)).to(device),
+            temperature_S=None
+            if (temperature_S == 1.0).all()
+            else torch.from_numpy(temperature_S).to(device=device, dtype=self.dtype),
+            **taken,
+            sample_S=np.repeat(np.asarray(rows, dtype=np.int64), counts),
+            token_S=np.concatenate([weighted[i] for i in rows]),
+            is_padding=planned.is_padding,
+            **read,
+        )
+
+    def _rows(self, planned: PlannedBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, Any]]:
+        """Return the ids [B, T], where in them each target is read off [S], and positions, media and packing."""
+        inputs = [self.inputs[i] for i in planned.samples]
         # Token t is predicted at position t - 1: this subtraction is the shift.
-        before = [weighted[i] - 1 for i in rows]
-        packing = pack(inputs, shared=planned.shared) if planned.shared else None
-        if packing is not None:
+        before = [self.weighted[i] - 1 for i in planned.samples]
+        if planned.shared:
+            packing = pack(inputs, shared=planned.shared)
             input_ids = np.zeros((1, packing.num_tokens), dtype=np.int64)
             for place, ids in zip(packing.places, inputs, strict=True):
                 input_ids[0, place] = ids
             flat_S = np.concatenate([place[t] for place, t in zip(packing.places, before, strict=True)])
-            row_inputs = {"position_ids": torch.from_numpy(packing.positions_N).to(device)[None]}
-        else:
-            width = max(map(len, inputs))
-            input_ids = np.zeros((len(rows), width), dtype=np.int64)
-            for b, ids in enumerate(inputs):
-                input_ids[b, : len(ids)] = ids
-            flat_S = np.concatenate([b * width + t for b, t in enumerate(before)])
-            row_inputs = {"position_ids": torch.arange(width, device=device)[None]}
-            if media is not None:
-                shown = [(ids, samples[i].media) for ids, i in zip(inputs, rows, strict=True)]
-                row_inputs = media.stack(shown, width=width, device=device)
+            positions = torch.from_numpy(packing.positions_N).to(self.device)[None]
+            return input_ids, flat_S, {"position_ids": positions, "media_inputs": {}, "packing": packing}
+        width = max(map(len, inputs))
+        input_ids = np.zeros((len(inputs), width), dtype=np.int64)
+        for b, ids in enumerate(inputs):
+            input_ids[b, : len(ids)] = ids
+        flat_S = np.concatenate([b * width + t for b, t in enumerate(before)])
+        if self.media is None:
+            return input_ids, flat_S, {"position_ids": torch.arange(width, device=self.device)[None]}
+        shown = [(self.inputs[i], self.samples[i].media) for i in planned.samples]
+        read = self.media.stack(shown, width=width, device=self.device)
+        return input_ids, flat_S, {"position_ids": read.pop("position_ids"), "media_inputs": read}
 
-        def take(arrays: Sequence[ArrayLike] | None, rows: tuple[int, ...] = rows) -> Tensor | None:
-            if arrays is None:
-                return None
-            picked = np.concatenate([np.asarray(arrays[i])[weighted[i]] for i in rows])
-            return torch.from_numpy(picked).to(device=device, dtype=dtype)
-
-        loss_coef_S = take(coefs)
-        assert loss_coef_S is not None
-        temperature_S = np.repeat([samples[i].temperature for i in rows], counts)
-        targets_S = np.concatenate([samples[i].token_ids[weighted[i]] for i in rows])
-        laid_out.append(
-            MicroBatch(
-                input_ids_BT=torch.from_numpy(input_ids).to(device),
-                position_ids=row_inputs.pop("position_ids"),
-                num_tokens=sum(map(len, inputs)) - sum(planned.shared),
-                flat_S=torch.from_numpy(flat_S).to(device),
-                targets_S=torch.from_numpy(targets_S.astype(np.int64)).to(device),
-                loss_coef_S=torch.zeros_like(loss_coef_S) if planned.is_padding else loss_coef_S,
-                temperature_S=None
-                if (temperature_S == 1.0).all()
-                else torch.from_numpy(temperature_S).to(device=device, dtype=dtype),
-                **{f"{name}_S": take(arrays) for name, arrays in optional.items()},
-                sample_S=np.repeat(np.asarray(rows, dtype=np.int64), counts),
-                token_S=np.concatenate([weighted[i] for i in rows]),
-                media_inputs=row_inputs,
-                packing=packing,
-                is_padding=planned.is_padding,
-            )
-        )
-    return laid_out
+    def _take(self, name: str, rows: Sequence[int]) -> Any:
+        """Return [S] an array of the samples at the targets of `rows`; None where they have none."""
+        arrays = self.arrays[name]
+        if arrays is None:
+            return None
+        picked = np.concatenate([np.asarray(arrays[i])[self.weighted[i]] for i in rows])
+        return torch.from_numpy(picked).to(device=self.device, dtype=self.dtype)
 
 
 def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, lengths: Sequence[int]) -> list[Floats]:

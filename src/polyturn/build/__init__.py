@@ -1,6 +1,6 @@
 """The composition root: the one place where config meets classes. A `RunConfig` goes in, live objects come out.
 
-    RunConfig  ->  tokenizer, model  ->  Codec, engine, LocalPolicy  ->  RolloutContext  ->  Trainer
+    RunConfig  ->  tokenizer, model  ->  Codec, engine, ModelPolicy  ->  RolloutContext  ->  Trainer
     place          model.py              engine.py, parts.py             tasks.py             training.py
 
 Everything that can be wrong with a configuration is found here, before any training time is spent. Each file imports only

@@ -14,10 +14,9 @@ from polyturn.core.errors import ConfigError
 from polyturn.rollout.pool import RolloutPool
 
 if TYPE_CHECKING:
-    from polyturn.cluster.actors import BusyEngine
     from polyturn.cluster.clients import Member
     from polyturn.cluster.journal import WorkerJournal
-    from polyturn.core.protocols import EngineCapabilities
+    from polyturn.core.protocols import Engine, EngineCapabilities
     from polyturn.training.rank_group import RankWorker
 
 
@@ -72,7 +71,7 @@ def _need(make: Any, actors: Any) -> Any:
     return make(count=actors.count, resources=actors.resources)
 
 
-def _engine(place: ConfigSource) -> BusyEngine:
+def _engine(place: ConfigSource) -> Engine:
     """Build an engine replica, in its actor."""
     return build_parts(place).engine
 

@@ -10,6 +10,7 @@ from polyturn.config.models import (
     RunConfig,
 )
 from polyturn.core.errors import CheckpointError, ConfigError
+from polyturn.core.live import LiveObject
 
 if TYPE_CHECKING:
     from polyturn.environments.base import Adapter
@@ -21,6 +22,8 @@ class ConfigSource:
 
     config: RunConfig
     base: Path
+    live: tuple[LiveObject, ...] = ()
+    """The objects that the configuration names by their labels; they are there as long as this is."""
     adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
     """The environments that were made so far, by name: what gives tasks, tools and a scheduler is one object. A copy in
     another process makes its own."""

@@ -9,7 +9,7 @@ from polyturn.build.loss import build_correction, build_kl, build_policy_loss
 from polyturn.build.parts import Parts
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_class import CallShape, check_function
-from polyturn.core.signature import has_parameter
+from polyturn.core.stand_in import as_ours
 
 if TYPE_CHECKING:
     from polyturn.training.reward_kl import RewardKl
@@ -33,10 +33,7 @@ def build_estimator(place: ConfigSource) -> Any:
     where = f"algorithm.advantage {algorithm.advantage!r}"
     if isinstance(estimator, type) or not callable(estimator):
         check_function(estimator, OF_GROUP, where=where)
-    if has_parameter(estimator, "token_level_rewards"):  # an estimator that was written for verl
-        from polyturn.compat.verl.core_algos import as_estimator
-
-        estimator = as_estimator(estimator)
+    estimator = as_ours("estimator", estimator)
     has_penalties = algorithm.kl_in_reward.coef > 0
     check_estimator(
         estimator,

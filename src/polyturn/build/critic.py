@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
-from polyturn.build.optim import optim_settings
 from polyturn.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,18 +13,17 @@ if TYPE_CHECKING:
 
     from polyturn.build.parts import Parts
     from polyturn.training.critic import Critic
-    from polyturn.training.critic_shards import DistributedCritic
 
 
-def build_critic(parts: Parts, estimator: Any) -> Critic | DistributedCritic | None:
+def build_critic(parts: Parts, estimator: Any) -> Critic | None:
     """Return the critic that the estimator needs; None where it needs none.
 
     Raises:
         ConfigError: its model cannot be loaded, or has another vocabulary.
     """
     from polyturn.algorithms.advantages import traits_of
-    from polyturn.training.critic import Critic
-    from polyturn.training.critic_shards import DistributedCritic
+    from polyturn.training.critic import Critic, first_weights, local_critic
+    from polyturn.training.ranked import RankedBackend
 
     place, config = parts.place, parts.place.config
     critic = config.algorithm.critic
@@ -36,12 +34,13 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | DistributedCritic | N
                 "algorithm.advantage to gae, turn_gae or bilevel_gae, or drop the critic"
             )
         return None
+    options = critic_options(place)
     if parts.team is not None:
-        options = critic_options(place)
-        of_all = {name: options[name] for name in ("settings", "layout")}
-        return DistributedCritic(parts.team, start=parts.model if critic.path is None else None, **of_all)
+        start = first_weights(parts.model) if critic.path is None else None
+        backend = RankedBackend(parts.team, "critic", layout=options["layout"], start=start)
+        return Critic(backend, settings=options["settings"])
     model = parts.model if critic.path is None else critic_model(place, like=parts.model)
-    return Critic(model, media=parts.context.media, **critic_options(place))
+    return local_critic(model, media=parts.context.media, **options)
 
 
 def critic_model(place: ConfigSource, *, like: PreTrainedModel) -> PreTrainedModel:
@@ -65,12 +64,11 @@ def critic_model(place: ConfigSource, *, like: PreTrainedModel) -> PreTrainedMod
 def critic_options(place: ConfigSource) -> dict[str, Any]:
     """Return the options of a critic, in this process or on a rank."""
     from polyturn.batching.layout import LayoutSettings
-    from polyturn.training.critic import CriticSettings
 
     config = place.config
     critic = config.algorithm.critic
     return {
-        "optim": optim_settings(critic.optim, steps=config.train.steps),
-        "settings": CriticSettings(clip=critic.clip, warmup=critic.warmup),
+        "optim": critic.optim.over(config.train.steps),
+        "settings": critic,
         "layout": LayoutSettings(max_tokens_per_batch=config.train.max_tokens_per_batch),
     }

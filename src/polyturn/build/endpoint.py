@@ -25,7 +25,7 @@ from polyturn.engines.chat_completions import ChatEngine, Endpoint
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.interactions.context import check_row
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.limits import Limits
+from polyturn.rollout.limits import ContextPolicy
 from polyturn.tokens.parsers import HermesParser, build_parser
 from polyturn.tokens.text_codec import text_codec
 
@@ -35,8 +35,8 @@ NO_LIMIT = 1 << 30
 """Of the ids here, which are bytes; the server counts its own tokens."""
 
 
-def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> RolloutContext:
-    """Make the rollout context of an evaluation whose model is served elsewhere, known by its text only.
+def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> tuple[RolloutContext, ChatEngine]:
+    """Make the rollout context of an evaluation whose model is served elsewhere, known by its text only, and its engine.
 
     Turns, time and the tokens of one turn are limited as the config says; limits in tokens of the whole conversation are
     left to the server.
@@ -53,8 +53,9 @@ def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> RolloutCo
     tools = build_tools(place, codec=codec)
     policies = build_policies(place)
     scheduler = build_scheduler(place, policies)
-    return RolloutContext(
-        engine=ChatEngine(dataclasses.replace(endpoint, max_tokens=limits.max_tokens_per_turn)),
+    engine = ChatEngine(dataclasses.replace(endpoint, max_tokens=limits.max_tokens_per_turn))
+    context = RolloutContext(
+        engine=engine,
         codec=codec,
         parser=build_parser(codec, "hermes", needs_calls=bool(tools.tools)) if tools.tools else HermesParser(),
         tools=tools,
@@ -62,11 +63,8 @@ def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> RolloutCo
         interactions=build_interactions(place, policies),
         rewarder=build_rewarder(place, policies, scores_turns=scheduler.scores_turns, may_be_given=scheduler.gives_reward),
         scheduler=scheduler,
-        limits=Limits(
-            max_turns=limits.max_turns,
-            max_user_turns=limits.max_user_turns,
-            timeout_s=limits.timeout_s,
-            counts_people=limits.counts_people,
+        limits=dataclasses.replace(
+            limits, max_tokens_per_turn=None, max_tokens=None, max_context=None, context_policy=ContextPolicy.STOP
         ),
         sampling=SamplingParams(max_tokens=NO_LIMIT),
         interaction_timeout_s=config.rollout.interaction_timeout_s,
@@ -76,6 +74,7 @@ def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> RolloutCo
         sanity_mode="off",
         escape_prompts="all",
     )
+    return context, engine
 
 
 def for_endpoint(which: EvalSet) -> EvalSet:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING
 
+from polyturn.algorithms.options import CorrectionSettings
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_class import CallShape, check_function
-from polyturn.core.signature import has_parameter, required
+from polyturn.core.signature import required
+from polyturn.core.stand_in import as_ours
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from polyturn.algorithms.correction import CorrectionSettings
     from polyturn.algorithms.kl import KlController
     from polyturn.algorithms.losses import PolicyLoss
 
@@ -27,10 +27,8 @@ def build_policy_loss(place: ConfigSource) -> PolicyLoss:
     from polyturn.algorithms.losses import policy_losses
 
     loss = policy_losses.resolve(place.config.algorithm.loss, base=place.base, key="algorithm.loss")
-    if has_parameter(loss, "old_log_prob"):  # a loss that was written for verl
-        from polyturn.compat.verl.core_algos import as_policy_loss
-
-        return as_policy_loss(loss)
+    if (adapted := as_ours("loss", loss)) is not loss:
+        return adapted  # type: ignore[no-any-return]
     check_function(
         loss,
         dataclasses.replace(_LOSS, names=required(loss)[_LOSS.num :]),
@@ -84,8 +82,6 @@ def build_correction(place: ConfigSource) -> CorrectionSettings | None:
     Raises:
         ConfigError: it would compare the engine with itself, or its bounds cannot be.
     """
-    from polyturn.algorithms.correction import Bounds, CorrectionSettings
-
     algorithm = place.config.algorithm
     correction = algorithm.correction
     if correction is None:
@@ -96,17 +92,4 @@ def build_correction(place: ConfigSource) -> CorrectionSettings | None:
             "'engine', which takes these for those; set old_logprobs to 'trainer', or drop the correction"
         )
 
-    def bounds(name: str, value: float | tuple[float, float]) -> Bounds:
-        if isinstance(value, tuple):
-            return Bounds(*value)
-        return Bounds(1 / value if value else math.inf, value) if name.endswith("_k1") else Bounds(-math.inf, value)
-
-    return CorrectionSettings(
-        weight=correction.weight,
-        cap=correction.cap,
-        beyond=correction.beyond,
-        normalize=correction.normalize,
-        reject={name: bounds(name, value) for name, value in correction.reject.items()},
-        veto=correction.veto,
-        negative_bound=correction.negative_bound,
-    )
+    return correction

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from polyturn.build.config_source import ConfigSource, folder_or_name
 from polyturn.core.errors import ConfigError
+from polyturn.core.live import is_label, target
 from polyturn.core.registry import import_attr
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.multimodal import MediaProcessor, load_processor
@@ -42,6 +43,8 @@ def build_codec(place: ConfigSource, *, checkpoint: Path | None = None) -> Codec
         texts = import_attr(model.train_tokenizer.corpus, base=place.base)()
         trained = train_tokenizer(texts, vocab_size=model.train_tokenizer.vocab_size, chat_template=template)
         codec = Codec(trained, template_kwargs=kwargs)
+    elif source is not None and is_label(source):
+        codec = Codec(target(source), chat_template=template, template_kwargs=kwargs)
     elif source is not None:
         revision = model.revision if model.tokenizer is None else None
         codec = load_codec(
@@ -72,10 +75,11 @@ def build_model(
         )
     else:
         built = _base_model(place, tokenizer)
+    kernels = place.config.model
+    hf.choose_kernels(built, attention=kernels.attn_implementation, liger=kernels.liger)
     if adapter is None:
         return built
-    settings = lora.LoraSettings(**adapter.model_dump(exclude={"adapter"}))
-    lora.add_lora(built, settings, seed=place.config.seed)
+    lora.add_lora(built, adapter, seed=place.config.seed)
     if checkpoint is not None and (checkpoint / lora.CONFIG_FILE).is_file():
         lora.load_adapter(built, checkpoint)
     elif adapter.adapter is not None:
@@ -88,6 +92,8 @@ def load_frozen(place: ConfigSource, path: str, *, like: PreTrainedModel, dtype:
     from polyturn.training import hf
 
     found = hf.load_model(folder_or_name(path, place.base), dtype=_dtype(dtype or place.config.model.dtype))
+    kernels = place.config.model
+    hf.choose_kernels(found, attention=kernels.attn_implementation, liger=kernels.liger)
     return found.to(like.device)  # type: ignore[arg-type]  # a mixin of transformers hides the signature
 
 
@@ -112,6 +118,9 @@ def _base_model(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreT
         }
         return hf.build_model(fields, seed=place.config.seed, dtype=dtype)
     assert model.path is not None  # the config model requires one of the two
+    if is_label(model.path):
+        given: PreTrainedModel = target(model.path)
+        return given
     return hf.load_model(folder_or_name(model.path, place.base), dtype=dtype, revision=model.revision)
 
 

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyturn.build.config_source import ConfigSource
-from polyturn.build.engine import build_engine
+from polyturn.build.engine import build_engine, find_engine
 from polyturn.build.environments import build_env_scheduler, build_env_tools
 from polyturn.build.model import build_codec, build_media, build_model
 from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.config.models import (
-    LimitsConfig,
-    OverlongConfig,
     RewardFunctionConfig,
     RewardRateConfig,
     RolloutConfig,
-    SamplingConfig,
 )
+from polyturn.config.models.rollout import LIMITS
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.generation import SamplingParams
+from polyturn.core.generation import Sampling, SamplingParams
+from polyturn.core.live import is_label
 from polyturn.core.plugin_class import check_class
 from polyturn.core.plugins import load_plugins
+from polyturn.core.protocols import Engine
 from polyturn.core.registry import import_attr
 from polyturn.core.secret import token_from
 from polyturn.core.signature import has_parameter, lacks
+from polyturn.core.stand_in import stand_ins
 from polyturn.core.watchdog import LoopWatchdog
 from polyturn.engines.update_gate import UpdateGate
 from polyturn.interactions.registry import check_interactions, initialize_interactions_from_config
@@ -38,7 +39,7 @@ from polyturn.rewards.code import Sandbox
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import schedulers
 from polyturn.rollout.schedulers.registry import SCHEDULER
@@ -46,17 +47,15 @@ from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.parsers import build_parser
 from polyturn.tools.base import BaseTool
-from polyturn.tools.breaker import BreakerSettings
 from polyturn.tools.executor import ToolBox
+from polyturn.tools.function import FunctionTool
+from polyturn.tools.options import ToolOptions
 from polyturn.tools.registry import check_tools, initialize_tools_from_config, load_function_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from polyturn.cluster.clients import RayEngine, RayPool
-    from polyturn.engines.embedded import EmbeddedEngine
-    from polyturn.engines.pool import EnginePool
-    from polyturn.engines.process import ProcessEngine
+    from polyturn.cluster.clients import RayPool
     from polyturn.training.rank_group import RankGroup
 
 NO_POLICIES = FurtherPolicies()
@@ -71,7 +70,7 @@ class Parts:
     place: ConfigSource
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
-    engine: EmbeddedEngine | ProcessEngine | EnginePool | RayEngine
+    engine: Engine
     context: RolloutContext
     template: TemplateReport
     max_context: int
@@ -110,6 +109,8 @@ def build_parts(
 
     config = place.config
     check_plugins(place)
+    if engine is None:
+        find_engine(place)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
@@ -148,7 +149,7 @@ def build_parts(
         interactions=plugins.interactions,
         rewarder=plugins.rewarder,
         scheduler=plugins.scheduler,
-        limits=_limits(config.rollout.limits, max_context),
+        limits=dataclasses.replace(config.rollout.limits, max_context=max_context),
         sampling=sampling_params(config.rollout.sampling, config.rollout.limits),
         interaction_timeout_s=config.rollout.interaction_timeout_s,
         require_interaction_name=config.compat.require_interaction_name,
@@ -209,35 +210,28 @@ def check_plugins(place: ConfigSource) -> None:
 
 def _check_scheduler(place: ConfigSource) -> None:
     found = _scheduler_class(place)
+    if isinstance(found, MultiTurnScheduler):
+        found = type(found)
     if not isinstance(found, type):
         return
     where = f"rollout.scheduler {place.config.rollout.scheduler!r}"
-    if _is_of(found, "polyturn.compat.swift.base"):
-        from polyturn.compat.swift.shapes import check_scheduler
-
-        check_scheduler(found, where=where)
-    elif _is_of(found, "polyturn.compat.verl.agent_loop"):
-        from polyturn.compat.verl.agent_loop import AGENT_LOOP
-
-        check_class(found, AGENT_LOOP, where=where)
-    else:
-        check_class(found, SCHEDULER, where=where)
-
-
-def _is_of(found: type, module: str) -> bool:
-    return any(c.__module__ == module for c in found.__mro__)
+    check_class(found, SCHEDULER, where=where)
 
 
 def _scheduler_class(place: ConfigSource) -> Any:
-    """Return what `rollout.scheduler` names.
+    """Return what `rollout.scheduler` names; of a class that was written for another library, what makes a scheduler of it.
 
     Raises:
         ConfigError: the name leads to nothing.
     """
     name = place.config.rollout.scheduler or "default"
-    if name not in schedulers:
-        from polyturn.serving.openai import scheduler as _registers_black_box  # noqa: F401
-    return _swift_scheduler(name) or schedulers.resolve(name, base=place.base)
+    theirs = {} if name in schedulers or ":" in name else {n: c for one in stand_ins() for n, c in one.schedulers().items()}
+    if theirs and name not in theirs and "." not in name:
+        raise UnknownNameError(f"rollout.scheduler: there is no {name!r}.{did_you_mean(name, [*schedulers, *theirs])}")
+    found = theirs.get(name) or schedulers.resolve(name, base=place.base)
+    adapters = (one.adapt_scheduler for one in stand_ins() if one.adapt_scheduler is not None)
+    adapted = (adapt(found, where=f"rollout.scheduler {name!r}") for adapt in adapters)
+    return next((made for made in adapted if made is not None), found)
 
 
 def build_tools(place: ConfigSource, *, codec: Codec) -> ToolBox:
@@ -249,19 +243,17 @@ def build_tools(place: ConfigSource, *, codec: Codec) -> ToolBox:
     found += _function_tools(place)
     return ToolBox(
         [*found, *build_env_tools(place)],
-        timeout_s=tools.timeout_s,
-        max_parallel_calls=tools.max_parallel_calls,
-        max_result_chars=tools.max_result_chars,
-        max_result_tokens=tools.max_result_tokens,
-        truncate_side=tools.truncate_side,
-        max_concurrency=tools.max_concurrency,
-        max_per_host=tools.max_per_host,
-        breaker=BreakerSettings(
-            failures=tools.breaker.failures,
-            cooldown_s=tools.breaker.cooldown_s,
-            max_cooldown_s=tools.breaker.max_cooldown_s,
+        ToolOptions(
+            timeout_s=tools.timeout_s,
+            max_parallel_calls=tools.max_parallel_calls,
+            max_result_chars=tools.max_result_chars,
+            max_result_tokens=tools.max_result_tokens,
+            truncate_side=tools.truncate_side,
+            max_concurrency=tools.max_concurrency,
+            max_per_host=tools.max_per_host,
+            breaker=tools.breaker,
+            fails_unreachable=tools.unreachable == "failure",
         ),
-        fails_unreachable=tools.unreachable == "failure",
         codec=codec,
     )
 
@@ -278,6 +270,8 @@ def _function_tools(place: ConfigSource) -> list[BaseTool]:
             found += load_function_tools(place.base / name)
             continue
         function = import_attr(name, base=place.base)
+        if is_label(name) and not isinstance(function, BaseTool):
+            function = FunctionTool(function)
         if not isinstance(function, BaseTool):
             raise ConfigError(
                 f"rollout.tools.functions names {name!r}, which is a {type(function).__name__}; "
@@ -348,13 +342,13 @@ def _rate_limit(rate: RewardRateConfig) -> CallRateLimit | None:
     return CallRateLimit(max_concurrent=rate.max_concurrent, calls_per_minute=per_minute)
 
 
-def _overlong(config: OverlongConfig, limits: LimitsConfig) -> Overlong | None:
+def _overlong(config: Overlong, limits: Limits) -> Overlong | None:
     if config.buffer == 0:
         return None
     limit = config.max_tokens or limits.max_tokens
     if limit is None:
         raise ConfigError("reward.overlong has a buffer and no limit to be near to; set reward.overlong.max_tokens")
-    return Overlong(max_tokens=limit, buffer=config.buffer, penalty=config.penalty)
+    return dataclasses.replace(config, max_tokens=limit)
 
 
 def build_scheduler(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES) -> MultiTurnScheduler:
@@ -368,21 +362,15 @@ def build_scheduler(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES
     rollout = place.config.rollout
     name, kwargs = rollout.scheduler or "default", dict(rollout.scheduler_kwargs)
     limits = rollout.limits
-    timeout_s = limits.timeout_s if "timeout_s" in limits.model_fields_set else None
+    timeout_s = None if limits.timeout_s == LIMITS.timeout_s else limits.timeout_s
     if rollout.scheduler is not None and (limits.max_turns, limits.max_tokens, timeout_s) == (None, None, None):
         raise ConfigError(
             f"rollout.scheduler is {name!r} and no limit ends an episode that it never finishes; set "
-            "rollout.limits.max_turns, max_tokens or timeout_s"
+            f"rollout.limits.max_turns, max_tokens or timeout_s (to another time than its default, {LIMITS.timeout_s:g})"
         )
     found = _scheduler_class(place)
-    if isinstance(found, type) and _is_of(found, "polyturn.compat.swift.base"):
-        from polyturn.compat.swift.adapter import SwiftScheduler
-
-        return SwiftScheduler(found, base=place.base, **kwargs)
-    if isinstance(found, type) and _is_of(found, "polyturn.compat.verl.agent_loop"):
-        from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
-
-        return AgentLoopScheduler(found)
+    if isinstance(found, MultiTurnScheduler) and not kwargs:
+        return found
     if callable(found) and has_parameter(found, "base"):
         kwargs.setdefault("base", place.base)
     if callable(found) and lacks(found, "policies"):  # one with a default of its own means something else
@@ -397,32 +385,8 @@ def build_scheduler(place: ConfigSource, policies: FurtherPolicies = NO_POLICIES
     return scheduler
 
 
-def _swift_scheduler(name: str) -> Any:
-    """Return the class that a plug-in written for ms-swift registered, or a shipped one, under one of its names."""
-    if name in schedulers or ":" in name:
-        return None
-    from polyturn.compat.swift.multi_turn import multi_turns
-
-    if name not in multi_turns and "." not in name and name not in entry_points(group="polyturn.schedulers").names:
-        known = [*schedulers, *multi_turns]
-        raise UnknownNameError(f"rollout.scheduler: there is no {name!r}.{did_you_mean(name, known)}")
-    return multi_turns.get(name)
-
-
-def _limits(limits: LimitsConfig, max_context: int) -> Limits:
-    return Limits(
-        max_turns=limits.max_turns,
-        max_user_turns=limits.max_user_turns,
-        max_tokens_per_turn=limits.max_tokens_per_turn,
-        max_tokens=limits.max_tokens,
-        max_context=max_context,
-        timeout_s=limits.timeout_s,
-        counts_people=limits.counts_people,
-        context_policy=ContextPolicy(limits.context_policy),
-    )
-
-
-def sampling_params(sampling: SamplingConfig, limits: LimitsConfig) -> SamplingParams:
+def sampling_params(sampling: Sampling, limits: Limits) -> SamplingParams:
+    """Return how a run samples one completion."""
     return SamplingParams(
         max_tokens=limits.max_tokens_per_turn or 1 << 20,
         temperature=sampling.temperature,
@@ -431,7 +395,7 @@ def sampling_params(sampling: SamplingConfig, limits: LimitsConfig) -> SamplingP
     )
 
 
-def _max_context(limits: LimitsConfig, model: PreTrainedModel) -> int:
+def _max_context(limits: Limits, model: PreTrainedModel) -> int:
     own = int(model.config.get_text_config().max_position_embeddings)
     wanted = limits.max_context or min(own, 4096)
     if wanted > own:

@@ -15,6 +15,7 @@ from polyturn.build.config_source import ConfigSource, folder_or_name, model_fol
 from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_model
 from polyturn.config.models import EngineConfig, ModelConfig, PolicyConfig, RolloutConfig
+from polyturn.config.models.model import AnyModelConfig
 from polyturn.config.models.policies import SELF
 from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.core.generation import SamplingParams
@@ -83,13 +84,9 @@ def build_policies(
 
 def _frozen(name: str, one: PolicyConfig, place: ConfigSource) -> FrozenPolicy:
     checkpoint = None if one.checkpoint is None else model_folder(place.base / Path(one.checkpoint).expanduser())
-    import torch
-
     own = _own_place(one, place, _model_config(one, place, checkpoint))
     codec = build_codec(own, checkpoint=checkpoint)
     model = build_model(own, codec.tokenizer, checkpoint=checkpoint).requires_grad_(False).eval()
-    if own.config.engine.kind == "embedded" and torch.cuda.is_available():
-        model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
     max_context = _max_context(one, model, default=4096)
     engine = build_engine(own, model, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=checkpoint)
     return _policy(name, one, place, engine=engine, codec=codec, parser=build_parser(codec), max_context=max_context)
@@ -134,15 +131,16 @@ def _policy(
 def _own_place(one: PolicyConfig, place: ConfigSource, model: ModelConfig) -> ConfigSource:
     """Return the place of a run whose only policy this one is; how others are sampled is none of its engine's business."""
     config = place.config
-    engine = one.engine or (config.engine if config.engine.kind == "embedded" else EngineConfig())
+    usual = EngineConfig()  # servers of the run's own model serve no other
+    engine = one.engine or (config.engine if config.engine.kind == usual.kind else usual)
     changed = config.model_copy(update={"model": model, "engine": engine, "rollout": RolloutConfig()})
     return ConfigSource(config=changed, base=place.base)
 
 
 def _model_config(one: PolicyConfig, place: ConfigSource, checkpoint: Path | None) -> ModelConfig:
     own = place.config.model
-    if isinstance(one.model, ModelConfig):
-        return one.model
+    if isinstance(one.model, AnyModelConfig):
+        return ModelConfig(**dict(one.model))
     if one.model is not None:
         path = folder_or_name(one.model, place.base)
         return ModelConfig(path=path, dtype=own.dtype)

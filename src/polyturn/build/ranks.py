@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.critic import critic_model, critic_options
-from polyturn.build.loss import build_kl, build_policy_loss, build_reference, build_teacher
+from polyturn.build.loss import build_policy_loss, build_reference, build_teacher
 from polyturn.build.model import build_codec, build_media, build_model
-from polyturn.build.optim import optim_settings
 from polyturn.build.parts import Parts
-from polyturn.config.models import OptimConfig, RunConfig
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins
+from polyturn.training.options import OptimSettings
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
     from polyturn.tokens.multimodal import MediaProcessor
-    from polyturn.training.fsdp import ShardedPolicy
+    from polyturn.training.model_backend import ModelBackend
     from polyturn.training.rank_group import RankWorker
 
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 class PolicySpec:
     """What one policy of a run differs in from another: the warm start's and the trainer's."""
 
-    optim: OptimConfig
+    optim: OptimSettings
     steps: int
     """Of the whole run, for the schedule of the learning rate."""
     max_tokens_per_batch: int
@@ -45,7 +44,7 @@ class PolicySpec:
 def policy_options(
     place: ConfigSource, spec: PolicySpec, model: PreTrainedModel, media: MediaProcessor | None, *, has_frozen: bool = True
 ) -> dict[str, Any]:
-    """Return the options of a policy over `model`, on one rank or on many; `has_frozen` loads frozen ones too."""
+    """Return the options of what trains `model`, on one rank or on many; `has_frozen` loads frozen ones too."""
     import torch
 
     from polyturn.batching.layout import LayoutSettings
@@ -56,7 +55,7 @@ def policy_options(
     if place.config.model.gradient_checkpointing:
         checkpoint_activations(model)
     return {
-        "optim": optim_settings(spec.optim, steps=spec.steps),
+        "optim": spec.optim.over(spec.steps),
         "loss": LossSettings(
             policy_loss=build_policy_loss(place),
             policy_loss_kwargs=algorithm.loss_kwargs,
@@ -81,7 +80,6 @@ def policy_options(
         "media": media,
         "reference": build_reference(place, model) if has_frozen else False,
         "teacher": build_teacher(place, model) if has_frozen else None,
-        "kl": build_kl(place),
     }
 
 
@@ -110,9 +108,10 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
             f"{train.group_size}, minibatches {train.minibatches}) is smaller than the {rows} ranks that share it; raise "
             "groups_per_step, or take fewer ranks"
         )
-    if wide > 1 and config.model.lora is not None:
+    if wide > 1 and config.model.lora is not None and config.model.lora.dropout:
         raise ConfigError(
-            f"model.lora cannot be split within layers and train.distributed.tensor_parallel is {wide}; set it to 1"
+            f"model.lora.dropout is {config.model.lora.dropout} and train.distributed.tensor_parallel is {wide}: the ranks "
+            "that share a layer would drop different inputs; set dropout to 0, or tensor_parallel to 1"
         )
 
 
@@ -128,15 +127,16 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
     return dataclasses.replace(parts, team=team)
 
 
-def follow_leader(place: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> None:
-    """Be one of the other ranks until the leader is done; `on_joined` is called once all are there."""
+def follow_leader(place: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> Any:
+    """Be one of the other ranks until the leader is done, and return what it says at the end; `on_joined` is called once
+    all are there."""
     from polyturn.training import process_group
 
     check_ranks(place.config, num_ranks)
     make_model, media = model_of(place)
     device = process_group.join(local_rank=local_rank)
     on_joined()
-    process_group.follow(rank_of(place, make_model, media, device))
+    return process_group.follow(rank_of(place, make_model, media, device))
 
 
 def model_of(place: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaProcessor | None]:
@@ -157,23 +157,24 @@ def rank_of(
     place: ConfigSource, make_model: Callable[[], PreTrainedModel], media: MediaProcessor | None, device: torch.device
 ) -> RankWorker:
     """Return what runs the leader's commands on this rank."""
-    from polyturn.training.critic_shards import ShardedCritic
-    from polyturn.training.fsdp import ShardedPolicy, make_mesh
+    from polyturn.training.critic import critic_backend
+    from polyturn.training.fsdp import Sharded, make_mesh
     from polyturn.training.hf import checkpoint_activations
+    from polyturn.training.policy import policy_backend
     from polyturn.training.rank_group import RankWorker
 
     @functools.cache
-    def mesh() -> DeviceMesh:
-        return make_mesh(device, tensor_parallel=place.config.train.distributed.tensor_parallel)
+    def placement() -> Sharded:
+        return Sharded(make_mesh(device, tensor_parallel=place.config.train.distributed.tensor_parallel), device)
 
-    def make(spec: PolicySpec) -> ShardedPolicy:
+    def policy(spec: PolicySpec) -> ModelBackend:
         model = make_model()
-        return ShardedPolicy(model, mesh=mesh(), device=device, **policy_options(place, spec, model, media))
+        return policy_backend(model, placement=placement(), **policy_options(place, spec, model, media))
 
-    def make_critic() -> ShardedCritic:
+    def critic(spec: None) -> ModelBackend:
         model = make_model() if place.config.algorithm.critic.path is None else critic_model(place, like=make_model())
         if place.config.model.gradient_checkpointing:
             checkpoint_activations(model)
-        return ShardedCritic(model, mesh=mesh(), device=device, media=media, **critic_options(place))
+        return critic_backend(model, placement=placement(), media=media, **critic_options(place))
 
-    return RankWorker(make=make, make_critic=make_critic)
+    return RankWorker({"policy": policy, "critic": critic})

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyturn.batching.loss_scale import build_loss_scale
 from polyturn.build.config_source import ConfigSource
@@ -24,12 +24,14 @@ from polyturn.core.errors import ConfigError, DataError, TemplateError
 from polyturn.core.plugin_class import check_class
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter
+from polyturn.core.stand_in import stand_ins
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.dataset import DatasetSummary, TaskDataset, check_tasks, generate_tasks
+from polyturn.data.hub_dataset import open_hub_dataset
 from polyturn.data.mix import MixSettings, MixState, TaskMix
 from polyturn.data.sampler import CURRICULUM, Curriculum, TaskSampler
-from polyturn.data.sequences import Subset, WithSystem
+from polyturn.data.sequences import Subset, WithInteraction, WithSystem
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.interactions.context import check_row, check_setup
 from polyturn.rollout.context import RolloutContext
@@ -37,7 +39,6 @@ from polyturn.tools.executor import ToolBox
 from polyturn.tracking.console import Progress
 
 if TYPE_CHECKING:
-    from polyturn.store.parquet_store import StoreSettings
     from polyturn.tracking.manager import TrackerSpec
     from polyturn.training.observer import AlsoRecord
 
@@ -51,14 +52,25 @@ MEASURED_MEDIA_TASKS = 64
 
 
 def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence[Task]:
-    """Open the files, or call the generator, that `source` names."""
+    """Open the files or the data set, or call the generator, that `source` names."""
     if source.files is not None:
         tasks: Sequence[Task] = TaskDataset.open(source.files, split=split, base=base)
+    elif source.dataset is not None:
+        tasks = open_hub_dataset(
+            source.dataset,
+            split=split,
+            part=source.split or ("test" if split == "eval" else "train"),
+            subset=source.subset,
+            first=source.limit if source.streaming else None,
+            columns=source.columns,
+            base=base,
+        )
     else:
         assert source.generator is not None  # the config model requires one of the two
         tasks = generate_tasks(source.generator, base=base, **source.kwargs)
     tasks = tasks if source.limit is None else tasks[: source.limit]
-    return tasks if source.system is None else WithSystem(tasks, source.system)
+    tasks = tasks if source.system is None else WithSystem(tasks, source.system)
+    return tasks if source.interaction is None else WithInteraction(tasks, source.interaction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,12 +324,12 @@ def check_use(context: RolloutContext, found: Mapping[str, DatasetSummary]) -> N
     if context.interactions and not any(set(s.interactions) - {None} for s in found.values()):
         raise ConfigError(
             f"rollout.interactions is set and {which} names an interaction; add `interaction` to the rows "
-            "(extra_info.interaction_kwargs in verl's format), or drop rollout.interactions"
+            "(or extra_info.interaction_kwargs), or drop rollout.interactions"
         )
     if context.tools.tools and not any(s.num_with_tools for s in found.values()):
         raise ConfigError(
             f"rollout.tools is set and {which} may call a tool of it, which has {sorted(context.tools.tools)}; name them in "
-            "`tools` of the rows (extra_info.tools_kwargs in verl's format), leave that column out, or drop rollout.tools"
+            "`tools` of the rows (or extra_info.tools_kwargs), leave that column out, or drop rollout.tools"
         )
 
 
@@ -407,14 +419,6 @@ def build_trackers(place: ConfigSource) -> tuple[TrackerSpec, ...]:
     return tuple(tracker_spec(t.name, samples=t.samples, base=place.base, **(t.model_extra or {})) for t in wanted)
 
 
-def build_store_settings(place: ConfigSource) -> StoreSettings:
-    """Return how much of the trajectories is kept."""
-    from polyturn.store.parquet_store import StoreSettings
-
-    store = place.config.store
-    return StoreSettings(share=store.share, max_bytes=None if store.max_gb is None else round(store.max_gb * 1e9))
-
-
 def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mapping[str, str] | None = None) -> AlsoRecord:
     """Make what a run records beside its metrics and trajectories; trackers whose settings are in `environ` read it."""
     from polyturn.tracking.dump import TrajectoryDump
@@ -428,18 +432,18 @@ def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mappin
     def decode(ids: Sequence[int]) -> str:
         return str(parts.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def verl_metrics(name: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
-        from polyturn.compat.verl.validation import validation_metrics
+    def their_metrics(name: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+        if name != eval_sets[0].name:  # their names have no place for the name of a set, so only one set can have them
+            return {}
+        return {k: v for one in stand_ins() if one.eval_metrics is not None for k, v in one.eval_metrics(groups).items()}
 
-        # Their names have no place for the name of a set, so only one set can have them.
-        return validation_metrics(groups) if name == eval_sets[0].name else {}
-
+    also: dict[str, Any] = {"eval_metrics": their_metrics} if config.compat.validation_metrics else {}
     return AlsoRecord(
         train_dump=dump(config.dump.train),
         eval_dump=dump(config.dump.evaluation),
         has_many_sets=len(eval_sets) > 1,
-        store=build_store_settings(parts.place),
+        store=config.store,
         trackers=build_trackers(parts.place),
         environ=environ or {},
-        **({"eval_metrics": verl_metrics} if config.compat.validation_metrics else {}),
+        **also,
     )

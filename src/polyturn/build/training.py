@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.build.credit import build_estimator, build_reward_kl, drops_zero_variance, require_scores
 from polyturn.build.critic import build_critic
-from polyturn.build.loss import build_correction
+from polyturn.build.loss import build_correction, build_kl
 from polyturn.build.parts import Parts
 from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
-from polyturn.config.models import (
-    OptimConfig,
-)
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
@@ -25,46 +23,42 @@ from polyturn.data.conversations import generate_conversations, read_conversatio
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
+from polyturn.training.options import OptimSettings
 
 if TYPE_CHECKING:
-    from polyturn.training.distributed import DistributedPolicy
-    from polyturn.training.local import LocalPolicy
     from polyturn.training.loop import Trainer
-    from polyturn.training.state import TrainObserver, WeightChannel
+    from polyturn.training.policy import ModelPolicy
+    from polyturn.training.state import LoopSettings, TrainObserver, WeightChannel
     from polyturn.training.update import Update
 
 
-def build_policy(
-    parts: Parts, optim: OptimConfig, *, steps: int, max_tokens_per_batch: int
-) -> LocalPolicy | DistributedPolicy:
+def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_per_batch: int) -> ModelPolicy:
     """Make the trainer's side of the model: over the same parameters, or over the ranks of the team."""
-    from polyturn.training.local import LocalPolicy
+    from polyturn.training.policy import ModelPolicy, policy_backend
+    from polyturn.training.ranked import RankedBackend
 
     spec = PolicySpec(optim=optim, steps=steps, max_tokens_per_batch=max_tokens_per_batch)
-    media = parts.context.media
-    if parts.team is not None:
-        from polyturn.training.distributed import DistributedPolicy
-
-        # A reference or a teacher is loaded by the ranks.
-        options = policy_options(parts.place, spec, parts.model, media, has_frozen=False)
-        of_all = {name: options[name] for name in ("loss", "layout", "kl")}
-        return DistributedPolicy(parts.team, spec, mirror=parts.model, **of_all)
-    return LocalPolicy(parts.model, **policy_options(parts.place, spec, parts.model, media))
+    # A reference or a teacher of ranks is loaded by them.
+    options = policy_options(parts.place, spec, parts.model, parts.context.media, has_frozen=parts.team is None)
+    kl = build_kl(parts.place)
+    if parts.team is None:
+        return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"], kl=kl)
+    start, layout = parts.model.state_dict(), options["layout"]
+    backend = RankedBackend(parts.team, "policy", spec, layout=layout, start=start, mirror=parts.model)
+    return ModelPolicy(backend, loss=options["loss"], kl=kl)
 
 
 def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
     """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
-    from polyturn.algorithms.advantages import traits_of
-    from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.training.checkpoint import Checkpoints
     from polyturn.training.hf import plain_weights
     from polyturn.training.journal_file import FOLDER, JournalFile
     from polyturn.training.loop import Trainer
     from polyturn.training.policy_snapshots import PolicySnapshots
-    from polyturn.training.state import LoopSettings
+    from polyturn.training.state import Data, EngineLink, Saving
 
     place, config = parts.place, parts.place.config
-    train, evaluation = config.train, config.evaluation
+    train = config.train
     policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
     restarts = "engine.deterministic restarts every conversation" if config.engine.deterministic else None
@@ -72,26 +66,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     if parts.pool is not None:
         parts.pool.keep_in(flights)
     return Trainer(
-        LoopSettings(
-            steps=train.steps,
-            groups_per_step=train.groups_per_step,
-            group_size=train.group_size,
-            has_baseline=traits_of(update.estimator).needs_greedy,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            max_staleness=train.max_staleness,
-            extra_groups=math.ceil(train.oversample * train.groups_per_step),
-            carries_over=train.leftover == "carry",
-            max_attempts=train.dynamic_sampling,
-            replayed_groups=math.ceil(train.replay * train.groups_per_step),
-            eval_before=evaluation.before,
-            eval_every=evaluation.every,
-            eval_limit_during=evaluation.limit_during,
-            stop_at=evaluation.stop_at,
-            patience=evaluation.patience,
-            **_checkpoint_cadence(train.checkpoint_every),
-            needs_checkpoints=train.on_checkpoint_error == "stop",
-        ),
+        _loop_settings(config, update),
         update=update,
         pool=parts.pool
         or RolloutPool(
@@ -99,20 +74,51 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
             max_concurrent=config.rollout.max_concurrent,
             max_failed_share=config.rollout.max_failed_share,
         ),
-        tasks=tasks.train,
-        eval_sets=tasks.eval_sets,
-        checkpoints=Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints, keep_every=train.keep_checkpoint_every),
-        export=exporter(parts, adapter_only=True),
-        freeze=functools.partial(_frozen_export, parts),
-        flights=flights,
+        data=Data(tasks.train, tasks.eval_sets, build_sampler(place, tasks.train)),
+        engine=EngineLink(
+            channel=_gated(parts, _channel(parts, policy)),
+            busy_s=lambda: parts.busy_s,
+            metrics=_engine_metrics(parts),
+            snapshots=PolicySnapshots(parts.policies.followers, weights=functools.partial(plain_weights, parts.model)),
+            trains_in_thread=not parts.engine.capabilities.shares_loop,
+        ),
+        saving=Saving(
+            checkpoints=Checkpoints(
+                folder / "checkpoints", keep=train.keep_checkpoints, keep_every=train.keep_checkpoint_every
+            ),
+            export=exporter(parts, adapter_only=True),
+            freeze=functools.partial(_frozen_export, parts),
+            journal=flights,
+            fingerprint=parts.context.codec.fingerprint,
+        ),
         observer=observer,
-        engine_busy_s=lambda: parts.busy_s,
-        engine_metrics=_engine_metrics(parts),
-        channel=_gated(parts, _channel(parts, policy)),
-        fingerprint=parts.context.codec.fingerprint,
-        sampler=build_sampler(place, tasks.train),
-        followers=PolicySnapshots(parts.policies.followers, weights=functools.partial(plain_weights, parts.model)),
-        trains_in_thread=not isinstance(parts.engine, EmbeddedEngine),
+    )
+
+
+def _loop_settings(config: RunConfig, update: Update) -> LoopSettings:
+    from polyturn.algorithms.advantages import traits_of
+    from polyturn.training.state import LoopSettings
+
+    train, evaluation = config.train, config.evaluation
+    return LoopSettings(
+        steps=train.steps,
+        groups_per_step=train.groups_per_step,
+        group_size=train.group_size,
+        has_baseline=traits_of(update.estimator).needs_greedy,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        max_staleness=train.max_staleness,
+        extra_groups=math.ceil(train.oversample * train.groups_per_step),
+        carries_over=train.leftover == "carry",
+        max_attempts=train.dynamic_sampling,
+        replayed_groups=math.ceil(train.replay * train.groups_per_step),
+        eval_before=evaluation.before,
+        eval_every=evaluation.every,
+        eval_limit_during=evaluation.limit_during,
+        stop_at=evaluation.stop_at,
+        patience=evaluation.patience,
+        **_checkpoint_cadence(train.checkpoint_every),
+        needs_checkpoints=train.on_checkpoint_error == "stop",
     )
 
 
@@ -123,7 +129,7 @@ def _checkpoint_cadence(every: int | str) -> dict[str, Any]:
     return {"checkpoint_every_s": float(every[:-1]) * {"s": 1, "m": 60, "h": 3600}[every[-1]]}
 
 
-def build_update(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> Update:
+def build_update(parts: Parts, policy: ModelPolicy) -> Update:
     """Make what turns the groups of a step into new parameters."""
     from polyturn.algorithms.advantages import members_needed
     from polyturn.batching.loss_scale import build_loss_scale
@@ -155,34 +161,32 @@ def build_update(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> Updat
     )
 
 
-def _channel(parts: Parts, policy: LocalPolicy | DistributedPolicy) -> WeightChannel:
+def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
     """Return the way of new weights to the engine."""
     import functools
 
-    from polyturn.engines.pool import EnginePool
     from polyturn.training import hf
-    from polyturn.training.distributed import DistributedPolicy, GatheredWeights
-    from polyturn.training.local import LocalPolicy
     from polyturn.training.lora import adapter_tensors, has_lora
-    from polyturn.training.optim import OptimSettings
+    from polyturn.training.policy import local_policy
+    from polyturn.training.ranked import GatheredWeights, RankedBackend
     from polyturn.training.weight_sync import SharedWeights, WeightSync
 
-    def channel(source: LocalPolicy) -> WeightChannel:
-        if not isinstance(parts.engine, EnginePool):
+    def channel(source: ModelPolicy) -> WeightChannel:
+        if parts.engine.capabilities.shares_weights:
             return SharedWeights(parts.engine)
         vocab_size = int(parts.model.config.get_text_config().vocab_size)
         named = functools.partial(hf.as_checkpoint, parts.model)
         return WeightSync(parts.engine, source, vocab_size=vocab_size, media=parts.context.media, to_checkpoint=named)
 
-    if isinstance(policy, DistributedPolicy):
+    if isinstance(policy.backend, RankedBackend):
         if parts.pool is not None:
             from polyturn.cluster.clients import PushedWeights, RayEngine
 
             assert isinstance(parts.engine, RayEngine)
             adapter = functools.partial(adapter_tensors, parts.model) if has_lora(parts.model) else None
-            return GatheredWeights(policy, PushedWeights(parts.engine, policy.weights, changing=adapter))
+            return GatheredWeights(policy.backend, PushedWeights(parts.engine, policy.weights, changing=adapter))
         # The proof that weights arrive changes whole weights and scores with them, which the leader's copy is there for.
-        return GatheredWeights(policy, channel(LocalPolicy(parts.model, optim=OptimSettings(lr=0.0))))
+        return GatheredWeights(policy.backend, channel(local_policy(parts.model, optim=OptimSettings(lr=0.0))))
     return channel(policy)
 
 
@@ -196,11 +200,7 @@ def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
 
 def _engine_metrics(parts: Parts) -> Callable[[], Mapping[str, float]]:
     """Return what tells how the engine's servers fared since it was last asked, and what further policies did."""
-    from polyturn.engines.embedded import EmbeddedEngine
-    from polyturn.engines.process import ProcessEngine
-
-    of_servers = dict if isinstance(parts.engine, EmbeddedEngine | ProcessEngine) else parts.engine.read_metrics
-    return lambda: {**of_servers(), **parts.policies.read_metrics()}
+    return lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics()}
 
 
 def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]:

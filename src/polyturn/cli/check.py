@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from polyturn.cli.console import Output, quiet_transformers
+from polyturn.api.console import quiet_transformers
+from polyturn.cli.console import Output
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec, load_codec

@@ -15,11 +15,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.table import Table
 
 from polyturn.cli.console import Output
+from polyturn.core.entry_points import offered
+from polyturn.core.registry import NAMESPACES
 
 FEATURES = {
     "train": "training, the embedded engine",
@@ -32,9 +35,9 @@ FEATURES = {
     "a2a": "agents that speak A2A",
     "search": "building indexes of passages",
     "environments": "environments of other packages",
+    "hub": "data sets of the Hugging Face hub",
     "math": "the reward of competition mathematics",
     "vision": "images",
-    "verl": "plug-ins that read verl's DataProto",
     "tensorboard": "curves and samples in TensorBoard",
     "wandb": "curves and samples in Weights & Biases",
     "mlflow": "curves and samples in MLflow",
@@ -78,7 +81,8 @@ def run(*, as_json: bool) -> None:
     for extra in found:
         state = f"missing {', '.join(extra.missing)}: pip install 'polyturn[{extra.name}]'" if extra.missing else "ready"
         needs = ", ".join([*extra.installed, *extra.missing])
-        table.add_row(FEATURES.get(extra.name, extra.name), needs, state)
+        of_library = f"plug-ins written for {extra.name}" if extra.name in offered(NAMESPACES) else extra.name
+        table.add_row(FEATURES.get(extra.name, of_library), needs, state)
     for name, feature in PROGRAMS.items():
         table.add_row(feature, name, programs[name] or "not found")
     for name, feature in SERVERS.items():
@@ -86,6 +90,24 @@ def run(*, as_json: bool) -> None:
         table.add_row(feature, name, elsewhere if servers[name] == _MISSING else servers[name])
     table.add_row("evaluating models behind an endpoint", "", "ready")
     out.table(table)
+
+
+def run_project(path: Path, *, as_json: bool) -> bool:
+    """Print what a project consists of, and return whether it could run.
+
+    Raises:
+        ConfigError: it has no config that can be read.
+    """
+    from polyturn.cli.project import explain
+
+    found = list(explain(path))
+    if as_json:
+        print(json.dumps({name: {"is": said, "is_right": is_right} for name, said, is_right in found}))
+    else:
+        out = Output()
+        for name, said, is_right in found:
+            out.fact(name, said if is_right else f"PROBLEM: {said}")
+    return all(is_right for *_, is_right in found)
 
 
 def environment() -> dict[str, str]:

@@ -32,7 +32,7 @@ async def shown_first(context: RolloutContext, task: Task) -> Task:
         SchedulerError: the environment cannot be made or begun.
     """
     episode, scheduler = Episode(context, task, id="dry-run"), context.scheduler_for_episode()
-    episode.backstage.bridge.enter()
+    episode.resources.bridge.enter()
     try:
         await episode.call(scheduler, scheduler.on_trajectory_start, episode)
         return dataclasses.replace(task, prompt=episode.messages)
@@ -120,9 +120,10 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
         "moments of AdamW": 2 * trained * 4 // ranks,
         "reference": parameters * size // ranks if has_reference else 0,
         f"activations of a micro-batch of {tokens} tokens": _activation_bytes(parts, tokens, size),
-        "KV cache of the engine": 0 if config.engine.kind in SERVED else _kv_bytes(parts),
+        "KV cache of the engine": _kv_bytes(parts) if parts.engine.capabilities.shares_weights else 0,
     }
     out = {"parameters": f"{parameters / 1e6:.2f} M, {trained / 1e6:.2f} M of them trained"}
+    out |= device_plan(config)
     out |= {f"each rank: {name}": _mib(num) for name, num in held.items() if num}
     out["each rank: in all, at most"] = f"{_mib(sum(held.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in all"
@@ -136,8 +137,24 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     return out
 
 
-SERVED = ("vllm", "sglang")
-"""Engines whose cache is in servers, which fill the memory that they are given."""
+def device_plan(config: RunConfig) -> dict[str, str]:
+    """Return which GPU each rank and each server that this run starts is on, and which of them share one.
+
+    {"rank 0": "GPU 0", "rank 1": "GPU 1", "server 0": "GPU 1", "shared": "GPU 1 (rank 1, server 0)"}
+    """
+    ranks, launch = config.train.distributed.ranks, config.engine.launch
+    if config.cluster.address is not None or (ranks <= 1 and launch is None):
+        return {}
+    users: dict[str, list[str]] = {}
+    placed: dict[str, str] = {}
+    servers = [] if launch is None else [launch.devices[n] if launch.devices else "0" for n in range(launch.replicas)]
+    named = [(f"rank {n}", str(n)) for n in range(max(1, ranks))] + [(f"server {n}", gpus) for n, gpus in enumerate(servers)]
+    for name, gpus in named:
+        placed[name] = f"GPU {gpus}"
+        for gpu in gpus.split(","):
+            users.setdefault(gpu.strip(), []).append(name)
+    shared = [f"GPU {gpu} ({', '.join(names)})" for gpu, names in users.items() if len(names) > 1]
+    return placed | ({"shared": "; ".join(shared)} if shared else {})
 
 
 class Probe(NamedTuple):

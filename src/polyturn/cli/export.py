@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from polyturn import build
+from polyturn.api.folders import open_place
 from polyturn.cli.console import Output
-from polyturn.cli.runs import open_place
 from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.tokens.codec import load_codec
 

@@ -31,7 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(data.data_app, name="data")
 app.add_typer(config.config_app, name="config")
-app.command()(learning.train)
+app.command(cls=learning.TrainCommand)(learning.train)
 app.command()(learning.sft)
 app.command("eval")(learning.evaluate)
 app.command()(recorded.compare)
@@ -46,6 +46,7 @@ app.command()(serving.answer)
 app.command()(recorded.report)
 app.command()(recorded.plot)
 app.command()(around.check)
+app.command()(around.init)
 app.command()(around.doctor)
 app.command()(around.export)
 app.command("run-as", context_settings={"ignore_unknown_options": True})(around.run_as)
@@ -80,8 +81,8 @@ def _run(arguments: Sequence[str] | None = None) -> None:
 
 def prepare_process() -> None:
     """Set what a process of the command line needs before anything heavy is imported."""
-    from polyturn.cli.console import log_to_console
-    from polyturn.compat.log_level import log_level
+    from polyturn.api.console import log_to_console
+    from polyturn.cli.log_level import log_level
 
     # How long an idle thread of the math library spins before it sleeps; read when torch is loaded. The default is so long
     # that two runs on one machine bring each other to a halt (benchmarks/README.md, "Two threads").

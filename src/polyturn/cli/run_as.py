@@ -15,16 +15,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import polyturn.compat
 from polyturn.core.errors import ConfigError, did_you_mean
-
-SHIMS = Path(polyturn.compat.__file__).parent / "shims"
-PROGRAMS = {"swift": "polyturn.compat.swift"}
-"""Library -> the module that does what the program of its name does."""
-
+from polyturn.core.registry import install_namespace
+from polyturn.core.stand_in import StandIn, stand_ins
 
 STANDS_IN = "POLYTURN_RUN_AS"
-"""The libraries whose place is taken, with commas between them; `shims/sitecustomize.py` reads it."""
+"""The libraries whose place is taken, with commas between them; their shims read it."""
 DRY_RUN = "POLYTURN_DRY_RUN"
 """Set for a command whose training programs only check and show what they would do."""
 OVERRIDES = "POLYTURN_OVERRIDES"
@@ -45,8 +41,9 @@ def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: 
     """
     environment = {**os.environ, **variables(name, os.environ)}
     if dry_run or overrides:
-        if name != "verl":
-            raise ConfigError(f"--dry-run and --set are read by verl's programs, not by those of {name!r}; leave them out")
+        if not find_stand_in(name).takes_overrides:
+            readers = " or ".join(one.name for one in stand_ins() if one.takes_overrides)
+            raise ConfigError(f"--dry-run and --set are read by {readers}'s programs, not by {name!r}'s; leave them out")
         environment |= {OVERRIDES: json.dumps(list(overrides)), **({DRY_RUN: "1"} if dry_run else {})}
     # `python` is the one that runs polyturn, also where its virtual environment is not activated
     folders = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
@@ -65,28 +62,38 @@ def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ConfigError: there is nothing that stands in for it.
     """
-    known = sorted(p.name for p in SHIMS.iterdir() if (p / "__init__.py").is_file()) if SHIMS.is_dir() else []
-    if name not in known:
-        raise ConfigError(f"nothing stands in for {name!r}.{did_you_mean(name, known)}")
+    shims = find_stand_in(name).shims
     former = environment.get("PYTHONPATH")
     names = dict.fromkeys([name, *filter(None, environment.get(STANDS_IN, "").split(","))])
-    return {"PYTHONPATH": os.pathsep.join([str(SHIMS), *([former] if former else [])]), STANDS_IN: ",".join(names)}
+    return {"PYTHONPATH": os.pathsep.join([str(shims), *([former] if former else [])]), STANDS_IN: ",".join(names)}
+
+
+def find_stand_in(name: str) -> StandIn:
+    """Return what stands in for a library and its programs.
+
+    Raises:
+        ConfigError: there is nothing that does.
+    """
+    known = {one.name: one for one in stand_ins() if one.shims is not None}
+    if name not in known:
+        raise ConfigError(f"nothing stands in for {name!r}.{did_you_mean(name, known)}")
+    return known[name]
 
 
 def _programs(name: str) -> list[str]:
     """Return a folder with the program of the library's own name, where it has one; scripts call it like any other."""
-    if name not in PROGRAMS:
+    if (module := find_stand_in(name).program) is None:
         return []
     folder = Path(tempfile.mkdtemp(prefix="polyturn-"))
     program = folder / name
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {PROGRAMS[name]} "$@"\n', encoding="utf-8")
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n', encoding="utf-8")
     program.chmod(0o700)
     return [str(folder)]
 
 
 def find_like(name: str) -> None:
     """Let this process import as one that `run` starts: what stands in for `name` first, the working directory last."""
-    polyturn.compat.install(name)
+    install_namespace(name)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
 

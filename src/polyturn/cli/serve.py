@@ -1,4 +1,4 @@
-"""`polyturn serve`, and `swift rollout` for what is asked in ms-swift's arguments: one server, two languages."""
+"""`polyturn serve`: a rollout server of episodes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.run_loop import run_loop
 
 if TYPE_CHECKING:
@@ -109,14 +109,14 @@ def read_token(path: Path) -> str:
 
 def run(config: Path | None, overrides: Sequence[str], options: ServeOptions) -> None:
     """Serve the scheduler of a configuration until a signal asks to stop."""
-    from polyturn.config.load import load_config
+    from polyturn.config.load import base_of, load_config
     from polyturn.config.models import RunConfig
 
     loaded = load_config(RunConfig, config, overrides)
-    _serve(loaded, base=Path() if config is None else config.parent, options=options)
+    serve_config(loaded, base=Path() if config is None else base_of(config), options=options)
 
 
-def _serve(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> None:
+def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> None:
     try:
         from polyturn.serving.server import serve
     except ModuleNotFoundError as missing:
@@ -126,7 +126,7 @@ def _serve(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> N
     rules = options.rules()
 
     from polyturn import build
-    from polyturn.cli.console import quiet_transformers
+    from polyturn.api.console import quiet_transformers
     from polyturn.serving.app import create_app
     from polyturn.serving.service import RolloutService
 
@@ -182,33 +182,3 @@ def _model(model: str, config: Path | None) -> str:
     folder = build.model_folder(Path(model))
     assert folder is not None
     return str(folder if config is None else folder.resolve())  # paths in a config start from its own folder
-
-
-def swift_rollout(arguments: Sequence[str]) -> None:
-    """Do what `swift rollout` is asked to do, on the embedded engine."""
-    loaded, options = read_swift(arguments)
-    _serve(loaded, base=Path(), options=options)
-
-
-def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOptions]:
-    """Return ms-swift's arguments as a configuration and server options; what is ignored is logged with the reason.
-
-    Raises:
-        ConfigError: an argument is unknown, or asks for what there is not.
-    """
-    from polyturn.compat.swift.args.arguments import rollout_to_native
-    from polyturn.compat.verl_config.paths import absolute
-    from polyturn.config.load import load_values
-    from polyturn.config.models import RunConfig
-
-    translation = rollout_to_native(arguments)
-    for notice in translation.notices():
-        logger.info("%s", notice)
-    native = absolute(translation, folder=None)
-    server = native.pop("serve", {})
-    known = [field.name for field in fields(ServeOptions)]
-    for name in server:
-        if name not in known:
-            raise ConfigError(f"unknown key 'polyturn.serve.{name}'.{did_you_mean(name, known)}")
-    loaded = load_values(RunConfig, native, origin=translation.origin)
-    return loaded, ServeOptions(**server)

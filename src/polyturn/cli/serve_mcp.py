@@ -32,13 +32,14 @@ def run(source: Path, options: ServeOptions, *, stdio: bool = False, idle_s: flo
     with needing("mcp,serve", what="a server of tools"):
         from polyturn.serving.mcp import ToolServer
     from polyturn.tools.executor import ToolBox
+    from polyturn.tools.options import ToolOptions
     from polyturn.tools.registry import initialize_tools_from_config, load_function_tools
 
     tools = load_function_tools(source) if source.suffix == ".py" else initialize_tools_from_config(source)
     if not tools:
         raise ConfigError(f"{source} has no tool to serve")
     timeout_s = 60.0 if options.deadline_s is None else options.deadline_s
-    server = ToolServer(ToolBox(tools, timeout_s=timeout_s, max_result_chars=None))
+    server = ToolServer(ToolBox(tools, ToolOptions(timeout_s=timeout_s, max_result_chars=None)))
     if stdio:
         run_loop(server.serve_stdio())
         return

@@ -14,6 +14,8 @@ from polyturn.cli.serve import ServeOptions
 from polyturn.core.run_loop import run_loop
 from polyturn.core.trajectory import TrajectoryGroup
 
+UNTIMED = {"rollout": {"limits": {"timeout_s": None}}}
+"""Below what is configured: who asks may be a person, and silence ends an episode (`--idle`), not a time of its own."""
 _OPEN_LIMITS = {"rollout.limits.max_turns": "null", "rollout.limits.max_tokens_per_turn": "null"}
 """What an agent that owns its loop decides itself, unless a configuration says otherwise."""
 
@@ -34,8 +36,8 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
         ConfigError: the address would be open to others, or something in the configuration cannot work.
     """
     from polyturn import build
-    from polyturn.cli.console import quiet_transformers
-    from polyturn.config.load import load_config
+    from polyturn.api.console import quiet_transformers
+    from polyturn.config.load import base_of, load_config
     from polyturn.config.models import RunConfig
     from polyturn.serving.openai.endpoint import MAX_REQUESTS, EndpointOptions
     from polyturn.serving.openai.service import OpenAIService
@@ -43,11 +45,11 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
     rules = options.rules(max_requests=MAX_REQUESTS)
     named = {o.partition("=")[0] for o in overrides}
     opened = [f"{key}={value}" for key, value in _OPEN_LIMITS.items() if config is None and key not in named]
-    loaded = load_config(RunConfig, config, [*opened, *overrides])
+    loaded = load_config(RunConfig, config, [*opened, *overrides], defaults=UNTIMED)
     quiet_transformers()
-    base = Path() if config is None else config.parent
+    base = Path() if config is None else base_of(config)
     read: Any = loaded.config
-    hosted_rollout = {"scheduler": None, "scheduler_kwargs": {}, "limits": _without_default_time(read.rollout.limits)}
+    hosted_rollout: dict[str, Any] = {"scheduler": None, "scheduler_kwargs": {}}
     values = read.model_copy(update={"rollout": read.rollout.model_copy(update=hosted_rollout)})
     parts = build.build_parts(build.ConfigSource(config=values, base=base.resolve()))
     names = [n for n in hosted.model_names if n != "*"] or _names(values)
@@ -82,11 +84,6 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
                 store.flush()
 
         run_loop(serve(record))
-
-
-def _without_default_time(limits: Any) -> Any:
-    """Return limits without the default time of an episode: who asks may be a person, and silence ends it (`--idle`)."""
-    return limits if "timeout_s" in limits.model_fields_set else limits.model_copy(update={"timeout_s": None})
 
 
 def _names(config: Any) -> list[str]:

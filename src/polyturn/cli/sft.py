@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyturn import build
-from polyturn.cli.console import Output, stderr_console
-from polyturn.cli.runs import new_run_folder, open_place
-from polyturn.cli.train import warm_start
+from polyturn.api.console import stderr_console
+from polyturn.api.folders import new_run_folder, open_place
+from polyturn.api.training import warm_start
+from polyturn.cli.console import Output
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
 from polyturn.training.observer import RunObserver
@@ -22,7 +23,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
         raise ConfigError("warm_start.steps is 0: there is nothing to train; set it, for instance warm_start.steps=200")
     parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
     folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-sft")
-    write_resolved(resolved, folder / "config.yaml")
+    write_resolved(resolved, folder / "config.yaml", base=place.base)
     out = Output()
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
         again = shlex.join(["polyturn", "sft", str(path), *overrides, "--checkpoint", str(folder / "warm_start")])

@@ -24,8 +24,23 @@ def run(folders: Sequence[Path], options: ServeOptions) -> None:
         from polyturn.viewer.app import MAX_BODY_BYTES, create_app
         from polyturn.viewer.run_view import RunView
     found = [RunView(folder) for folder in find_runs(folders)]
+    known = {view.folder for view in found}
+
+    def appeared() -> list[RunView]:
+        try:
+            new = [folder for folder in find_runs(folders) if folder not in known]
+        except DataError:  # a folder that is gone by now has no new runs
+            return []
+        known.update(new)
+        return [RunView(folder) for folder in new]
+
     Output().fact("runs", ", ".join(view.name for view in found))
-    show_page(lambda rules: create_app(found, rules=rules), options, label="look at", max_body_bytes=MAX_BODY_BYTES)
+    show_page(
+        lambda rules: create_app(found, appeared=appeared, rules=rules),
+        options,
+        label="look at",
+        max_body_bytes=MAX_BODY_BYTES,
+    )
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:

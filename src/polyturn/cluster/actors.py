@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ray
 
@@ -70,19 +70,10 @@ class RankActor(_Actor):
         return self._rank.run(command, share)
 
 
-class BusyEngine(Engine, Protocol):
-    """An engine that says how long it was at work."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which something was generated."""
-        ...
-
-
 class EngineActor(_Actor):
     """An engine replica; calls run side by side on its event loop."""
 
-    def __init__(self, build: Callable[[], BusyEngine]) -> None:
+    def __init__(self, build: Callable[[], Engine]) -> None:
         self._engine = build()
 
     async def busy_s(self) -> float:

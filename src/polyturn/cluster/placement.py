@@ -19,10 +19,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from polyturn.cluster.actors import BusyEngine, EngineActor, RankActor, RolloutActor
+from polyturn.cluster.actors import EngineActor, RankActor, RolloutActor
 from polyturn.cluster.clients import Member, RayEngine, RayTeam, own_words
 from polyturn.cluster.journal import WorkerJournal
 from polyturn.core.errors import ConfigError, EngineLostError, RankLostError
+from polyturn.core.protocols import Engine
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.rank_group import RankWorker
 
@@ -71,7 +72,7 @@ class Cluster:
                 "--head`, or use --ray local"
             ) from problem
 
-    def engines(self, need: ResourceRequest, build: Callable[[], BusyEngine]) -> RayEngine:
+    def engines(self, need: ResourceRequest, build: Callable[[], Engine]) -> RayEngine:
         """Place engine replicas and return them as one engine."""
         replicas = self._place("engine replica", EngineActor, need, build, strategy="SPREAD")
         return RayEngine(replicas, ray.get(replicas[0].handle.capabilities.remote()))

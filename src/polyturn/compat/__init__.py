@@ -42,10 +42,3 @@ def finder(name: str) -> AliasFinder:
     if name not in NAMESPACES:
         raise UnknownNameError(f"compat has no namespace {name!r}.{did_you_mean(name, NAMESPACES)}")
     return AliasFinder(NAMESPACES[name])
-
-
-install_verl = functools.partial(install, "verl")
-"""What the entry point `verl` of the group `polyturn.namespaces` calls."""
-
-install_swift = functools.partial(install, "swift")
-"""What the entry point `swift` of the same group calls."""

@@ -11,10 +11,12 @@ whose attributes are set through it. A root whose library is installed is left a
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from polyturn.core.errors import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 _OURS = Path(__file__).resolve().parents[1]
 _OWN = frozenset({"__name__", "__path__", "__spec__", "__loader__", "__package__", "__file__", "__doc__", "__class__"})
@@ -38,7 +42,8 @@ class Namespace:
     packages: Mapping[str, str] = field(default_factory=dict)
     """Package -> its body: the module whose names it shows. Packages without a body need no entry."""
     library: Path | None = None
-    """A file with the names of all modules of the library itself: none of them is a project's own."""
+    """A file with the names of all modules of the library itself, none of which is a project's own; behind those that are
+    offered here, the digests of their files in the releases."""
 
     def package_names(self) -> frozenset[str]:
         """Return every package: those with a body, and all that stand above a module."""
@@ -92,6 +97,7 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         if fullname != root and not fullname.startswith(f"{root}."):
             return None
         if (alias := self.namespace.modules.get(fullname)) is not None:
+            self._tell_if_changed(fullname)
             return importlib.machinery.ModuleSpec(fullname, _AliasLoader(alias))
         if fullname in self._packages:
             body = self.namespace.packages.get(fullname)
@@ -101,10 +107,25 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         raise ModuleNotFoundError(self._why_not(fullname), name=fullname)
 
     @functools.cached_property
-    def _library(self) -> frozenset[str]:
-        """Return the library's own modules."""
+    def _library(self) -> Mapping[str, Sequence[str]]:
+        """Return the library's own modules, with the digests of their files."""
         file = self.namespace.library
-        return frozenset() if file is None else frozenset(file.read_text(encoding="utf-8").split())
+        return {} if file is None else {name: digests for name, *digests in map(str.split, _lines(file))}
+
+    def _tell_if_changed(self, fullname: str) -> None:
+        """Warn of a module of the library that somebody changed in a checkout, because the change has no effect."""
+        name = Path(*fullname.split(".")).with_suffix(".py")
+        file = next((file for entry in sys.path if (file := Path(entry, name)).is_file()), None)
+        digests = self._library.get(fullname)
+        if file is None or not digests or _OURS in file.resolve().parents or digest(file.read_bytes()) in digests:
+            return
+        logger.warning(
+            "%s is as in no release of %s; %s answers in its place, so what was changed there has no effect: inherit "
+            "from its classes in a module of your own",
+            file,
+            self.namespace.root,
+            self.namespace.modules[fullname],
+        )
 
     def _why_not(self, fullname: str) -> str:
         parent = fullname.rpartition(".")[0]
@@ -204,6 +225,15 @@ class _AliasLoader(importlib.abc.Loader):
         spec = importlib.util.find_spec(self._target)
         loader = None if spec is None else spec.loader
         return loader.get_source(self._target) if isinstance(loader, importlib.abc.InspectLoader) else None
+
+
+def digest(source: bytes) -> str:
+    """Return by which digits a file's content is known."""
+    return hashlib.sha256(source).hexdigest()[:8]
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
 
 
 def _find_own(fullname: str) -> importlib.machinery.ModuleSpec | None:

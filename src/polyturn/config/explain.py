@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from polyturn.config import schema
 from polyturn.config.references import secrets_in, value_at
@@ -20,11 +20,13 @@ from polyturn.config.sources import Sources
 
 MAX_KEYS = 6
 """Keys of a section that a message shows."""
+UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+"""What pydantic calls a key that a model, and one that a dataclass, does not have."""
 
 
 def explain(
     error: ValidationError,
-    model: type[BaseModel],
+    model: type,
     values: Mapping[str, Any],
     sources: Sources,
     raw_env: Mapping[KeyPath, str],
@@ -37,7 +39,7 @@ def explain(
     for problem in error.errors(include_url=False):
         path, is_meant = _locate(problem["loc"], model, values)
         places.add(path)
-        if problem["type"] == "extra_forbidden" or not is_meant:
+        if problem["type"] in UNKNOWN_KEY or not is_meant:
             continue
         message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         for secret, raw in secrets.items():
@@ -48,7 +50,7 @@ def explain(
             sentences.append(f"{dotted(path)}: {message}" if path else message)
         else:
             text = re.sub(r"^Input should be", "it must be", message)
-            if problem["type"] in ("model_type", "model_attributes_type"):
+            if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
                 text = f"it must be a section, with keys of its own{_keys(model, path)}"
                 text += "; leave it out for its defaults" if problem["input"] is None else ""
             elif problem["type"] == "list_type" and isinstance(problem["input"], str):
@@ -67,7 +69,7 @@ def explain(
     return sentences
 
 
-def _keys(model: type[BaseModel], path: KeyPath) -> str:
+def _keys(model: type, path: KeyPath) -> str:
     """Return the keys that a section has, for a message."""
     annotation: Any = model
     for step in path:
@@ -75,11 +77,11 @@ def _keys(model: type[BaseModel], path: KeyPath) -> str:
     section = next((m for m in schema.unwrap(annotation) if schema.is_model(m)), None)
     if section is None:
         return ""
-    known = list(schema.names(section))
+    known = list(schema.keys_of(section))
     return f" ({', '.join(known[:MAX_KEYS])}{', …' if len(known) > MAX_KEYS else ''})"
 
 
-def _locate(loc: Sequence[str | int], model: type[BaseModel], values: Any) -> tuple[KeyPath, bool]:
+def _locate(loc: Sequence[str | int], model: type, values: Any) -> tuple[KeyPath, bool]:
     """Turn pydantic's location into a path in the file.
 
     Pydantic puts the name of a union's member into the location. Such steps are left out; a location inside a model that
@@ -100,7 +102,7 @@ def _locate(loc: Sequence[str | int], model: type[BaseModel], values: Any) -> tu
         )
         if is_there:
             path, annotation, values = (*path, step), schema.child(of, step), values[step]
-        elif position == len(loc) - 1 and (isinstance(step, int) or (schema.is_model(of) and step in schema.names(of))):
+        elif position == len(loc) - 1 and (isinstance(step, int) or (schema.is_model(of) and step in schema.keys_of(of))):
             path = (*path, step)
     return path, True
 

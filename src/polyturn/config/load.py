@@ -27,8 +27,10 @@ from polyturn.config.references import resolve, writable
 from polyturn.config.schema import KeyPath, dotted, schema_table
 from polyturn.config.sources import Sources, leaves, merge
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.live import is_held, is_label
 from polyturn.core.nesting import MAX_DEPTH, is_deep
 from polyturn.core.secret import masked
+from polyturn.infra.yaml_file import read_yaml
 
 __all__ = ["Loaded", "load_config", "load_values", "schema_table", "write_resolved"]
 
@@ -38,8 +40,8 @@ RESOLVED_HEAD = (
     "# Everything this run used, defaults included. ${oc.env:...} is read from the environment and never written.\n"
 )
 """The first line of a run's own configuration, which tells it from one that a person wrote."""
-MAX_VALUES = 1_000_000
-"""Values of a file, each counted wherever an alias repeats it."""
+_BASE_LINE = "# Relative paths in it start at "
+"""How the second line of a run's own configuration begins, where the run's paths start at a folder that is not the run's."""
 MAX_NAME = 1000
 """Characters of a file's path, far below what systems take."""
 
@@ -58,17 +60,19 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     defaults: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> Loaded[ModelT]:
-    """Read a configuration.
+    """Read a configuration, or that of a run's folder.
 
     From weakest to strongest: the model's own defaults, `defaults`, the files that the YAML names under `defaults:`, the
-    YAML itself, the overrides. Mappings merge, everything else replaces.
+    YAML itself, `values`, the overrides. Mappings merge, everything else replaces.
 
     Args:
         model: The pydantic model; unknown keys are errors in it and in the models inside it.
         path: The YAML file; None for overrides alone.
         overrides: `key.path=value`, the value read as YAML; `+key=value` is the same. List entries go by number.
         defaults: Values below the file.
+        values: Values above it, which a program gives.
 
     Raises:
         ConfigError: a missing or damaged file, an unknown key, a wrong type, a `${…}` that leads nowhere: one sentence each.
@@ -77,8 +81,10 @@ def load_config(
     if defaults:
         sources.merge(defaults, "from the built-in defaults")
     if path is not None:
-        for file, values in _read_chain(path, ()):
-            sources.merge(values, f"in {file}")
+        for file, read in _read_chain(_file(path), ()):
+            sources.merge(read, f"in {file}")
+    if values:
+        sources.merge(values, "given in Python")
     for override in overrides:
         _override(model, sources, override)
     return _load(model, sources)
@@ -111,6 +117,12 @@ def _load(model: type[ModelT], sources: Sources) -> Loaded[ModelT]:
         f"unknown key {dotted(u.path)!r}, set to {as_shown(u.value, u.path, raw_env)}{sources.of(u.path)}.{u.hint}"
         for u in schema.unknown_keys(model, written)
     ]
+    problems += [
+        f"{dotted(path)} is {value!r}{sources.of(path)}, an object that a Python program gave, which no file can hold; go "
+        "on from that program: polyturn.train(…, resume=True), or run.resume()"
+        for path, value in leaves(written, ())
+        if is_label(value) and not is_held(value)
+    ]
     try:
         config = model.model_validate(resolved)
     except ValidationError as error:
@@ -120,16 +132,41 @@ def _load(model: type[ModelT], sources: Sources) -> Loaded[ModelT]:
     return Loaded(config, writable(config, resolved, raw_env))
 
 
-def write_resolved(resolved: Mapping[str, Any], path: Path) -> None:
+def write_resolved(resolved: Mapping[str, Any], path: Path, *, base: Path | None = None) -> None:
     """Write `Loaded.resolved` as YAML; a crash leaves no half a file.
 
-    It loads again to the same configuration, except that a secret which was written into it is not there.
+    It loads again to the same configuration, except that a secret which was written into it is not there; its relative paths
+    start at `base`, as `base_of` says.
     """
     text = yaml.safe_dump(masked(resolved), sort_keys=False, allow_unicode=True, width=1000)
     temporary = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(RESOLVED_HEAD + text, encoding="utf-8")
+    where = "" if base is None else f"{_BASE_LINE}{base.resolve()}\n"
+    temporary.write_text(RESOLVED_HEAD + where + text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def _file(path: Path) -> Path:
+    """Return the file of a configuration, also where the folder of a run is given for it."""
+    return path / "config.yaml" if _is_of_run(path / "config.yaml") else path
+
+
+def base_of(path: Path) -> Path:
+    """Return the folder at which the relative paths of a configuration start: its own, or that of the run it came from."""
+    path = _file(path)
+    if _is_of_run(path):
+        with path.open(encoding="utf-8") as lines:
+            _, second = next(lines), next(lines, "")
+        if second.startswith(_BASE_LINE) and (base := Path(second.removeprefix(_BASE_LINE).rstrip("\n"))).is_dir():
+            return base
+    return path.parent.resolve()
+
+
+def _is_of_run(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(RESOLVED_HEAD)) == RESOLVED_HEAD.encode()
 
 
 # --- files and overrides ----------------------------------------------------------------------------------------------
@@ -160,70 +197,15 @@ def _read(path: Path) -> dict[str, Any]:
     return read_yaml(path)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file, interpolations left as they are.
-
-    Raises:
-        ConfigError: it cannot be read, or holds something else.
-    """
-    try:
-        num = _num_values(path)
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if num <= MAX_VALUES else None
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        what = "a tab indents it; YAML takes spaces alone" if _is_tab(error, path) else f"{error.problem}; correct it"
-        raise ConfigError(f"{path}{line}: this is not YAML ({what})") from error
-    except AssertionError as error:  # what OmegaConf says of a file that holds one number
-        raise ConfigError(f"{path} must hold keys with values, and it holds one value") from error
-    except (OmegaConfBaseException, OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as a config: {one_line(error):.500}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter") from error
-    if num > MAX_VALUES:
-        raise ConfigError(
-            f"{path} has {num:,} values where its aliases (*name) are written out; at most {MAX_VALUES:,} are read"
-        )
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold keys with values, and it holds a {type(values).__name__}")
-    return {str(k): v for k, v in values.items()}
-
-
-def _num_values(path: Path) -> int:
-    """Return how many values a file has, each counted wherever an alias repeats it.
-
-    Raises:
-        RecursionError: a part holds itself, or is nested too deep.
-    """
-    sizes: dict[yaml.Node, int] = {}
-
-    def size(node: yaml.Node) -> int:
-        if node not in sizes:
-            below = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
-            sizes[node] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(map(size, below)))
-        return sizes[node]
-
-    with path.open(encoding="utf-8") as file:
-        root = yaml.compose(file, Loader=yaml.SafeLoader)
-    return 0 if root is None else size(root)
-
-
-def _is_tab(error: yaml.MarkedYAMLError, path: Path) -> bool:
-    mark = error.problem_mark
-    if mark is None:
-        return False
-    line = path.read_text(encoding="utf-8", errors="replace").splitlines()[mark.line : mark.line + 1]
-    return "".join(line)[mark.column : mark.column + 1] == "\t"
-
-
-def _named(model: type[BaseModel], path: KeyPath, at: Any) -> Any:
+def _named(model: type, path: KeyPath, at: Any) -> Any:
     """Return a section that was written as its name alone, `env: a:B`, with the key `name`; all else as it is."""
-    if not isinstance(at, str) or len(path) != 1 or (field := model.model_fields.get(str(path[0]))) is None:
+    if not isinstance(at, str) or len(path) != 1 or (key := schema.keys_of(model).get(str(path[0]))) is None:
         return at
-    sections = [a for a in get_args(field.annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
-    return {"name": at} if any("name" in section.model_fields for section in sections) else at
+    sections = [a for a in get_args(key.annotation) if schema.is_model(a)]
+    return {"name": at} if any("name" in schema.keys_of(section) for section in sections) else at
 
 
-def _override(model: type[BaseModel], sources: Sources, override: str) -> None:
+def _override(model: type, sources: Sources, override: str) -> None:
     key, equals, text = override.partition("=")
     key = key.strip().removeprefix("+")
     if not equals or not key:

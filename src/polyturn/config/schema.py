@@ -1,22 +1,29 @@
-"""Look into pydantic models: which keys they know, which variant of a union is meant, and a table of every key.
+"""Look into sections: which keys they know, which variant of a union is meant, and a table of every key.
 
     unknown_keys(RunConfig, {"train": {"step": 3}})  ->  [Unknown(path=("train", "step"), value=3, hint=" Did you …")]
     schema_table(RunConfig)  ->  [Row(key="train.steps", type="int", default="100", doc="Optimizer steps."), …]
 
-Separate from `load.py`, which reads files: this file knows annotations only. Pydantic reports an unknown key inside a
+A section is a frozen dataclass of the package that it configures, or a pydantic model. Separate from `load.py`, which reads
+files: this file knows annotations only. Pydantic reports an unknown key inside a
 union once per member and without a suggestion; walking the annotations here gives one sentence with the nearest key.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
 import json
 import re
+import textwrap
 import types
+import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, TypeAdapter
 from pydantic_core import PydanticUndefined
 
 from polyturn.core.errors import did_you_mean
@@ -59,8 +66,71 @@ def unwrap(annotation: Any) -> list[Any]:
 
 
 def is_model(annotation: Any) -> bool:
-    """Return whether the annotation is a pydantic model class."""
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    """Return whether the annotation is a section: a pydantic model or a dataclass."""
+    return isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation))
+
+
+class Key(NamedTuple):
+    """What a section says of one of its keys."""
+
+    annotation: Any
+    default: Any
+    """PydanticUndefined where a value must be given."""
+    doc: str
+
+    @property
+    def is_required(self) -> bool:
+        """Whether a value must be given."""
+        return self.default is PydanticUndefined
+
+
+@functools.cache
+def keys_of(section: Any) -> Mapping[str, Key]:
+    """Return the keys of a section, a class, in their order."""
+    if issubclass(section, BaseModel):
+        return {
+            name: Key(
+                field.annotation,
+                PydanticUndefined
+                if field.is_required()
+                else field.get_default(call_default_factory=True, validated_data={}),
+                field.description or "",
+            )
+            for name, field in section.model_fields.items()
+        }
+    hints, docs, fields = typing.get_type_hints(section), _docs(section), dataclasses.fields(section)  # type: ignore[arg-type]
+    return {field.name: Key(hints[field.name], _default(field), docs.get(field.name, "")) for field in fields}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return PydanticUndefined if field.default is dataclasses.MISSING else field.default
+
+
+def _docs(section: type) -> dict[str, str]:
+    """Return the string below each field of a dataclass and of those that it inherits from."""
+    found: dict[str, str] = {}
+    for one in reversed([c for c in section.__mro__ if dataclasses.is_dataclass(c)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for node, below in itertools.pairwise(body.body):
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                found[node.target.id] = inspect.cleandoc(str(below.value.value))
+    return found
+
+
+def as_data(section: Any) -> dict[str, Any]:
+    """Return the values of a section as plain data."""
+    if isinstance(section, BaseModel):
+        return section.model_dump(mode="json")
+    found: dict[str, Any] = TypeAdapter(type(section)).dump_python(section, mode="json")
+    return found
 
 
 def meant(annotation: Any, value: Any) -> Any:
@@ -73,28 +143,18 @@ def meant(annotation: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
         models = [m for m in members if is_model(m)]
         if models:
-            return min(models, key=lambda m: (_contradictions(m, value), len(value.keys() - set(names(m)))))
+            return min(models, key=lambda m: (_contradictions(m, value), len(value.keys() - set(keys_of(m)))))
         return next((m for m in members if get_origin(m) in (dict, Mapping)), members[0])
     if isinstance(value, list | tuple):
         return next((m for m in members if get_origin(m) in (list, tuple, set, frozenset, Sequence)), members[0])
     return next((m for m in members if not is_model(m)), members[0])
 
 
-def names(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return every name that a model accepts, aliases included, with its field."""
-    known = dict(model.model_fields)
-    for field in model.model_fields.values():
-        for alias in (field.alias, field.validation_alias):
-            if isinstance(alias, str):
-                known[alias] = field
-    return known
-
-
 def child(annotation: Any, key: str | int) -> Any:
     """Return the annotation of what stands under `key`; Any where it is not known."""
     if is_model(annotation):
-        field = names(annotation).get(str(key))
-        return Any if field is None else field.annotation
+        found = keys_of(annotation).get(str(key))
+        return Any if found is None else found.annotation
     args = get_args(annotation)
     if get_origin(annotation) in (dict, Mapping) and len(args) == 2:
         return args[1]
@@ -106,9 +166,17 @@ def child(annotation: Any, key: str | int) -> Any:
 
 
 RETIRED: Mapping[str, str] = {
+    "model.lora.rank_stabilized": "multiply model.lora.alpha by the square root of the rank, which scales the update alike",
+    "train.distributed.strategy": "leave it out: ranks train with torch's FSDP2, and Megatron is not built "
+    "(docs/guides/scale.md says why)",
+    "policies.<name>.train": "a run trains one policy, the one of the section model; let that one play several parts "
+    "(seats: [policy, policy], model: policy), or train the other in a run of its own",
+    "policies.<name>.model.gradient_checkpointing": "leave it out: this policy is not trained, so it has no backward pass",
+    "policies.<name>.model.processor": "leave it out: this policy is shown text only",
+    "policies.<name>.model.reference": "leave it out: this policy is not trained, so no KL term reads a reference",
     "engine.in_process": "leave it out: engine.kind: sglang starts a server beside the trainer (engine.launch)",
 }
-"""Keys that earlier configurations have, and what stands in their place."""
+"""Keys that earlier configurations have, as in the table of keys, and what stands in their place."""
 
 
 def with_choices(annotation: Any, value: Any) -> Any:
@@ -126,30 +194,40 @@ def with_choices(annotation: Any, value: Any) -> Any:
     return next((word for word in (("on", "yes") if value else ("off", "no")) if word in choices), value)
 
 
-def unknown_keys(model: type[BaseModel], values: Mapping[str, Any]) -> list[Unknown]:
+def unknown_keys(model: type, values: Mapping[str, Any]) -> list[Unknown]:
     """Return every key of `values` that `model` or a model inside it does not know, with the nearest known key."""
     everywhere = [row.key for row in schema_table(model)]
-    return list(_unknown(model, values, (), everywhere))
+    return list(_unknown(model, values, (), "", everywhere))
 
 
-def _unknown(annotation: Any, value: Any, path: KeyPath, everywhere: list[str]) -> Iterator[Unknown]:
+def _unknown(annotation: Any, value: Any, path: KeyPath, row: str, everywhere: list[str]) -> Iterator[Unknown]:
+    """Yield the unknown keys below `path`, which is called `row` in the table of keys."""
     of = meant(annotation, value)
     if isinstance(value, Mapping):
-        known = names(of) if is_model(of) else None
+        known = keys_of(of) if is_model(of) else None
         for key, inner in value.items():
             if known is not None and key not in known:
-                if of.model_config.get("extra") != "allow":
-                    yield Unknown((*path, key), inner, _hint(str(key), known, path, everywhere))
+                if not takes_more(of):
+                    yield Unknown((*path, key), inner, _hint(str(key), known, path, f"{row}{key}", everywhere))
             else:
-                yield from _unknown(child(of, key), inner, (*path, key), everywhere)
+                below = f"{row}{'<name>' if known is None else key}."
+                yield from _unknown(child(of, key), inner, (*path, key), below, everywhere)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _unknown(child(of, index), inner, (*path, index), everywhere)
+            yield from _unknown(child(of, index), inner, (*path, index), f"{row.removesuffix('.')}[].", everywhere)
 
 
-def _hint(key: str, known: Mapping[str, Any], path: KeyPath, everywhere: list[str]) -> str:
-    """Say what stands in place of a retired key, or suggest this key of another section, or a near one of the same."""
-    if (successor := RETIRED.get(".".join((*map(str, path), key)))) is not None:
+def takes_more(section: type) -> bool:
+    """Return whether a section takes keys that it does not declare."""
+    return issubclass(section, BaseModel) and section.model_config.get("extra") == "allow"
+
+
+def _hint(key: str, known: Mapping[str, Any], path: KeyPath, row: str, everywhere: list[str]) -> str:
+    """Say what stands in place of a retired key, or suggest this key of another section, or a near one of the same.
+
+    `row` is what the key is called in the table of keys.
+    """
+    if (successor := RETIRED.get(row)) is not None:
         return f" It is no key any more; {successor}."
     elsewhere = sorted((k for k in everywhere if k.rpartition(".")[2] == key), key=lambda k: ("<" in k, "[" in k))
     if elsewhere:
@@ -159,37 +237,34 @@ def _hint(key: str, known: Mapping[str, Any], path: KeyPath, everywhere: list[st
     return re.sub(r"'([^']+)'", rf"'{prefix}\1'", hint) if hint.startswith(" Did") else hint
 
 
-def _contradictions(model: type[BaseModel], value: Mapping[str, Any]) -> int:
+def _contradictions(model: type, value: Mapping[str, Any]) -> int:
     """Count the fields of `value` that a literal of the model rules out."""
     return sum(
-        key in value and get_origin(field.annotation) is Literal and value[key] not in get_args(field.annotation)
-        for key, field in names(model).items()
+        key in value and get_origin(found.annotation) is Literal and value[key] not in get_args(found.annotation)
+        for key, found in keys_of(model).items()
     )
 
 
-def default_tree(model: type[BaseModel]) -> dict[str, Any]:
+def default_tree(model: type) -> dict[str, Any]:
     """Return the defaults of a model and of the models inside it as plain data, so that `${…}` can refer to them."""
     tree: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        inner = [m for m in unwrap(field.annotation) if is_model(m)]
-        if field.is_required():
-            if len(inner) == 1 and is_model(unwrap(field.annotation)[0]):
+    for name, key in keys_of(model).items():
+        inner = [m for m in unwrap(key.annotation) if is_model(m)]
+        if key.is_required:
+            if len(inner) == 1 and is_model(unwrap(key.annotation)[0]):
                 tree[name] = default_tree(inner[0])
             continue
-        tree[name] = _plain_default(field)
+        tree[name] = _plain(key.default)
     return tree
 
 
-def _plain_default(field: FieldInfo) -> Any:
-    value = field.get_default(call_default_factory=True, validated_data={})
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    return json.loads(json.dumps(value, default=_as_text))
+def _plain(value: Any) -> Any:
+    return as_data(value) if is_model(type(value)) else json.loads(json.dumps(value, default=_as_text))
 
 
 def _as_text(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
+    if is_model(type(value)):
+        return as_data(value)
     return list(value) if isinstance(value, set | frozenset) else str(value)
 
 
@@ -204,12 +279,21 @@ def with_instance_defaults(annotation: Any, values: Any) -> Any:
     if not isinstance(values, Mapping):
         return values
     filled = {key: with_instance_defaults(child(of, key), value) for key, value in values.items()}
-    for key, field in names(of).items() if is_model(of) else ():
-        if isinstance(filled.get(key), dict) and not field.is_required():
-            default = field.get_default(call_default_factory=True, validated_data={})
-            if isinstance(default, BaseModel) and type(default) is meant(field.annotation, filled[key]):
-                filled[key] = _over(default.model_dump(mode="json", exclude_unset=True), filled[key])
+    for name, key in keys_of(of).items() if is_model(of) else ():
+        given, default = filled.get(name), key.default
+        if isinstance(given, dict) and is_model(type(default)) and type(default) is meant(key.annotation, given):
+            filled[name] = _over(_beyond_class(default), given)
     return filled
+
+
+def _beyond_class(section: Any) -> dict[str, Any]:
+    """Return as plain data what an instance of a section says other than its class does."""
+    data = as_data(section)
+    return {
+        name: data[name]
+        for name, key in keys_of(cast(Any, type(section))).items()
+        if key.is_required or data[name] != _plain(key.default)
+    }
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -220,26 +304,29 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def schema_table(model: type[BaseModel]) -> list[KeyInfo]:
+def schema_table(model: type) -> list[KeyInfo]:
     """Return a row for every key of `model`, sections first, in the order of the fields."""
-    return list(_rows(model, "", (model,)))
+    return list(_rows(model, "", (model,), None))
 
 
-def _rows(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[KeyInfo]:
-    for name, field in model.model_fields.items():
+def _rows(model: type, prefix: str, above: tuple[type, ...], instance: Any) -> Iterator[KeyInfo]:
+    """Yield the rows of a section; the defaults are those of `instance`, where the section stands with one."""
+    for name, found in keys_of(model).items():
+        if type(instance) is model:
+            found = found._replace(default=getattr(instance, name))
         key = f"{prefix}{name}"
-        inner = list(_inner_models(field.annotation, key))
-        doc = " ".join((field.description or "").split())
+        inner = list(_inner_models(found.annotation, key))
+        doc = " ".join(found.doc.split())
         if inner and not doc:
             doc = (inner[0][1].__doc__ or "").strip().partition("\n")[0]
         is_section = bool(inner) and inner[0][0] == key
-        yield KeyInfo(key, "section" if is_section else type_name(field.annotation), _default_text(field, is_section), doc)
+        yield KeyInfo(key, "section" if is_section else type_name(found.annotation), _default_text(found, is_section), doc)
         for at, of in inner:
             if of not in above:
-                yield from _rows(of, f"{at}.", (*above, of))
+                yield from _rows(of, f"{at}.", (*above, of), found.default if at == key else None)
 
 
-def _inner_models(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
+def _inner_models(annotation: Any, key: str) -> Iterator[tuple[str, type]]:
     for member in unwrap(annotation):
         if is_model(member):
             yield key, member
@@ -249,13 +336,10 @@ def _inner_models(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseMod
             yield from _inner_models(child(member, 0), f"{key}[]")
 
 
-def _default_text(field: FieldInfo, is_section: bool) -> str:
-    if field.is_required():
+def _default_text(key: Key, is_section: bool) -> str:
+    if key.is_required:
         return "required"
-    if is_section and field.get_default(call_default_factory=True, validated_data={}) is not None:
-        return ""
-    value = _plain_default(field)
-    return "" if value is PydanticUndefined else json.dumps(value, ensure_ascii=False)
+    return "" if is_section and key.default is not None else json.dumps(_plain(key.default), ensure_ascii=False)
 
 
 def type_name(annotation: Any) -> str:

@@ -17,7 +17,7 @@ replays what stands before. So a sampled token is in exactly one segment as samp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -286,29 +286,6 @@ class TrajectoryBuilder:
         return tuple(
             Segment(spans=tuple(s.spans), media=tuple(s.media), agent=s.agent, parent=s.parent) for s in self._segments
         )
-
-    def state(self) -> dict[str, Any]:
-        """Return all that this place and the segments hold, for `from_state`; spans and media are the records themselves."""
-        segments = [
-            {"agent": s.agent, "parent": s.parent, "spans": list(s.spans), "media": list(s.media), "pinned": s.pinned}
-            for s in self._segments
-        ]
-        here = {"current": self._current, "length": self._length, "num_media": self._num_media, "origin": self._origin}
-        return {"agent": self.agent, "segments": segments, **here}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> TrajectoryBuilder:
-        """Return the builder that `state` was taken of."""
-        builder = cls(agent=state["agent"])
-        for held in state["segments"]:
-            parent = None if held["parent"] is None else Branch(*held["parent"])
-            segment = _Open(agent=held["agent"], parent=parent, media=list(held["media"]), pinned=held["pinned"])
-            for span in held["spans"]:
-                segment.append(span)
-            builder._segments.append(segment)
-        builder._current, builder._length, builder._num_media = state["current"], state["length"], state["num_media"]
-        builder._origin = None if state["origin"] is None else Branch(*state["origin"])
-        return builder
 
     def _open_segment(self) -> _Open:
         if not self._segments:

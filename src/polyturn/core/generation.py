@@ -28,15 +28,28 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the engine samples one completion."""
+class Sampling:
+    """How completions are sampled."""
 
-    max_tokens: int = 256
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
     top_k: int = -1
-    """-1 or 0 means no limit."""
+    """Sample among so many of the likeliest tokens; -1 or 0 means no limit."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"temperature is {self.temperature}; use 0 for greedy decoding or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(Sampling):
+    """How the engine samples one completion."""
+
+    max_tokens: int = 256
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     """The id that ends a turn; it is kept in the completion and trained."""
@@ -46,10 +59,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens is {self.max_tokens}; a completion needs at least 1 token")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature is {self.temperature}; use 0 for greedy decoding or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
+        Sampling.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

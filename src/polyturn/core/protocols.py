@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from polyturn.core.arrays import Floats
 from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.metrics import Metrics
 from polyturn.core.sample import TrainSample
+from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 
 
@@ -32,6 +34,10 @@ class EngineCapabilities:
     """The longest prompt plus completion, in tokens; None when unknown."""
     priorities: bool = False
     """Of requests that wait, the one with the highest `priority` goes first."""
+    shares_weights: bool = False
+    """It samples from the tensors that are trained, so that of a new policy version only the number is news."""
+    shares_loop: bool = False
+    """It computes on the trainer's event loop, in turns with training, which must then not run in a thread beside it."""
 
 
 @runtime_checkable
@@ -41,6 +47,11 @@ class Engine(Protocol):
     @property
     def capabilities(self) -> EngineCapabilities:
         """What this engine can do."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent generating so far."""
         ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -66,6 +77,10 @@ class Engine(Protocol):
             version: The new policy version; completions carry it.
             weights: name -> tensor; None when the engine shares the trainer's own parameters.
         """
+        ...
+
+    def read_metrics(self) -> Mapping[str, float]:
+        """Return what happened since the last call, as metrics under `engine/`; {} where there is nothing to tell."""
         ...
 
     async def close(self) -> None:
@@ -126,20 +141,53 @@ class Tool(Protocol):
         ...
 
 
+class PassResult(NamedTuple):
+    """What a forward and backward pass over the samples of one optimizer step gives beside the gradient."""
+
+    metrics: Metrics
+    logprobs: list[Floats] | None = None
+    """For each sample [T] its log-probabilities under the policy, for the records; None where they are not kept."""
+    is_finite: bool = True
+    """Whether the loss was; if not, the step is skipped."""
+
+
+class Scheduler(Protocol):
+    """Drives episodes; `rollout.scheduler.MultiTurnScheduler` is the base of all of them and says what each method does."""
+
+    shared: bool
+    scores_turns: bool
+    forks: bool
+    gives_reward: bool
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a task that it cannot run."""
+        ...
+
+    async def run(self, episode: Any) -> StopReason:
+        """Drive an episode to its end and return why it ended."""
+        ...
+
+    def on_trajectory_start(self, episode: Any) -> Any:
+        """Do what is to be done before the prompt is encoded."""
+        ...
+
+    def on_trajectory_end(self, episode: Any) -> Any:
+        """Let go of what the trajectory held."""
+        ...
+
+
 class Policy(Protocol):
     """The trainer's side of the model: parameters and gradients."""
 
     train_seconds: float
     """Seconds spent in forward and backward so far."""
-    last_logprobs: list[Floats] | None
-    """For each sample of the latest `forward_backward` [T] its log-probabilities under the policy; None if not kept."""
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
         """Return for each sample [T] the log-probability of each token, 0 at index 0 and where nothing is weighted."""
         ...
 
-    def forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
-        """Add the gradient of the loss over `samples` and return the loss's metrics."""
+    def forward_backward(self, samples: Sequence[TrainSample]) -> PassResult:
+        """Add the gradient of the loss over `samples`, everything that one optimizer step trains on."""
         ...
 
     def optim_step(self) -> Metrics:

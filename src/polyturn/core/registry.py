@@ -15,11 +15,12 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from polyturn.core import live
+from polyturn.core.entry_points import OWN, load_offered, offered
 from polyturn.core.errors import (
     ConfigError,
     MissingAttributeError,
@@ -30,14 +31,19 @@ from polyturn.core.errors import (
 )
 
 T = TypeVar("T")
+NAMESPACES = "polyturn.namespaces"
+"""Entry points of libraries that polyturn can stand in for: the root name, and a function that puts that in place."""
 
 
 class Registry(Generic[T]):
-    """Names of one kind of plug-in, such as "rewards"."""
+    """Names of one kind of plug-in, such as "rewards": what was registered here, and the entry points of its group."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.group = f"polyturn.{kind}"
         self._entries: dict[str, T] = {}
+        self._replaced: set[str] = set()
+        """Names that were registered in place of whatever has them."""
 
     def register(self, name: str, *, replace: bool = False) -> Callable[[T], T]:
         """Return a decorator that registers its argument under `name`; with `replace` whatever has that name gives way.
@@ -47,19 +53,21 @@ class Registry(Generic[T]):
         """
 
         def add(entry: T) -> T:
+            is_own = any(offer.distribution == OWN for offer in offered(self.group).get(name, ()))
             if replace:
-                self._entries[name] = entry
-            elif self._entries.setdefault(name, entry) is not entry:
-                raise ConfigError(f"{self.kind}: the name {name!r} is registered already, as {self._entries[name]!r}")
+                self._replaced.add(name)
+            elif (name in self._entries or is_own) and (taken := self.resolve(name)) is not entry:
+                raise ConfigError(f"{self.kind}: the name {name!r} is registered already, as {taken!r}")
+            self._entries[name] = entry
             return entry
 
         return add
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(dict.fromkeys([*offered(self.group), *self._entries]))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._entries or name in offered(self.group)
 
     def resolve(self, name: str, *, base: Path | None = None, key: str | None = None) -> T:
         """Return what `name` stands for. `base` is the folder that relative file paths start from, `key` the configuration's
@@ -67,28 +75,38 @@ class Registry(Generic[T]):
 
         Raises:
             UnknownNameError: nothing has that name; the message shows the nearest known ones.
-            MissingModuleError, MissingAttributeError: a path that leads nowhere.
+            ConfigError: two distributions offer that name.
+            MissingModuleError, MissingAttributeError: a path, or an entry point, that leads nowhere.
         """
         if name in self._entries:
+            others = [offer.distribution for offer in offered(self.group).get(name, ()) if offer.distribution != OWN]
+            if others and name not in self._replaced:
+                raise ConfigError(
+                    f"{key or self.kind}: {name!r} is {self._entries[name]!r}, and {' and '.join(others)} offers that name, "
+                    f"too (an entry point of {self.group!r}); uninstall {others[0].split()[0]}, or give yours another name"
+                )
             return self._entries[name]
+        if live.is_label(name):
+            given: T = live.target(name)
+            return given
         if ":" in name or "." in name:
             found: T = import_attr(name, base=base)
             return found
-        points = entry_points(group=f"polyturn.{self.kind}")
-        if name in points.names:
-            loaded: T = points[name].load()
+        if name in offered(self.group):
+            loaded: T = load_offered(self.group, name, where=key or self.kind)
             return loaded
-        known = [*self._entries, *points.names]
-        raise UnknownNameError(f"{key or self.kind}: there is no {name!r}.{did_you_mean(name, known)}")
+        raise UnknownNameError(f"{key or self.kind}: there is no {name!r}.{did_you_mean(name, self)}")
 
 
 def import_attr(path: str, *, base: Path | None = None) -> Any:
-    """Import what `pkg.mod:Attr`, `pkg.mod.Attr` or `folder/file.py:Attr` names.
+    """Import what `pkg.mod:Attr`, `pkg.mod.Attr` or `folder/file.py:Attr` names; the label of a live object is that object.
 
     Raises:
         MissingModuleError: the module or file cannot be found or imported.
         MissingAttributeError: the module has no such attribute.
     """
+    if live.is_label(path):
+        return live.target(path)
     where, colon, name = path.rpartition(":")
     if not colon:
         where, _, name = path.rpartition(".")
@@ -141,8 +159,17 @@ def offer_namespace(problem: ModuleNotFoundError) -> bool:
     point of the group `polyturn.namespaces`: the root name, and a function that returns whether it now answers.
     """
     root = (problem.name or "").partition(".")[0]
-    points = entry_points(group="polyturn.namespaces")
-    return root in points.names and bool(points[root].load()())
+    return root in offered(NAMESPACES) and install_namespace(root)
+
+
+def install_namespace(root: str) -> bool:
+    """Let the stand-in of a library answer for its name; return whether it does: the library itself, where it is installed,
+    goes first.
+
+    Raises:
+        ConfigError: the entry point that offers the stand-in is broken.
+    """
+    return bool(load_offered(NAMESPACES, root, where=f"the library {root!r}")())
 
 
 def _installed_hint(problem: Exception) -> str:
@@ -150,7 +177,7 @@ def _installed_hint(problem: Exception) -> str:
     if not isinstance(problem, ModuleNotFoundError) or "." not in (problem.name or ""):
         return ""
     root = str(problem.name).partition(".")[0]
-    if root not in entry_points(group="polyturn.namespaces").names or offer_namespace(problem):
+    if root not in offered(NAMESPACES) or offer_namespace(problem):
         return ""
     return (
         f". The {root} that is installed has no such module, and polyturn answers to that name only where {root} is not "

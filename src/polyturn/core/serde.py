@@ -106,38 +106,56 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 
 
 def _decode(hint: Any, data: Any) -> Any:
+    return None if data is None else _reader(hint)(data)
+
+
+@functools.cache
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    """Return how JSON data becomes a value of this annotation; worked out once for each, like `_writer`."""
     origin = get_origin(hint)
-    if hint is Any or hint is object or data is None:
-        return data
     if origin in (Union, types.UnionType):
         options = [a for a in get_args(hint) if a is not type(None)]
-        return _decode(_pick(options, data), data)
+        return _reader(options[0]) if len(options) == 1 else lambda data: _decode(_pick(options, data), data)
     if origin is np.ndarray:
         dtype = np.dtype(get_args(get_args(hint)[1])[0])
-        return np.array([float(v) if isinstance(v, str) else v for v in data], dtype=dtype)
+        return lambda data: data if isinstance(data, np.ndarray) else _read_array(data, dtype)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        hints = _hints(hint)
-        return hint(**{k: _decode(hints.get(k, Any), v) for k, v in data.items()})
+        readers = {name: _reader(of) for name, of in _hints(hint).items()}
+        as_it_is = {name for name, reader in readers.items() if reader is _unchanged}
+
+        def read(data: Any) -> Any:
+            values = {k: v if v is None or k in as_it_is or k not in readers else readers[k](v) for k, v in data.items()}
+            return hint(**values)
+
+        return read
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return hint(data)
+        return hint
     if origin is tuple or (isinstance(hint, type) and issubclass(hint, tuple)):
-        return _decode_tuple(hint, data)
+        return _tuple_reader(hint)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
         _, of = get_args(hint)
-        return {k: _decode(of, v) for k, v in data.items()}
-    if hint is float:
-        return float(data)
+        reader = _reader(of)
+        return dict if reader is _unchanged else lambda data: {k: None if v is None else reader(v) for k, v in data.items()}
+    return float if hint is float else _unchanged
+
+
+def _unchanged(data: Any) -> Any:
     return data
 
 
-def _decode_tuple(hint: Any, data: Any) -> Any:
-    fields = getattr(hint, "_field_types", None) or (_hints(hint) if hasattr(hint, "_fields") else None)
-    if fields is not None:
-        return hint(*(_decode(t, v) for t, v in zip(fields.values(), data, strict=True)))
+def _read_array(data: Any, dtype: Any) -> Any:
+    return np.array([float(v) if isinstance(v, str) else v for v in data], dtype=dtype)
+
+
+def _tuple_reader(hint: Any) -> Callable[[Any], Any]:
+    if hasattr(hint, "_fields"):
+        of = tuple(_hints(hint).values())
+        return lambda data: hint(*(_decode(t, v) for t, v in zip(of, data, strict=True)))
     args = get_args(hint)
     if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(_decode(args[0], v) for v in data)
-    return tuple(_decode(t, v) for t, v in zip(args, data, strict=True)) if args else tuple(data)
+        reader = _reader(args[0])
+        return tuple if reader is _unchanged else lambda data: tuple([None if v is None else reader(v) for v in data])
+    return lambda data: tuple(_decode(t, v) for t, v in zip(args, data, strict=True)) if args else tuple(data)
 
 
 def _pick(options: list[Any], data: Any) -> Any:

@@ -33,8 +33,8 @@ from polyturn.data.sequences import TaskSequence
 from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
 
 
-class _Part(Protocol):
-    """The rows of one file."""
+class Rows(Protocol):
+    """The rows of one file, or of a data set."""
 
     path: Path
 
@@ -95,7 +95,21 @@ class _ParquetPart:
             ) from problem
 
 
-_PARTS: dict[str, Callable[[Path], _Part]] = {".jsonl": _JsonlPart, ".ndjson": _JsonlPart, ".parquet": _ParquetPart}
+class _RowsPart:
+    """Rows that a program holds: a list of them, or a data set of Hugging Face."""
+
+    def __init__(self, rows: Sequence[Any], *, name: str) -> None:
+        self.path = Path(name)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Any:
+        return self._rows[index]
+
+
+_PARTS: dict[str, Callable[[Path], Rows]] = {".jsonl": _JsonlPart, ".ndjson": _JsonlPart, ".parquet": _ParquetPart}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +130,7 @@ class DatasetSummary:
 class TaskDataset(TaskSequence):
     """The tasks of one or more files, in the order of the files."""
 
-    def __init__(self, parts: Sequence[_Part], *, split: str) -> None:
+    def __init__(self, parts: Sequence[Rows], *, split: str) -> None:
         self.split = split
         self._parts = list(parts)
         self._ends = list(itertools.accumulate(len(p) for p in self._parts))
@@ -141,6 +155,22 @@ class TaskDataset(TaskSequence):
         if not len(dataset):
             raise DataError(f"there is no row in {', '.join(map(str, paths))}; {split!r} needs at least one task")
         return dataset
+
+    @classmethod
+    def of(cls, rows: Sequence[Any], *, split: str, name: str = "tasks") -> TaskDataset:
+        """Make a dataset of rows that are in memory, or of whatever has a length and gives a row for a number.
+
+        Args:
+            rows: The rows.
+            split: "train" or the name of an evaluation.
+            name: What to call the rows in messages.
+
+        Raises:
+            DataError: there is no row.
+        """
+        if not len(rows):
+            raise DataError(f"{name} has no row; {split!r} needs at least one task")
+        return cls([_RowsPart(rows, name=name)], split=split)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -249,7 +279,14 @@ def _find(path: Path, base: Path) -> list[Path]:
         raise DataError(
             f"{str(full)!r} is a folder; name its files, for instance {str(full / '*.parquet')!r}.{_inside(full)}"
         )
-    raise DataError(f"there is no file {str(full)!r}.{_inside(full.parent, full.name)}")
+    raise DataError(f"there is no file {str(full)!r}.{_inside(full.parent, full.name)}{_on_hub(path)}")
+
+
+def _on_hub(path: Path) -> str:
+    """Return what to write where a path may have been meant as a data set on the hub: owner/name."""
+    if path.suffix in _PARTS or path.is_absolute() or len(path.parts) != 2 or path.parts[0] in (".", "..", "~"):
+        return ""
+    return f" If {str(path)!r} is a data set on the Hugging Face hub, name it by `dataset: {path}` in place of `files`."
 
 
 def _inside(folder: Path, wanted: str = "") -> str:
@@ -265,7 +302,7 @@ def _inside(folder: Path, wanted: str = "") -> str:
     return f" In that folder: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
 
 
-def _open_part(path: Path) -> _Part:
+def _open_part(path: Path) -> Rows:
     kind = _PARTS.get(path.suffix)
     if kind is None:
         raise DataError(f"{path} is of the unknown kind {path.suffix!r}; tasks are read from {', '.join(sorted(_PARTS))}")

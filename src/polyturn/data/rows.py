@@ -66,13 +66,13 @@ def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str
     Raises:
         DataError: the row has no prompt, an unknown role, or a value of the wrong type.
     """
-    reader = _Reader(source, index if row_number is None else row_number)
+    reader = _RowReader(source, index if row_number is None else row_number)
     if is_deep(row):
         reader.fail(f"it is nested deeper than {MAX_DEPTH} lists and objects; write it flatter")
     return reader.task(_plain(row), index, split)
 
 
-class _Reader:
+class _RowReader:
     """Reads one row; knows where it is, so that every complaint can say it."""
 
     def __init__(self, source: str, number: int) -> None:
@@ -169,7 +169,7 @@ class _Reader:
     def prompt(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
         value = row.get("prompt")
         if value is None:
-            self.fail(f"there is no 'prompt'; give a string or a list of messages. The row has {sorted(row)}.")
+            self.fail(f"there is no 'prompt'; give a string or a list of messages. The row has {sorted(row)}.{_advice(row)}")
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]
         if not isinstance(value, list) or not value:
@@ -250,6 +250,23 @@ class _Reader:
             self.fail(f"'interaction' must be a name or an object with a 'name', not {_show(value)}")
         own = {} if truth is None else {"ground_truth": truth}
         return InteractionRef(name=kwargs["name"], kwargs={**own, **kwargs})
+
+
+_QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
+"""Columns that published data sets have in the place of a prompt."""
+
+
+def _advice(row: Mapping[str, Any]) -> str:
+    """Return how a row of a widespread form becomes one with a prompt; "" for any other."""
+    if isinstance(said := row.get("conversations"), list) and said and isinstance(said[0], Mapping) and "from" in said[0]:
+        return (
+            " This is ShareGPT's form: write 'messages' in place of 'conversations', with 'role' (user for human, assistant "
+            "for gpt) in place of 'from', and 'content' in place of 'value'."
+        )
+    for name in _QUESTIONS:
+        if isinstance(row.get(name), str):
+            return f" If {name!r} is what is asked, rename it, or of a `dataset` set columns: {{prompt: {name}}}."
+    return ""
 
 
 def _named(role: Any) -> Any:

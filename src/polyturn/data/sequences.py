@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
 from polyturn.core.messages import Message, Origin
-from polyturn.core.task import Task
+from polyturn.core.task import InteractionRef, Task
 
 
 class TaskSequence(Sequence[Task]):
@@ -66,6 +66,21 @@ class WithSystem(Changed):
         if task.prompt[0].role in ("system", "developer"):
             return task
         return dataclasses.replace(task, prompt=(self._message, *task.prompt))
+
+
+class WithInteraction(Changed):
+    """Tasks, each with an interaction, which is told the rest of the row where the row names none."""
+
+    def __init__(self, tasks: Sequence[Task], name: str) -> None:
+        self._name = name
+        super().__init__(tasks, self._with)
+
+    def _with(self, task: Task) -> Task:
+        if task.interaction is not None:
+            return task
+        truth = {} if task.ground_truth is None else {"ground_truth": task.ground_truth}
+        ref = InteractionRef(name=self._name, kwargs={**truth, **task.extra, "name": self._name})
+        return dataclasses.replace(task, interaction=ref)
 
 
 class Subset(TaskSequence):

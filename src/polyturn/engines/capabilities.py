@@ -19,4 +19,6 @@ def common_capabilities(each: Sequence[EngineCapabilities]) -> EngineCapabilitie
         pause_modes=tuple(mode for mode in each[0].pause_modes if all(mode in one.pause_modes for one in each)),
         max_context=min(contexts, default=None),
         priorities=all(one.priorities for one in each),
+        shares_weights=all(one.shares_weights for one in each),
+        shares_loop=any(one.shares_loop for one in each),
     )

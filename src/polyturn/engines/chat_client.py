@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
-import random
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
-from polyturn.core.answers import LargeAnswerError, whole
+from polyturn.core.answers import LargeAnswerError
 from polyturn.core.errors import ConfigError, EngineError, one_line
 from polyturn.core.secret import bearer, hide
+from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, ask_now
+from polyturn.infra.retries import retried
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,13 @@ class Endpoint:
 
     def __repr__(self) -> str:
         return f"Endpoint(url={self.url!r}, model={self.model!r})"  # never the key
+
+
+class _TryAgainError(Exception):
+    """A request failed, and the same one may succeed later."""
+
+    wait_s: float | None = None
+    """What the server asks to wait."""
 
 
 @dataclass(slots=True)
@@ -112,7 +119,12 @@ class ChatClient:
             raise ConfigError(f"the endpoint {endpoint.url!r} is no address; it begins with http:// or https://")
         self.endpoint = endpoint
         self.num_retries = 0
-        self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
+        self._client = JsonClient(
+            headers=bearer(endpoint.key),
+            timeout_s=endpoint.timeout_s,
+            max_connections=endpoint.max_concurrent,
+            uses_proxy=True,
+        )
         self._num_users = 0
         self._length_name = "max_tokens"
         self._sends_seed = True
@@ -126,7 +138,7 @@ class ChatClient:
         finally:
             self._num_users -= 1
             if self._num_users == 0:
-                await self.close()
+                await self._client.close()
 
     async def ask(self, body: Mapping[str, Any]) -> Any:
         """Return what the endpoint answers.
@@ -135,56 +147,50 @@ class ChatClient:
             EngineError: the server refused it, or did not answer in as many tries as allowed.
             ConfigError: the server would refuse every request.
         """
-        place = self.endpoint
-        said = ""
-        for attempt in range(1, place.max_tries + 1):
-            wait_s = min(MAX_WAIT_S, place.backoff_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
-            try:
-                async with place_at(place.url, limit=place.max_concurrent):
-                    answer = await self._post(self._fitted(body))
-                    if answer.status_code == 400 and self._learns_from(answer.text):
-                        answer = await self._post(self._fitted(body))
-            except LargeAnswerError as problem:
-                raise EngineError(f"{place.url}: {problem}; no model writes that much") from problem
-            except (httpx.RequestError, TimeoutError) as problem:
-                said = f"cannot be reached ({one_line(problem)})"
-            else:
-                if answer.is_success:
-                    try:
-                        return answer.json()
-                    except (ValueError, RecursionError):
-                        said = f"answered no JSON: {hide(answer.text[:200], place.key)!r}"
-                elif answer.status_code in AGAIN:
-                    said = f"answered {answer.status_code}: {hide(_reason(answer), place.key)}"
-                    wait_s = _retry_after(answer) or wait_s
-                else:
-                    kind = ConfigError if answer.status_code in HOPELESS else EngineError
-                    why = hide(_reason(answer), place.key)
-                    raise kind(f"{place.url} refused the request for {place.model!r} with {answer.status_code}: {why}")
-            if attempt < place.max_tries:
-                self.num_retries += 1
-                logger.debug("%s %s; asked again in %.1f s (%d of %d)", place.url, said, wait_s, attempt, place.max_tries)
-                await asyncio.sleep(wait_s)
-        raise EngineError(f"{place.url} {said}; asked {place.max_tries} times")
+        place, tries = self.endpoint, itertools.count()
+
+        async def once() -> Any:
+            self.num_retries += next(tries) > 0
+            return await self._once(body)
+
+        def again(problem: Exception) -> bool | float:
+            return isinstance(problem, _TryAgainError) and (problem.wait_s or True)
+
+        half = place.backoff_s / 2
+        try:
+            return await retried(once, again=again, tries=place.max_tries, wait_s=half, max_wait_s=MAX_WAIT_S, jitter_s=half)
+        except _TryAgainError as problem:
+            raise EngineError(f"{place.url} {problem}; asked {place.max_tries} times") from problem
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._client is not None:
-            (loop, client), self._client = self._client, None
-            if loop is asyncio.get_running_loop():
-                await client.aclose()
+        await self._client.close()
 
-    async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
-        place, loop = self.endpoint, asyncio.get_running_loop()
-        if self._client is None or self._client[0] is not loop:
-            headers = bearer(place.key)
-            limits = httpx.Limits(max_connections=place.max_concurrent)
-            self._client = loop, httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
-        address = f"{place.url.rstrip('/')}/chat/completions"
-        async with asyncio.timeout(place.timeout_s), self._client[1].stream("POST", address, json=body) as answer:
-            said = await whole(answer.aiter_bytes())
-            kept = {name: value for name, value in answer.headers.items() if name == "retry-after"}
-            return httpx.Response(answer.status_code, headers=kept, content=said)
+    async def _once(self, body: Mapping[str, Any]) -> Any:
+        place = self.endpoint
+        try:
+            async with place_at(place.url, limit=place.max_concurrent):
+                answer = await self._post(body)
+                if answer.status == 400 and self._learns_from(answer.said(1 << 16)):
+                    answer = await self._post(body)
+        except LargeAnswerError as problem:
+            raise EngineError(f"{place.url}: {problem}; no model writes that much") from problem
+        except (BrokenOffError, TimeoutError) as problem:
+            raise _TryAgainError(f"cannot be reached ({one_line(problem)})") from problem
+        if 200 <= answer.status < 300:
+            try:
+                return answer.json()
+            except ValueError as problem:
+                raise _TryAgainError(f"answered no JSON: {answer.said(200)!r}") from problem
+        if answer.status in AGAIN:
+            failed = _TryAgainError(f"answered {answer.status}: {_reason(answer)}")
+            failed.wait_s = answer.retry_after_s
+            raise failed
+        kind = ConfigError if answer.status in HOPELESS else EngineError
+        raise kind(f"{place.url} refused the request for {place.model!r} with {answer.status}: {_reason(answer)}")
+
+    async def _post(self, body: Mapping[str, Any]) -> HttpReply:
+        return await self._client.send("POST", f"{self.endpoint.url.rstrip('/')}/chat/completions", self._fitted(body))
 
     def _fitted(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body in the words that this server knows."""
@@ -211,34 +217,26 @@ def check_reachable(endpoint: Endpoint, *, timeout_s: float = 10.0) -> None:
     Raises:
         ConfigError: nothing listens there, or it refuses the key.
     """
-    headers = bearer(endpoint.key)
     try:
-        answer = httpx.get(f"{endpoint.url.rstrip('/')}/models", headers=headers, timeout=timeout_s)
-    except httpx.HTTPError as problem:
+        address = f"{endpoint.url.rstrip('/')}/models"
+        answer = ask_now("GET", address, headers=bearer(endpoint.key), timeout_s=timeout_s)
+    except (BrokenOffError, TimeoutError, LargeAnswerError) as problem:
         raise ConfigError(
             f"the endpoint {endpoint.url} for {endpoint.model!r} cannot be reached ({one_line(problem)}); start it, or "
             "correct base_url"
         ) from problem
-    if answer.status_code in (401, 403):
-        why = hide(_reason(answer), endpoint.key)
+    if answer.status in (401, 403):
         raise ConfigError(
-            f"the endpoint {endpoint.url} refuses the key with {answer.status_code}: {why}; name the "
+            f"the endpoint {endpoint.url} refuses the key with {answer.status}: {_reason(answer)}; name the "
             "environment variable that holds it in api_key_env"
         )
 
 
-def _retry_after(answer: httpx.Response) -> float | None:
-    try:
-        return min(MAX_WAIT_S, max(0.0, float(answer.headers["retry-after"])))
-    except (KeyError, ValueError):
-        return None
-
-
-def _reason(answer: httpx.Response) -> str:
+def _reason(answer: HttpReply) -> str:
     try:
         found = answer.json()
         error = found.get("error", found)
-        said = error.get("message", error) if isinstance(error, dict) else error
-    except (ValueError, AttributeError, RecursionError):
-        said = answer.text
-    return " ".join(str(said).split())[:300] or "it gave no reason"
+        said = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        said = answer.said()
+    return hide(" ".join(said.split()), *answer.secrets)[:300] or "it gave no reason"

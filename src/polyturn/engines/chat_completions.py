@@ -19,6 +19,7 @@ from polyturn.core.errors import EngineError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.core.trajectory import SpanSource, Trajectory, TrajectoryGroup
+from polyturn.engines.base import BaseEngine
 from polyturn.engines.chat_client import ChatClient, Endpoint
 from polyturn.tokens.text_codec import read_chat, write_turn
 
@@ -32,7 +33,7 @@ class Usage(NamedTuple):
     completion: int = 0
 
 
-class ChatEngine:
+class ChatEngine(BaseEngine):
     """Asks a chat endpoint; an `Engine` whose ids are those of `text_codec`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -41,6 +42,7 @@ class ChatEngine:
         Raises:
             ConfigError: it is no address.
         """
+        super().__init__()
         self._endpoint = endpoint
         self._client = ChatClient(endpoint)
         self._usage: dict[str, Usage] = {}
@@ -79,7 +81,8 @@ class ChatEngine:
             body["seed"] = sampling.seed % (1 << 31)
         task = self._tasks[request.request_id] = asyncio.ensure_future(self._client.ask(body))
         try:
-            await asyncio.wait({task})
+            with self.busy.running():
+                await asyncio.wait({task})
             if task.cancelled():
                 return Completion(token_ids=np.empty(0, np.int32), finish_reason=FinishReason.ABORT)
             reply = task.result()
@@ -92,9 +95,6 @@ class ChatEngine:
         """End a request; its answer is empty."""
         if request_id in self._tasks:
             self._tasks[request_id].cancel()
-
-    async def end_session(self, session_id: str) -> None:
-        """Nothing is kept for an episode on the server."""
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
         """Refuse.

@@ -14,6 +14,7 @@ slot and samples the next one. A weight update falls between two steps, because 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import time
 from collections.abc import Mapping
@@ -25,7 +26,8 @@ from transformers import PreTrainedModel
 
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.protocols import EngineCapabilities
+from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.engines.base import EngineSetup
 from polyturn.engines.batch_step import BatchStep
 from polyturn.engines.media import ShownPrompts
 from polyturn.engines.request_limits import RequestLimits
@@ -108,13 +110,17 @@ class EmbeddedEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Seeded, with logprobs in training's meaning."""
-        return self._accepts.capabilities
+        """Seeded, with logprobs in training's meaning, in turns with training."""
+        return dataclasses.replace(self._accepts.capabilities, shares_loop=True)
 
     @property
     def busy_s(self) -> float:
         """Seconds spent generating so far."""
         return self.stats.busy_s
+
+    def read_metrics(self) -> Mapping[str, float]:
+        """Return no metrics: nothing of it can be lost or restarted."""
+        return {}
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; `info` says how many prompt tokens were prefilled.
@@ -301,3 +307,31 @@ def _nothing(running: SlotRequest) -> Completion:
         policy_versions=tuple(running.versions),
         info={"prefilled_tokens": 0},
     )
+
+
+def build(setup: EngineSetup) -> Engine:
+    """Make the engine over the setup's own model: in this process, or in one beside it that reads the same memory.
+
+    Raises:
+        ConfigError: the section `engine` asks for threads where there is no process to have them.
+    """
+    options = setup.options
+    if torch.cuda.is_available():
+        setup.model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
+    common: dict[str, Any] = {
+        "media": setup.media,
+        "num_slots": options.num_slots,
+        "max_context": setup.max_context,
+        "prefill_chunk": options.prefill_chunk,
+        "deterministic": options.deterministic,
+    }
+    if options.process == "own" or (options.process == "auto" and setup.trains_meanwhile):
+        from polyturn.engines.process import ProcessEngine
+
+        return ProcessEngine(setup.model, num_threads=options.num_threads, **common)
+    if options.num_threads is not None:
+        raise ConfigError(
+            f"engine.num_threads is {options.num_threads} and the embedded engine shares the trainer's process; set "
+            "engine.process: own, or num_threads for both"
+        )
+    return EmbeddedEngine(setup.model, **common)

@@ -16,31 +16,19 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from polyturn.core.answers import LargeAnswerError
 from polyturn.core.errors import EngineError, one_line
 from polyturn.engines.shared_memory import SessionMemory
+from polyturn.infra.http import BrokenOffError, JsonClient
+from polyturn.infra.process import ManagedProcess, free_port
 
 logger = logging.getLogger(__name__)
-
-_TAIL_LINES = 20
-_KILLED_S = 5.0
-"""How long the system may take to end processes that were killed."""
-_DIE_WITH_PARENT = (
-    "import ctypes, os, signal, sys\n"
-    "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # PR_SET_PDEATHSIG; it survives the exec
-    "if os.getppid() != int(sys.argv[1]): sys.exit('the process that started this server is gone')\n"
-    "os.execvp(sys.argv[2], sys.argv[2:])\n"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +51,7 @@ class LaunchSpec:
 class Server:
     """A server that this process started."""
 
-    def __init__(
-        self, spec: LaunchSpec, process: subprocess.Popen[bytes], *, port: int, log: Path, memory: SessionMemory
-    ) -> None:
+    def __init__(self, spec: LaunchSpec, process: ManagedProcess, *, port: int, log: Path, memory: SessionMemory) -> None:
         self.spec = spec
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
@@ -74,8 +60,7 @@ class Server:
 
     @classmethod
     async def start(cls, spec: LaunchSpec) -> Server:
-        """Start a server and return once it is ready. Call it from a thread that outlives the server, such as the main one:
-        the server ends with the thread that started it.
+        """Start a server and return once it is ready.
 
         Raises:
             EngineError: it cannot be started, ended early, or was not ready in time; the message ends with its last lines.
@@ -87,10 +72,9 @@ class Server:
             os.close(handle)
             log = Path(name)
         command = [part.replace("{port}", str(port)) for part in spec.command]
-        command = dies_with_parent(command)
         memory = SessionMemory()
         try:
-            process = _spawn(command, env=spec.env, log=log)
+            process = ManagedProcess(command, env={**os.environ, **spec.env}, log=log)
         except OSError as problem:
             raise EngineError(f"the server {spec.command[0]!r} cannot be started ({one_line(problem)})") from problem
         server = cls(spec, process, port=port, log=log, memory=memory)
@@ -109,19 +93,15 @@ class Server:
     @property
     def is_alive(self) -> bool:
         """Whether the server's main process runs."""
-        return self._process.poll() is None
+        return self._process.is_alive
 
-    def tail(self, lines: int = _TAIL_LINES) -> str:
+    def tail(self, lines: int = 20) -> str:
         """Return the last lines of the server's log."""
-        try:
-            with self.log.open(encoding="utf-8", errors="replace") as file:
-                return "".join(deque(file, maxlen=lines)).rstrip()
-        except OSError:
-            return ""
+        return self._process.tail(lines)
 
     def look_at_memory(self) -> None:
         """Note what shared memory its processes hold, to be removed should they leave it behind. For while it is healthy."""
-        self._memory.look(self._members())
+        self._memory.look(self._process.members())
 
     async def stop(self) -> None:
         """End the server and every process of its session; kill what has not ended in time. Stopping twice is fine."""
@@ -130,34 +110,16 @@ class Server:
     def end(self) -> None:
         """Do the same and wait for it here: for a process that is ending and can start no thread."""
         self.look_at_memory()
-        self._signal(signal.SIGTERM)
-        self._wait_for_end(self.spec.stop_timeout_s)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-        self._wait_for_end(_KILLED_S)
+        self._process.end(grace_s=self.spec.stop_timeout_s)
+        self._process.close()
         if removed := self._memory.remove_unheld():
             logger.info("removed the shared memory that the server %d left behind: %s", self.pid, ", ".join(removed))
         if self.spec.log is None:
             self.log.unlink(missing_ok=True)
 
-    def _wait_for_end(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._members() and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-    def _signal(self, number: signal.Signals) -> None:
-        self._process.poll()  # reaps the main process, which would stay in the list as a zombie
-        signal_session(self.pid, number)
-
-    def _members(self) -> list[int]:
-        self._process.poll()
-        return session_of(self.pid)
-
     async def _wait_until_ready(self) -> None:
-        import aiohttp
-
-        deadline = time.monotonic() + self.spec.ready_timeout_s
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        client, deadline = JsonClient(timeout_s=5), time.monotonic() + self.spec.ready_timeout_s
+        try:
             while time.monotonic() < deadline:
                 if not self.is_alive:
                     raise EngineError(
@@ -165,72 +127,14 @@ class Server:
                         f"ready; its last lines:\n{self.tail()}"
                     )
                 self.look_at_memory()
-                with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
-                    async with session.get(self.url + self.spec.health, allow_redirects=False) as reply:
-                        if reply.status == 200:
-                            self.look_at_memory()
-                            return
+                with contextlib.suppress(BrokenOffError, TimeoutError, LargeAnswerError):
+                    if (await client.send("GET", self.url + self.spec.health)).status == 200:
+                        self.look_at_memory()
+                        return
                 await asyncio.sleep(0.2)
+        finally:
+            await client.close()
         raise EngineError(
             f"the server {self.spec.command[0]!r} was not ready after {self.spec.ready_timeout_s:.0f} s; raise "
             f"engine.launch.ready_timeout_s, or see its last lines:\n{self.tail()}"
         )
-
-
-def dies_with_parent(command: Sequence[str]) -> list[str]:
-    """Return a command that does the same and is told to end when the thread that starts it does, where the kernel can."""
-    if sys.platform != "linux":
-        return list(command)
-    return [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
-
-
-def _spawn(command: list[str], *, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
-            start_new_session=True,
-        )
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on at 127.0.0.1."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def session_of(pid: int) -> list[int]:
-    """Return the live processes of the session that `pid` leads; only `pid` where the system does not list them."""
-    if not Path("/proc/self/stat").exists():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return []
-        return [pid]
-    return [member for member, session, state in _processes() if session == pid and state != "Z"]
-
-
-def signal_session(pid: int, number: signal.Signals) -> None:
-    """Send a signal to every process of the session that `pid` leads, and to nothing else."""
-    for member in session_of(pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(member, number)
-
-
-def _processes() -> list[tuple[int, int, str]]:
-    """Return (process id, session id, state) of every process that /proc lists."""
-    found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        fields = stat.rpartition(")")[2].split()  # the name, in brackets, may hold blanks and brackets itself
-        found.append((int(entry.name), int(fields[3]), fields[0]))
-    return found

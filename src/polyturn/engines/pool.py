@@ -22,6 +22,7 @@ from polyturn.core.errors import ConfigError, EngineError, EngineGoneError, Engi
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.engines.admission import Admission
+from polyturn.engines.base import BaseEngine
 from polyturn.engines.capabilities import common_capabilities
 from polyturn.engines.continuation import nothing
 from polyturn.engines.order import OrderPolicy, make_policy
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
 
 
-class EnginePool:
+class EnginePool(BaseEngine):
     """Many engines as one; `core.protocols.Engine`."""
 
     def __init__(
@@ -60,6 +61,7 @@ class EnginePool:
                 gets them as they are, and a server that forgot them stays out until the next ones.
             recovery_s: How long sending a server its weights again, and verifying them, may take.
         """
+        super().__init__()
         if slots < 1 or max_tries < 1:
             raise ConfigError(f"slots is {slots} and max_tries is {max_tries}; both are at least 1")
         self._policy = make_policy(policy)
@@ -77,7 +79,6 @@ class EnginePool:
         self._coming = 0
         """The policy version that is being pushed, else the one that is served."""
         self._is_pushing = False
-        self._busy_since, self._busy_s = 0.0, 0.0
         self._reported: dict[str, float] = {}
         self.verify: Verify | None = None
         """Proves that a server that was brought back serves the pool's weights."""
@@ -134,11 +135,6 @@ class EnginePool:
         """What every one of its servers can do."""
         return common_capabilities([replica.engine.capabilities for replica in self._replicas])
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which at least one request was being answered."""
-        return self._busy_s + (time.perf_counter() - self._busy_since if self._live else 0.0)
-
     def read_metrics(self) -> dict[str, float]:
         """Return how many servers there are, and what happened to requests since the last call."""
         totals = {
@@ -170,28 +166,25 @@ class EnginePool:
         loop = asyncio.get_running_loop()
         self._policy.predictor.arrived(request, now=loop.time())
         problems: list[str] = []
-        if not self._live:
-            self._busy_since = time.perf_counter()
         try:
-            while len(problems) < self._max_tries:
-                waiting = self._live[request.request_id] = PooledRequest(request, loop.time(), loop.create_future())
-                replica = await self.admission.place(waiting)
-                if replica is None:
-                    return nothing(self._served.version)
-                try:
-                    completion = await self._ask(replica, waiting)
-                except EngineLostError as problem:
-                    problems.append(f"{replica.name}: {one_line(problem)}")
-                    continue
-                if completion is not None:
-                    self.num_redone += bool(problems)
-                    self._policy.predictor.answered(request, now=loop.time())
-                    return completion
-                problems.append(f"{replica.name}: served other weights than it was given")
+            with self.busy.running():
+                while len(problems) < self._max_tries:
+                    waiting = self._live[request.request_id] = PooledRequest(request, loop.time(), loop.create_future())
+                    replica = await self.admission.place(waiting)
+                    if replica is None:
+                        return nothing(self._served.version)
+                    try:
+                        completion = await self._ask(replica, waiting)
+                    except EngineLostError as problem:
+                        problems.append(f"{replica.name}: {one_line(problem)}")
+                        continue
+                    if completion is not None:
+                        self.num_redone += bool(problems)
+                        self._policy.predictor.answered(request, now=loop.time())
+                        return completion
+                    problems.append(f"{replica.name}: served other weights than it was given")
         finally:
             self._live.pop(request.request_id, None)
-            if not self._live:
-                self._busy_s += time.perf_counter() - self._busy_since
         raise EngineLostError(
             f"request {request.request_id!r} was lost {len(problems)} times: {'; '.join(sorted(set(problems)))}"
         )

@@ -28,7 +28,7 @@ _MAX_GROUPS = 8192
 
 
 @dataclass(slots=True)
-class _Turns:
+class _TurnStats:
     """Work and number of turns, over finished turns."""
 
     work_s: float = 0.0
@@ -44,7 +44,7 @@ class _Turns:
 
 
 @dataclass(slots=True)
-class _Live:
+class _LiveEpisode:
     """An episode under way."""
 
     group: _Group
@@ -55,7 +55,7 @@ class _Live:
     """Work that it had done when its present turn was asked for."""
     turn: int = -1
     is_admitted: bool = False
-    turns: _Turns = field(default_factory=_Turns)
+    turns: _TurnStats = field(default_factory=_TurnStats)
 
     def end_turn(self) -> float:
         """Return the work of the turn that is over."""
@@ -68,7 +68,7 @@ class _Live:
 class _Group:
     """Episodes of which one tells about the others."""
 
-    turns: _Turns = field(default_factory=_Turns)
+    turns: _TurnStats = field(default_factory=_TurnStats)
     reached: list[int] = field(default_factory=list)
     """How many episodes asked for turn k."""
     ended: list[int] = field(default_factory=list)
@@ -94,7 +94,7 @@ class WorkPredictor:
     """Told by the pool of each turn's beginning and end, and of each session's end."""
 
     def __init__(self) -> None:
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _LiveEpisode] = {}
         self._all = _Group()
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self.num_finished = 0
@@ -104,7 +104,7 @@ class WorkPredictor:
         live = self._live.get(request.session_id)
         if live is None:
             group = request.session_id.rpartition("/")[0] or request.session_id
-            live = self._live[request.session_id] = _Live(self._group(group), now)
+            live = self._live[request.session_id] = _LiveEpisode(self._group(group), now)
         else:
             live.work_s = now - live.began - live.queued_s
             self._end_turn(live)
@@ -149,7 +149,7 @@ class WorkPredictor:
         live = self._live.get(request.session_id)
         return 0 if live is None else live.group.num_started
 
-    def _end_turn(self, live: _Live) -> None:
+    def _end_turn(self, live: _LiveEpisode) -> None:
         seconds = live.end_turn()
         self._all.turns.add(seconds)
         live.group.turns.add(seconds)

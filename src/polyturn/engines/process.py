@@ -12,18 +12,14 @@ trainer's own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import itertools
 import logging
-import os
 import pickle
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -36,6 +32,7 @@ from polyturn.engines.process_main import Boot
 from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.slots import EngineStats
 from polyturn.engines.weight_memory import WeightMemory, first_names, tensors_of
+from polyturn.infra.process import ManagedProcess
 from polyturn.tokens.multimodal import MediaProcessor
 
 logger = logging.getLogger(__name__)
@@ -84,8 +81,7 @@ class ProcessEngine:
         self._first_names = first_names(model)
         self._memory: WeightMemory | None = None
         self._live_slot = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the engine)
+        self._process: ManagedProcess | None = None
         self._wire: MessageSocket | None = None
         self._starting = asyncio.Lock()
         self._updating = asyncio.Lock()
@@ -106,6 +102,10 @@ class ProcessEngine:
     def busy_s(self) -> float:
         """Seconds spent generating so far, as of the latest answer."""
         return self.stats.busy_s
+
+    def read_metrics(self) -> Mapping[str, float]:
+        """Return no metrics: when its process ends, so does the run."""
+        return {}
 
     @property
     def pid(self) -> int | None:
@@ -167,11 +167,11 @@ class ProcessEngine:
             self._wire.close()
         self._fail_all(EngineError("the embedded engine was closed while the request ran"))
         if self._process is not None:
-            await asyncio.to_thread(_end, self._process)
+            await asyncio.to_thread(self._process.end, grace_s=_END_S, asks=False)
+            self._process.close()
         if self._memory is not None:
             self._memory.close()
             self._memory = None
-        self._log.close()
 
     # The process.
 
@@ -183,12 +183,13 @@ class ProcessEngine:
                 await self._start()
 
     async def _start(self) -> None:
-        """Start the process. It ends with the thread that does this, so that is to be the main one."""
+        """Start the process."""
         memory = self._memory = WeightMemory.of(self._model)
         memory.write(0, tensors_of(self._model))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            self._process = _spawn(theirs, memory=memory.fd, log=self._log)
+            command = [sys.executable, "-c", _MAIN, str(theirs.fileno())]
+            self._process = ManagedProcess(command, pass_fds=(theirs.fileno(), memory.fd))
         loop = asyncio.get_running_loop()
         _, wire = await loop.create_unix_connection(lambda: MessageSocket(self._on_message, self._on_end), sock=ours)
         boot = Boot(
@@ -242,12 +243,11 @@ class ProcessEngine:
         """Fail everything that waits, with what the process wrote last."""
         if self._is_closed or self._process is None:
             return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=1.0)
+        self._process.wait(1.0)
         status = self._process.returncode
         self._lost = (
             f"the process of the embedded engine {'hung up' if status is None else f'ended with status {status}'}"
-            f"{_meaning(status)}; its last lines:\n{self._tail()}"
+            f"{_meaning(status)}; its last lines:\n{self._process.tail() or '(it wrote nothing)'}"
         )
         self._fail_all(EngineLostError(self._lost))
 
@@ -256,17 +256,12 @@ class ProcessEngine:
             if not future.done():
                 future.set_exception(error)
 
-    def _tail(self) -> str:
-        size = os.fstat(self._log.fileno()).st_size
-        data = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
-        return data.decode("utf-8", "replace").rstrip() or "(it wrote nothing)"
-
     def _named(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors under the names that they have in the memory."""
         return {self._first_names.get(name, name): tensor for name, tensor in weights.items()}
 
 
-class _Pickler(pickle.Pickler):
+class _ModelPickler(pickle.Pickler):
     """Writes the names of a model's tensors in place of the tensors."""
 
     def __init__(self, file: io.BytesIO, model: PreTrainedModel) -> None:
@@ -281,32 +276,12 @@ class _Pickler(pickle.Pickler):
 def _pickled(model: PreTrainedModel, media: MediaProcessor | None) -> bytes:
     file = io.BytesIO()
     try:
-        _Pickler(file, model).dump((model, media))
+        _ModelPickler(file, model).dump((model, media))
     except Exception as problem:  # whatever a class's own pickling raises
         raise ConfigError(
             f"the model cannot be sent to a process of its own ({one_line(problem)}); set engine.process: shared"
         ) from problem
     return file.getvalue()
-
-
-def _spawn(theirs: socket.socket, *, memory: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _MAIN, str(theirs.fileno())],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        pass_fds=(theirs.fileno(), memory),
-        start_new_session=True,  # a Ctrl-C is the trainer's to answer
-    )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the process to end by itself; kill it when it does not."""
-    try:
-        process.wait(timeout=_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _meaning(status: int | None) -> str:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from polyturn.config.load import read_yaml
 from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.infra.yaml_file import read_yaml
 
 T = TypeVar("T")
 

@@ -19,14 +19,14 @@ import contextlib
 import logging
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.base import BaseEngine
 from polyturn.engines.continuation import before_banned, continued, joined, nothing
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import LaunchSpec
@@ -68,7 +68,7 @@ class ServerFacts(NamedTuple):
     """vLLM: whether its workers know how to say what they hold."""
 
 
-class RemoteEngine(ABC):
+class RemoteEngine(BaseEngine):
     """A client of one server; `core.protocols.Engine`."""
 
     name = "remote"
@@ -110,6 +110,7 @@ class RemoteEngine(ABC):
             launch: Starts a server on first use; `close` stops it.
             max_restarts: How often that server is started again when it has died or hangs.
         """
+        super().__init__()
         self.version = 0
         self.num_busy = 0
         """How often the server refused a request because it was full."""
@@ -133,8 +134,6 @@ class RemoteEngine(ABC):
         self._facts: ServerFacts | None = None
         self._meeting = asyncio.Lock()
         self._silent_since: float | None = None
-        self._busy_since = 0.0
-        self._busy_s = 0.0
         self._is_open = asyncio.Event()
         self._is_open.set()
         """Cleared while the weights change."""
@@ -166,11 +165,6 @@ class RemoteEngine(ABC):
 
         Not asked while weights change, and only what is quick.
         """
-
-    @property
-    @abstractmethod
-    def capabilities(self) -> EngineCapabilities:
-        """What this engine can do."""
 
     @abstractmethod
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
@@ -225,8 +219,6 @@ class RemoteEngine(ABC):
         if self._facts is None:
             await self._met()
             self._check(request)  # now also against what the server said about itself
-        if not self._live:
-            self._busy_since = time.perf_counter()
         flight = self._live[request.request_id] = PendingRequest(
             self.url, abort=self._abort_quietly, abort_later=self._abort_later, busy_limit_s=self._busy_limit_s
         )
@@ -234,21 +226,20 @@ class RemoteEngine(ABC):
             self._watch = self._background(self._watch_health())
         parts: list[Completion] = []
         try:
-            async with self._places:
-                while True:
-                    await self._is_open.wait()
-                    updates = self._updates
-                    parts.append(await self._ask(request, parts, flight))
-                    if cut := before_banned(request, parts):
-                        parts[-1] = cut
-                        continue
-                    if not self._goes_on(request, parts[-1], flight) or self._updates == updates:
-                        return joined(parts)
+            with self.busy.running():
+                async with self._places:
+                    while True:
+                        await self._is_open.wait()
+                        updates = self._updates
+                        parts.append(await self._ask(request, parts, flight))
+                        if cut := before_banned(request, parts):
+                            parts[-1] = cut
+                            continue
+                        if not self._goes_on(request, parts[-1], flight) or self._updates == updates:
+                            return joined(parts)
         finally:
             self.num_busy += flight.num_busy
             del self._live[request.request_id]
-            if not self._live:
-                self._busy_s += time.perf_counter() - self._busy_since
 
     def _goes_on(self, request: GenerateRequest, part: Completion, flight: PendingRequest) -> bool:
         """Return whether `part` was cut by something that its caller did not ask for."""
@@ -259,10 +250,6 @@ class RemoteEngine(ABC):
         """End a request now; its `generate` returns what there is. Unknown ids are fine."""
         if (flight := self._live.get(request_id)) is not None:
             flight.end()
-
-    async def end_session(self, session_id: str) -> None:
-        """Do nothing: the server's prefix cache forgets by itself."""
-        return
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
         """Serve `version` from now on: pause, load, drop what was computed before, resume.
@@ -374,11 +361,6 @@ class RemoteEngine(ABC):
             self._files.close()
         if self._keeper is not None:
             await self._keeper.stop()
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which at least one request was being answered."""
-        return self._busy_s + (time.perf_counter() - self._busy_since if self._live else 0.0)
 
     def tag(self, version: int) -> str:
         """Return what the server is told to call `version` of the weights that this client sends."""

@@ -40,7 +40,12 @@ class RequestLimits:
     def capabilities(self) -> EngineCapabilities:
         """Seeded, with logprobs in training's meaning."""
         return EngineCapabilities(
-            seeded=True, logprobs=True, media=self.takes_media, pause_modes=("keep",), max_context=self.max_context
+            seeded=True,
+            logprobs=True,
+            media=self.takes_media,
+            pause_modes=("keep",),
+            max_context=self.max_context,
+            shares_weights=True,
         )
 
     def check(self, request: GenerateRequest, *, live: Container[str], is_closed: bool) -> None:

@@ -22,13 +22,14 @@ from polyturn.core.arrays import ids_array
 from polyturn.core.errors import EngineError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.base import BaseEngine
 
 Answer = Completion | ArrayLike | Exception
 """What one request gets: ids, a whole completion, or an exception to fail with."""
 Script = Callable[[GenerateRequest], Answer] | Sequence[Answer] | Mapping[str, Sequence[Answer]]
 
 
-class ScriptedEngine:
+class ScriptedEngine(BaseEngine):
     """Answers from a script, with a constant logprob per token."""
 
     def __init__(self, script: Script, *, logprob: float = -1.0, latency_s: float = 0.0, version: int = 0) -> None:
@@ -41,6 +42,7 @@ class ScriptedEngine:
             latency_s: Seconds that every request takes; 0 answers without giving up the event loop.
             version: The policy version that completions carry until `update_weights`.
         """
+        super().__init__()
         self._function: Callable[[GenerateRequest], Answer] | None = None
         self._common: Iterator[Answer] | None = None
         self._by_session: dict[str, Iterator[Answer]] = {}

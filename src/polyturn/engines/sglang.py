@@ -22,9 +22,12 @@ import numpy as np
 
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.protocols import EngineCapabilities
+from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.engines.base import EngineSetup
 from polyturn.engines.continuation import version_runs
 from polyturn.engines.remote import HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.serve_commands import sglang_command
+from polyturn.engines.served import build_servers
 from polyturn.engines.weight_checksums import ServerChecksums
 from polyturn.engines.weight_files import WrittenWeights
 from polyturn.engines.weight_group import WeightGroup
@@ -220,3 +223,12 @@ class SglangEngine(RemoteEngine):
 def _encoded(bucket: Mapping[str, Tensor]) -> str:
     """Return tensors as the server reads them: pickled with their bytes, which another process can open, in base64."""
     return base64.b64encode(pickle.dumps([(name, t.cpu().clone()) for name, t in bucket.items()])).decode("ascii")
+
+
+def build(setup: EngineSetup) -> Engine:
+    """Make a pool of SGLang servers.
+
+    Raises:
+        ConfigError: the section `engine` asks for what they cannot do, or SGLang is not installed.
+    """
+    return build_servers(setup, SglangEngine, sglang_command)

@@ -75,7 +75,7 @@ class Speed:
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _SimulatedRequest:
     """A request in the engine."""
 
     request: GenerateRequest
@@ -127,11 +127,11 @@ class SimulatedEngine:
         self._token_id, self._says_stop = token_id, says_stop
         self._timeout_s = timeout_s
         self._version = 0
-        self._queue: list[tuple[tuple[float, int], _Run]] = []
-        self._batch: dict[str, _Run] = {}
-        self._ends: list[tuple[int, int, _Run]] = []
+        self._queue: list[tuple[tuple[float, int], _SimulatedRequest]] = []
+        self._batch: dict[str, _SimulatedRequest] = {}
+        self._ends: list[tuple[int, int, _SimulatedRequest]] = []
         """(step number at which it is done, order, run)."""
-        self._live: dict[str, _Run] = {}
+        self._live: dict[str, _SimulatedRequest] = {}
         self._cache: OrderedDict[str, int] = OrderedDict()
         """Session -> tokens of KV that it left here, the least recently used first."""
         self._cached = 0
@@ -153,6 +153,10 @@ class SimulatedEngine:
     def capabilities(self) -> EngineCapabilities:
         """Seeded and with logprobs, so that a training loop accepts it."""
         return EngineCapabilities(seeded=True, logprobs=True)
+
+    def read_metrics(self) -> Mapping[str, float]:
+        """Return no metrics; what it counts are attributes."""
+        return {}
 
     @property
     def num_live(self) -> int:
@@ -180,7 +184,7 @@ class SimulatedEngine:
             )
         loop = asyncio.get_running_loop()
         self._order += 1
-        run = _Run(request, length, loop.create_future(), self._order, [(0, self._version)])
+        run = _SimulatedRequest(request, length, loop.create_future(), self._order, [(0, self._version)])
         self._live[request.request_id] = run
         if self._state == "hung":
             loop.call_later(self._timeout_s, self._fail, run, f"{self.name} did not answer within {self._timeout_s:g} s")
@@ -354,7 +358,7 @@ class SimulatedEngine:
             self._at += seconds
             self.busy_s += seconds
 
-    def _fits(self, run: _Run, batch: int) -> bool:
+    def _fits(self, run: _SimulatedRequest, batch: int) -> bool:
         return self._kv + len(run.request.prompt_ids) + run.done + batch + 1 <= self.speed.kv_tokens
 
     def _evict(self) -> None:
@@ -365,7 +369,7 @@ class SimulatedEngine:
         while self._ends[0][2].is_over or not self._ends[0][2].is_running:
             heapq.heappop(self._ends)
 
-    def _leave(self, run: _Run) -> int:
+    def _leave(self, run: _SimulatedRequest) -> int:
         """Take `run` out of the batch and return how many tokens it has."""
         if not run.is_running:
             return run.done
@@ -375,7 +379,7 @@ class SimulatedEngine:
         self._kv -= len(run.request.prompt_ids) + done
         return done
 
-    def _put_back(self, run: _Run) -> None:
+    def _put_back(self, run: _SimulatedRequest) -> None:
         run.done = self._leave(run)
         self._ends = [entry for entry in self._ends if entry[2] is not run]
         heapq.heapify(self._ends)
@@ -383,7 +387,7 @@ class SimulatedEngine:
         self.num_put_back += 1
         self.recomputed_tokens += len(run.request.prompt_ids) + run.done
 
-    def _finish(self, run: _Run, reason: FinishReason) -> None:
+    def _finish(self, run: _SimulatedRequest, reason: FinishReason) -> None:
         request = run.request
         done = min(self._leave(run), run.length)
         run.is_over = True
@@ -409,11 +413,11 @@ class SimulatedEngine:
                 )
             )
 
-    def _fail(self, run: _Run, message: str) -> None:
+    def _fail(self, run: _SimulatedRequest, message: str) -> None:
         if not run.future.done():
             run.future.set_exception(EngineLostError(message))
 
-    def _forget(self, run: _Run) -> None:
+    def _forget(self, run: _SimulatedRequest) -> None:
         """Free what `run` holds; a caller that was cancelled leaves it in the batch."""
         self._live.pop(run.request.request_id, None)
         if not run.is_over:

@@ -17,17 +17,18 @@ from typing import Any, Literal, Protocol
 
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.lifecycle import suspended
-from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.core.protocols import Engine
+from polyturn.engines.base import EngineWrapper
 from polyturn.engines.continuation import continued, joined
 
 UpdateMode = Literal["in_flight", "wait", "abort_resume"]
 
 
-class UpdateGate:
+class UpdateGate(EngineWrapper):
     """An engine to which requests can be held back; `core.protocols.Engine`."""
 
     def __init__(self, engine: Engine, *, mode: UpdateMode) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.mode = mode
         self._live: dict[str, bool] = {}
         """Requests the engine is answering -> whether their caller wants an end."""
@@ -35,11 +36,6 @@ class UpdateGate:
         self._is_open.set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """The engine's."""
-        return self.engine.capabilities
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; while the weights change it waits for them, or is suspended and resumed.
@@ -76,18 +72,10 @@ class UpdateGate:
             self._live[request_id] = True
         await self.engine.abort(request_id)
 
-    async def end_session(self, session_id: str) -> None:
-        """Tell the engine."""
-        await self.engine.end_session(session_id)
-
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
         """Bring new weights to the engine as the mode says."""
         async with self.closed():
             await self.engine.update_weights(version, weights=weights)
-
-    async def close(self) -> None:
-        """Close the engine."""
-        await self.engine.close()
 
     async def _opened(self) -> None:
         while not self._is_open.is_set():  # it may close again before those who waited run

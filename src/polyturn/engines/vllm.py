@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polyturn.core.errors import EngineError, one_line
+from polyturn.core.errors import ConfigError, EngineError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.protocols import EngineCapabilities
+from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.engines.base import EngineSetup
 from polyturn.engines.continuation import version_runs
 from polyturn.engines.remote import HttpCall, RemoteEngine, ServerFacts
+from polyturn.engines.serve_commands import vllm_command
+from polyturn.engines.served import build_servers
 from polyturn.engines.weight_checksums import ServerChecksums
 from polyturn.engines.weight_files import WrittenWeights
 from polyturn.engines.weight_handles import SharedBucket
@@ -198,3 +201,18 @@ def _encoded(bucket: Mapping[str, Tensor]) -> str:
     from safetensors.torch import save
 
     return base64.b64encode(save({name: t.cpu() for name, t in bucket.items()})).decode("ascii")
+
+
+def build(setup: EngineSetup) -> Engine:
+    """Make a pool of vLLM servers.
+
+    Raises:
+        ConfigError: the section `engine` asks for what they cannot do, or vLLM is not installed.
+    """
+    sampling = setup.sampling
+    if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
+        raise ConfigError(
+            f"rollout.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}, and vLLM's logprobs are then those "
+            "after the cut, which training must not use; leave both off, or use engine.kind: sglang or embedded"
+        )
+    return build_servers(setup, VllmEngine, vllm_command)

@@ -74,7 +74,7 @@ class SharedBucket:
     def pickled(self) -> str:
         """Return [(name, tensor)] pickled for one process to open once, in base64."""
         into = io.BytesIO()
-        _Pickler(into, self).dump(list(self._tensors.items()))
+        _HandlePickler(into, self).dump(list(self._tensors.items()))
         return base64.b64encode(into.getvalue()).decode("ascii")
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class SharedBucket:
         return cut(self._memory, self.places)
 
 
-class _Pickler(pickle.Pickler):
+class _HandlePickler(pickle.Pickler):
     """Writes tensors over one block of memory as handles."""
 
     def __init__(self, into: io.BytesIO, bucket: SharedBucket) -> None:

@@ -16,19 +16,14 @@ import atexit
 import contextlib
 import itertools
 import json
-import os
-import signal
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import SchedulerError
 from polyturn.core.hiding import passed_on
-from polyturn.engines.launcher import dies_with_parent, signal_session
+from polyturn.infra.process import ManagedProcess
 
 _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "XDG_CACHE_HOME")
 END_S = 5.0
@@ -69,15 +64,14 @@ class JsonSubprocess:
         self._greet = greet
         self._lock = threading.RLock()
         self._ids = itertools.count(1)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: ManagedProcess | None = None
         self._waiting: dict[int, Future[Any]] = {}
-        self._log: Path | None = None
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
         """The id of the process that runs now."""
-        return None if self._process is None or self._process.poll() is not None else self._process.pid
+        return None if self._process is None or not self._process.is_alive else self._process.pid
 
     def ask(self, do: str, *, timeout_s: float | None = None, **arguments: Any) -> Any:
         """Ask and wait; never on an event loop that has other work.
@@ -114,13 +108,8 @@ class JsonSubprocess:
         with self._lock:
             self._is_closed = True
             process, self._process = self._process, None
-            log, self._log = self._log, None
         if process is not None:
-            _end(process)
-            if process.stdout is not None:
-                process.stdout.close()
-        if log is not None:
-            log.unlink(missing_ok=True)
+            process.end(grace_s=END_S, asks=False)
 
     def _send(self, do: str, arguments: Mapping[str, Any]) -> tuple[int, Future[Any]]:
         self.start()
@@ -141,7 +130,7 @@ class JsonSubprocess:
             try:
                 if process is None or process.stdin is None:
                     raise BrokenPipeError
-                process.stdin.write(line)
+                process.stdin.write(line.encode())
                 process.stdin.flush()
             except (BrokenPipeError, OSError, ValueError) as problem:
                 raise SchedulerError(f"{self._name}: its process has ended: {self._tail()}") from problem
@@ -158,22 +147,10 @@ class JsonSubprocess:
                 raise SchedulerError(f"{self._name}: the run has ended")
             if self.pid is not None:
                 return
-            if self._log is None:
-                handle, name = tempfile.mkstemp(prefix="polyturn-worker-", suffix=".log")
-                os.close(handle)
-                self._log = Path(name)
             try:
-                with self._log.open("ab") as log:
-                    self._process = process = subprocess.Popen(
-                        dies_with_parent(self._command),
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=log,
-                        text=True,
-                        encoding="utf-8",
-                        env={**passed_on(*_CACHES), **self._variables},
-                        start_new_session=True,
-                    )
+                self._process = process = ManagedProcess(
+                    self._command, env={**passed_on(*_CACHES), **self._variables}, pipes=True
+                )
             except OSError as problem:
                 raise SchedulerError(
                     f"{self._name}: {self._command[0]!r} cannot be started ({problem.strerror})"
@@ -185,10 +162,10 @@ class JsonSubprocess:
                     self._greet(self.ask)
                 except BaseException:
                     self._process = None
-                    _end(process)
+                    process.end(grace_s=END_S, asks=False)
                     raise
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
+    def _read(self, process: ManagedProcess) -> None:
         assert process.stdout is not None
         with contextlib.suppress(ValueError):  # its output was closed under it
             for line in process.stdout:
@@ -203,28 +180,13 @@ class JsonSubprocess:
                     answer.set_exception(WorkerRefusal(str(said["error"]), is_download=bool(said.get("is_download"))))
                 else:
                     answer.set_result(said.get("value"))
-        process.wait()
+        process.wait(END_S)
         waiting, self._waiting = self._waiting, {}
         for answer in waiting.values():
             if answer.set_running_or_notify_cancel():
-                answer.set_exception(SchedulerError(f"{self._name}: its process has ended: {self._tail()}"))
+                answer.set_exception(SchedulerError(f"{self._name}: its process has ended: {self._tail(process)}"))
 
-    def _tail(self) -> str:
-        if self._log is None or not self._log.exists():
-            return "it said nothing"
-        text = self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
-        return " / ".join(text.splitlines()[-3:]) or "it said nothing"
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(OSError):
-        if process.stdin is not None:
-            process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        signal_session(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-            break
-    signal_session(process.pid, signal.SIGKILL)  # what it started
+    def _tail(self, process: ManagedProcess | None = None) -> str:
+        process = process or self._process
+        said = "" if process is None else process.tail(3)
+        return " / ".join(said.splitlines())[-_TAIL_BYTES:] or "it said nothing"

@@ -30,6 +30,7 @@ from polyturn.core.errors import ConfigError, EngineError, MissingModuleError, S
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.environments.base import Adapter
 from polyturn.environments.openenv_codec import OpenEnvCodec
+from polyturn.rollout.calls import keeps_deadlines
 
 if TYPE_CHECKING:
     import aiohttp
@@ -134,11 +135,11 @@ class OpenEnv(Adapter):
                 slot.num_used -= 1
                 freed.notify_all()
 
-    def _condition(self) -> _Held:
+    def _condition(self) -> _Entered:
         loop = asyncio.get_running_loop()
         if self._freed is None or self._freed[0] is not loop:
             self._freed = loop, asyncio.Condition()
-        return _Held(self._freed[1])
+        return _Entered(self._freed[1])
 
     def _launch_spec(self) -> LaunchSpec:
         folder, app = self.base, self.id
@@ -186,7 +187,7 @@ class _Slot:
         return self.server is None or self.server.is_alive
 
 
-class _Held:
+class _Entered:
     """A condition, entered: `async with` gives the condition itself."""
 
     def __init__(self, condition: asyncio.Condition) -> None:
@@ -200,6 +201,7 @@ class _Held:
         self._condition.release()
 
 
+@keeps_deadlines
 class OpenEnvSession:
     """One environment behind a connection, for one episode."""
 

@@ -32,7 +32,8 @@ from polyturn.core.seeds import derive_seed
 from polyturn.core.signature import has_parameter
 from polyturn.engines.chat_client import ChatClient, Endpoint, key_from
 from polyturn.engines.frozen_policy import SAMPLED_WITH, FrozenPolicy, Policies, policy_named, sampled_with
-from polyturn.rollout.schedulers.gym import with_text
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.schedulers.environment import with_text
 
 POLICY = "policy"
 RANDOM = "random"
@@ -128,6 +129,7 @@ class WrittenPlayer:
         return self._play(observation)
 
 
+@keeps_deadlines
 class EndpointPlayer:
     """A model behind an endpoint, which remembers the game."""
 
@@ -155,6 +157,7 @@ class EndpointPlayer:
         return said
 
 
+@keeps_deadlines
 class PolicyPlayer:
     """A further policy of the run, in the place of the one that is trained."""
 

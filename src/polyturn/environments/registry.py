@@ -1,37 +1,28 @@
 """From the name in a config to an adapter.
 
-    textarena:GuessTheNumber-v0       a shipped prefix, or an entry point of the group `polyturn.environments`
+    textarena:GuessTheNumber-v0       a prefix: an entry point of the group `polyturn.environments`, as the shipped ones are
     my_package.module:Class           an `Adapter`, or an environment (reset, step, close), in a module
     folder/lake.py:Lake               the same in a file, relative to the config
 
-The shipped adapters stand here as paths, because each imports what its package brings.
+An adapter imports what its package brings, so none is imported before its prefix is named.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from polyturn.core.entry_points import wrong_kind
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
 from polyturn.core.plugin_class import CallShape, Shape, check_class
-from polyturn.core.registry import import_attr
+from polyturn.core.registry import Registry, import_attr
 from polyturn.environments.base import Adapter
 from polyturn.rollout.env import ENV, Env
 
-adapters: dict[str, str] = {
-    "gymnasium": "polyturn.environments.gymnasium:Gymnasium",
-    "textarena": "polyturn.environments.textarena:TextArena",
-    "reasoning_gym": "polyturn.environments.reasoning_gym:ReasoningGym",
-    "gem": "polyturn.environments.gem:Gem",
-    "openenv": "polyturn.environments.openenv:OpenEnv",
-    "skyrl": "polyturn.environments.skyrl:Skyrl",
-    "trl": "polyturn.environments.trl:Trl",
-    "verifiers": "polyturn.environments.verifiers:Verifiers",
-}
-"""Prefix to the path of an `Adapter`."""
+adapters: Registry[type[Adapter]] = Registry("environments")
+"""Prefix to an `Adapter`."""
 
 ADAPTER = Shape(
     what="an adapter of environments",
@@ -46,8 +37,6 @@ ADAPTER = Shape(
     },
 )
 """What the class of an adapter defines."""
-
-_GROUP = "polyturn.environments"
 
 
 def find_adapter(name: str, kwargs: Mapping[str, Any] | None = None, *, base: Path | None = None) -> Adapter:
@@ -66,18 +55,11 @@ def find_adapter(name: str, kwargs: Mapping[str, Any] | None = None, *, base: Pa
     if "." in prefix or "/" in prefix:
         return _own(name, import_attr(name, base=base), kwargs or {}, base)
     wanted = prefix.replace("-", "_")
-    points = entry_points(group=_GROUP)
-    if wanted in adapters:
-        made: Any = import_attr(adapters[wanted])
-    elif wanted in points.names:
-        made = points[wanted].load()
-    else:
-        known = [*adapters, *points.names]
-        raise UnknownNameError(f"env {name!r}: there is no prefix {prefix!r}.{did_you_mean(wanted, known)}")
+    if wanted not in adapters:
+        raise UnknownNameError(f"env {name!r}: there is no prefix {prefix!r}.{did_you_mean(wanted, adapters)}")
+    made: Any = adapters.resolve(wanted, key=f"env {name!r}")
     if not isinstance(made, type) or not issubclass(made, Adapter):
-        raise ConfigError(
-            f"env {name!r}: the prefix {prefix!r} leads to {made!r:.100}; it must be a class that inherits Adapter"
-        )
+        raise wrong_kind(adapters.group, wanted, made, where=f"env {name!r}", needs="a class that inherits Adapter")
     return made(name, id, kwargs or {}, base=base)
 
 

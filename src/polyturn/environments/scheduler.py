@@ -28,12 +28,12 @@ from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter
 from polyturn.environments.players import Leaves, MakePlayer, Named, Player, PlayerSlot, PolicyPlayer, Recalls
-from polyturn.rollout.env import EnvStep, Seated, observed
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.env import EnvStep, Seated
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.open_turn import OpenTurn
-from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
-from polyturn.rollout.schedulers.gym import with_text
+from polyturn.rollout.open_turn import OpenTurn, Reply
+from polyturn.rollout.schedulers.environment import EnvironmentLoop, with_text
 
 SEAT = "seat"
 """Under this key a turn's info says which seat took it."""
@@ -81,16 +81,13 @@ class Stage:
         return found[-1][1 if self.action.groups else 0] if found else text
 
 
-class EnvScheduler(MultiTurnScheduler):
-    """Drives one environment per trajectory."""
-
-    scores_turns = True
+@keeps_deadlines
+class EnvScheduler(EnvironmentLoop):
+    """The loop over environments of a run, which a task names; a game has a history for each seat of the policy."""
 
     def __init__(self, stages: Mapping[str, Stage]) -> None:
         """Take the environments of a run, by name."""
         self._stages = stages
-        self._session: EnvSession | None = None
-        self._answer = EnvStep((), 0.0, False, {})
         self._ended: StopReason | None = None
         self._seats: dict[int, Episode] = {}
         """The history of each seat that the policy has played so far."""
@@ -111,15 +108,13 @@ class EnvScheduler(MultiTurnScheduler):
             hint = did_you_mean(str(place["name"]), self._stages)
             raise DataError(f"task {task.id!r}: the run's env has no {place['name']!r}.{hint}")
 
-    async def on_trajectory_start(self, episode: Episode) -> None:
-        """Make the environment, let opponents move who move first, and show what it shows."""
-        place, session = self._begin(episode)
-        shown = await session.reset(seed=place["seed"])
+    async def open(self, episode: Episode, shown: Any, *, name: str) -> None:
+        """Show what the environment showed first; in a game, opponents move first who move before the policy does."""
         if not isinstance(shown, Seated):
-            self._show_first(episode, shown, name=place["name"])
+            await super().open(episode, shown, name=name)
             return
         self._seat_opponents(episode)
-        self._answer = EnvStep.of(shown, name=place["name"])
+        self._answer = EnvStep.of(shown, name=name)
         await self._opponents_move(episode)
         if self._ended is None:
             episode.play_as(_agent(self._answer.seat))
@@ -153,9 +148,8 @@ class EnvScheduler(MultiTurnScheduler):
             return None  # a tool of the run is to answer first
         acting = self._answer.seat
         self._moves.append(turn.index)
-        await self._act(self._stage.action_of(turn.text, turn.message))
-        turn.scores["env"] = turn.scores.get("env", 0.0) + self._answer.reward
-        turn.info.update(self._answer.info)
+        await self.act(self._stage.action_of(turn.text, turn.message))
+        self.score(turn)
         if self._seats:
             turn.info[SEAT] = acting
             self._credit()
@@ -167,7 +161,7 @@ class EnvScheduler(MultiTurnScheduler):
         """Show what the environment answered, or what the run's tools did."""
         if turn.message.tool_calls and episode.tool_schemas:
             return await episode.call_tools(turn)
-        return Reply(messages=self._answer.observation, goes_on=not self._answer.observation)
+        return await super().step(episode, turn)
 
     async def snapshot(self, episode: Episode) -> dict[str, Any]:
         """Return what the environment keeps; or its trace, and the moves that lead there.
@@ -195,14 +189,12 @@ class EnvScheduler(MultiTurnScheduler):
         Raises:
             SnapshotError: it does not, or an opponent moves otherwise.
         """
-        place, session = self._begin(episode)
-        if state["seat"] is not None:
-            await self._replay(episode, session, state, seed=place["seed"])
-            self._seats, self._is_recorded = {state["seat"]: episode}, True
+        if state["seat"] is None:
+            await super().restore(episode, state)
         else:
-            turns = {turn.index: turn for turn in episode.turns}
-            actions = [self._stage.action_of(turns[m].text, turns[m].message) for m in state["moves"]]
-            await session.restore(state, seed=place["seed"], actions=actions)
+            self._session, seed = self.begin(episode)
+            await self._replay(episode, self._session, state, seed=seed)
+            self._seats, self._is_recorded = {state["seat"]: episode}, True
         self._moves = list(state["moves"])
         self._earned = {int(seat): earned for seat, earned in state["earned"].items()}
 
@@ -221,9 +213,9 @@ class EnvScheduler(MultiTurnScheduler):
                 said = await episode.call(self, player.recall, seen, move, of=f"the player of seat {self._answer.seat}:")
                 if said != move:
                     raise SnapshotError(f"the player of seat {self._answer.seat} moves otherwise when a game is replayed")
-                await self._act(move)
+                await self.act(move)
             else:
-                await self._act(self._stage.action_of(turns[move].text, turns[move].message))
+                await self.act(self._stage.action_of(turns[move].text, turns[move].message))
         session.check_trace(state["trace"])
 
     async def on_trajectory_end(self, episode: Episode) -> None:
@@ -236,33 +228,32 @@ class EnvScheduler(MultiTurnScheduler):
                 if isinstance(player, Leaves):
                     ends.push_async_callback(player.leave)
 
-    def _begin(self, episode: Episode) -> tuple[Mapping[str, Any], EnvSession]:
-        """Return where the episode is acted out, and its environment, not made yet."""
+    def begin(self, episode: Episode) -> tuple[EnvSession, int]:
+        """Return the environment that the task names."""
         place = episode.task.extra[ENV]
         stage = self._stages[place["name"]]
         self._stage, self._seats, self._opponents, self._earned, self._moves = stage, {}, {}, {}, []
         self._ended, self._is_recorded = None, False
         make, call = functools.partial(stage.adapter.make_for, episode.task), functools.partial(episode.call, self)
-        self._session = EnvSession(place["name"], make, {}, call=call, replays=stage.adapter.replays)
-        return place, self._session
+        return EnvSession(place["name"], make, {}, call=call, replays=stage.adapter.replays), place["seed"]
+
+    def actions(self, episode: Episode, state: Mapping[str, Any]) -> list[str]:
+        """Return the policy's actions, which are parts of its turns."""
+        turns = {turn.index: turn for turn in episode.turns}
+        return [self._stage.action_of(turns[m].text, turns[m].message) for m in state["moves"]]
 
     def _seat_opponents(self, episode: Episode) -> None:
         players = enumerate(self._stage.players_of(episode.task))
         self._opponents = {n: make(_seat(episode, self._stage, n)) for n, make in players if make is not None}
 
-    def _show_first(self, episode: Episode, shown: Any, *, name: str) -> None:
-        if isinstance(shown, str):
-            episode.rewrite(with_text(episode.messages, shown))
-        elif messages := observed(shown, name=name):
-            episode.rewrite(messages)
-
-    async def _act(self, action: str) -> None:
-        assert self._session is not None
-        self._answer = await self._session.step(action)
+    async def act(self, action: str) -> StopReason | None:
+        """Take an action, and count what it brought each seat; a limit of the environment's own is told from an end."""
+        self._ended = await super().act(action)
+        if self._ended is not None and self._answer.is_truncated:
+            self._ended = StopReason.MAX_TURNS
         for seat, reward in self._answer.rewards.items():
             self._earned[seat] = self._earned.get(seat, 0.0) + reward
-        if self._answer.is_done:
-            self._ended = StopReason.MAX_TURNS if self._answer.is_truncated else StopReason.ENV_DONE
+        return self._ended
 
     async def _opponents_move(self, episode: Episode) -> None:
         """Let opponents act until a seat of the policy is to act, or the game is over."""
@@ -272,7 +263,7 @@ class EnvScheduler(MultiTurnScheduler):
             if not isinstance(said, str):
                 raise SchedulerError(f"the player of seat {self._answer.seat} answered {said!r:.100}; it must return a text")
             self._moves.append(said)
-            await self._act(said)
+            await self.act(said)
             self._credit()
 
     def _stopped(self, own: Episode, reason: StopReason) -> StopReason:

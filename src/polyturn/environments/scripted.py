@@ -18,8 +18,8 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.environments.base import Adapter, at_stage
 from polyturn.environments.players import seat_players
 from polyturn.environments.scheduler import EnvScheduler, Stage
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
 
 

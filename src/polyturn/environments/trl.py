@@ -31,6 +31,7 @@ from polyturn.core.registry import import_attr
 from polyturn.core.signature import takes_any_keyword
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter, check_kwargs
+from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.env import Env
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler
 from polyturn.tools.function import FunctionTool
@@ -43,7 +44,7 @@ _NO_TOOLS = ("reset", "get_reward")
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class _LiveEnv:
     """An environment in its episode."""
 
     made: Any
@@ -61,7 +62,7 @@ class Trl(Adapter):
         if not callable(factory):
             raise ConfigError(f"env {name!r} is {factory!r:.100}; name a class, or a function that makes an environment")
         self._factory: Callable[..., Any] = factory
-        self.live: dict[str, _Live] = {}
+        self.live: dict[str, _LiveEnv] = {}
         """The environments of the episodes that are running, by the id that their tools know."""
         probe = check_kwargs(self.new, name=name, kwargs=self.kwargs)
         methods = dict(inspect.getmembers(type(probe), inspect.isfunction))
@@ -102,7 +103,7 @@ class Trl(Adapter):
 class _MethodTool(FunctionTool):
     """A method as a tool: called on the object of the episode."""
 
-    def __init__(self, method: Callable[..., Any], live: Mapping[str, _Live]) -> None:
+    def __init__(self, method: Callable[..., Any], live: Mapping[str, _LiveEnv]) -> None:
         super().__init__(method)
         self._called = method.__func__  # type: ignore[attr-defined]  # a bound method's function
         self._live = live
@@ -120,6 +121,7 @@ class _MethodTool(FunctionTool):
         return normalize(said if isinstance(said, dict | str) else str(said))
 
 
+@keeps_deadlines
 class TrlScheduler(MultiTurnScheduler):
     """The default loop, around an object of a class with tools."""
 
@@ -131,7 +133,7 @@ class TrlScheduler(MultiTurnScheduler):
         """Make the object, reset it with the row, and show what it shows."""
         of = f"the environment {self._adapter.name!r}:"
         made = await episode.call(self, self._adapter.new, of=of)
-        self._adapter.live[episode.id] = _Live(made)
+        self._adapter.live[episode.id] = _LiveEnv(made)
         shown = await episode.call(self, made.reset, of=of, **_row(episode.task, made.reset))
         if shown is not None:
             episode.rewrite(_with(episode.messages[-1].to_openai(), shown, before=episode.messages[:-1], of=of))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.live import is_label
 from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter, lacks
@@ -68,7 +69,7 @@ def check_interactions(source: str | Path | Mapping[str, Any], *, base: Path | N
     """
     file = _read(source, base=base)
     for entry in file.entries:
-        check_interaction(get_interaction_class(entry.class_name, base=file.base), where=entry.where)
+        check_interaction(_class_of(_class_or_object(entry.class_name, base=file.base)), where=entry.where)
 
 
 def _read(source: str | Path | Mapping[str, Any], *, base: Path | None) -> PluginFile:
@@ -86,6 +87,16 @@ def get_interaction_class(cls_name: str, *, base: Path | None = None) -> type[An
     if not isinstance(found, type):
         raise ConfigError(f"class_name {cls_name!r} names a {type(found).__name__}; it must name an interaction class")
     return found
+
+
+def _class_or_object(cls_name: str, *, base: Path | None) -> Any:
+    """Return the class that an item names, or the interaction itself where a program gave one."""
+    found = import_attr(cls_name, base=base) if is_label(cls_name) else None
+    return found if isinstance(found, BaseInteraction) else get_interaction_class(cls_name, base=base)
+
+
+def _class_of(found: Any) -> type[Any]:
+    return found if isinstance(found, type) else type(found)
 
 
 def initialize_interactions_from_config(
@@ -110,13 +121,16 @@ def initialize_interactions_from_config(
     file = _read(interaction_config_file, base=base)
     out: dict[str, BaseInteraction] = {}
     for entry in file.entries:
-        cls = get_interaction_class(entry.class_name, base=file.base)
+        cls = _class_or_object(entry.class_name, base=file.base)
         given = entry.fields.get("name")
-        name = default_name(cls.__name__) if given is None else str(given)
+        name = default_name(_class_of(cls).__name__) if given is None else str(given)
         if name in out:
             raise ConfigError(
                 f"Duplicate interaction name '{name}' found in {entry.where}; give each interaction its own `name`"
             )
+        if not isinstance(cls, type):
+            out[name] = cls
+            continue
         try:
             more: dict[str, Any] = {"base": file.base} if has_parameter(cls, "base") else {}
             more |= {"policies": policies or {}} if lacks(cls, "policies") else {}

@@ -61,7 +61,7 @@ class ReplayedUser(SceneInteraction):
         if file is not None and not isinstance(file, str):
             raise ConfigError(f"{self._who}: file is {file!r:.100}; give the path of a jsonl file")
         self._recordings = {} if file is None else _read_file((base or Path()) / str(file), who=self._who)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _ReplayedEpisode] = {}
 
     def check_row(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse a row that leads to no recording."""
@@ -73,7 +73,7 @@ class ReplayedUser(SceneInteraction):
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin one episode; the row gives `turns`, or the id of a `recording` in the file."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
-        self._live[instance_id] = _Live(turns=self._turns(kwargs))
+        self._live[instance_id] = _ReplayedEpisode(turns=self._turns(kwargs))
         return instance_id
 
     async def respond(
@@ -132,7 +132,7 @@ class ReplayedUser(SceneInteraction):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Live(UserTurns):
+class _ReplayedEpisode(UserTurns):
     """One episode."""
 
     turns: tuple[Recorded, ...]

@@ -124,7 +124,7 @@ class SimulatedUser(SceneInteraction):
         if self._settings.stop_when is not None:
             self._predicate = import_attr(self._settings.stop_when, base=base)
         self._bounded = CallWithDeadline(name="stop_when", timeout_s=STOP_TIMEOUT_S)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _SimulatedEpisode] = {}
 
     def check_setup(self) -> None:
         """Refuse an endpoint that does not answer."""
@@ -139,7 +139,7 @@ class SimulatedUser(SceneInteraction):
         """Begin one episode; the row gives `goal`, and may give `persona`."""
         self._instructions(kwargs)
         instance_id = str(uuid4()) if instance_id is None else instance_id
-        live = self._live[instance_id] = _Live()
+        live = self._live[instance_id] = _SimulatedEpisode()
         if self._voice is not None:
             await live.held.enter_async_context(self._voice.in_use())
         return instance_id
@@ -201,7 +201,13 @@ class SimulatedUser(SceneInteraction):
         live.num_calls, live.first = dict(state["num_calls"]), state["first"]
 
     async def _say(
-        self, scene: ConversationView | None, shown: list[dict[str, Any]], *, live: _Live, place: str, number: int
+        self,
+        scene: ConversationView | None,
+        shown: list[dict[str, Any]],
+        *,
+        live: _SimulatedEpisode,
+        place: str,
+        number: int,
     ) -> ChatReply:
         """Return what its model says, which is not nothing."""
         for attempt in range(MAX_EMPTY):
@@ -261,7 +267,7 @@ class SimulatedUser(SceneInteraction):
 
 
 @dataclass(slots=True)
-class _Live(UserTurns):
+class _SimulatedEpisode(UserTurns):
     """One episode."""
 
     num_calls: dict[str, int] = field(default_factory=dict)

@@ -3,5 +3,5 @@
     passages.jsonl  --build_index-->  INDEX/  --SearchIndex.open-->  hits of a query
 
 `passages` reads and stores texts, `bm25` and `dense` score them, `index` puts both together, `searcher` asks from an event
-loop, `embedders` turns texts into vectors. Searching needs NumPy alone.
+loop, `embedders` turns texts into vectors.
 """

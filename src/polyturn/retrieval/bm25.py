@@ -1,15 +1,11 @@
 """BM25: how well the words of a query fit a passage (Robertson and Zaragoza 2009; the idf that Lucene uses).
 
-    postings of a word  =  passages that hold it, and what the word adds to each passage's score
-    score of a passage  =  sum over the words of the query
-
-What a word adds is worked out when the index is built (by `bm25s`), so that searching is a sum of arrays. The arrays are
-mapped from disk: no pickle is read, and processes share them.
+`bm25s` works out what a word adds to each passage's score when the index is built, keeps it in arrays that are mapped from
+disk (no pickle is read, and processes share them), and sums them for a query. Ours is how texts are cut into words.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import unicodedata
@@ -31,8 +27,6 @@ WORDS = "casefold-1"
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W_{_IDEOGRAPHS}]+")
 
-_VOCABULARY, _BOUNDS, _PASSAGES, _SCORES = "words.json", "bounds.npy", "postings.npy", "scores.npy"
-
 
 def words(text: str) -> list[str]:
     """Return a text's words, without case: "Über 3 Dinge, os.path" -> ["über", "3", "dinge", "os", "path"]."""
@@ -40,57 +34,54 @@ def words(text: str) -> list[str]:
 
 
 def write_bm25(folder: Path, texts: Iterable[str]) -> None:
-    """Score every word of every text and write the postings to a folder.
+    """Score every word of every text and write the index to a folder.
 
     Raises:
         ConfigError: bm25s is not installed.
     """
-    try:
-        import bm25s
-    except ModuleNotFoundError as missing:
-        raise ConfigError(
-            f"{missing.name} is not installed; `pip install 'polyturn[search]'` brings what building an index needs"
-        ) from None
     vocabulary: dict[str, int] = {}
     cut: list[Any] = [array("i", (vocabulary.setdefault(w, len(vocabulary)) for w in words(text))) for text in texts]
     if not vocabulary:
         raise ConfigError("no passage holds a word; there is nothing to search for")
-    logging.getLogger("bm25s").setLevel(logging.INFO)  # it tells every step at DEBUG
-    scored = bm25s.BM25(method="lucene", k1=K1, b=B)
-    scored.index((cut, dict(vocabulary)), show_progress=False)
-    np.save(folder / _BOUNDS, np.asarray(scored.scores["indptr"], np.int64), allow_pickle=False)
-    np.save(folder / _PASSAGES, np.asarray(scored.scores["indices"], np.int32), allow_pickle=False)
-    np.save(folder / _SCORES, np.asarray(scored.scores["data"], np.float32), allow_pickle=False)
-    (folder / _VOCABULARY).write_text(json.dumps(list(vocabulary), ensure_ascii=False), encoding="utf-8")
+    scored = _bm25s().BM25(method="lucene", k1=K1, b=B)
+    scored.index((cut, vocabulary), show_progress=False)
+    scored.save(folder, show_progress=False)
 
 
 class Bm25:
     """Scores passages for a query."""
 
     def __init__(self, folder: Path, *, num_passages: int) -> None:
-        names = json.loads((folder / _VOCABULARY).read_text(encoding="utf-8"))
-        self._numbers = {word: number for number, word in enumerate(names)}
-        self._bounds, self._passages, self._scores = (
-            np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in (_BOUNDS, _PASSAGES, _SCORES)
-        )
-        self._num_passages = num_passages
-        if len(self._bounds) != len(names) + 1 or self._bounds[-1] != len(self._passages):
-            raise ValueError(f"{_BOUNDS} does not fit {_VOCABULARY} or {_PASSAGES}")
+        self._scored = _bm25s().BM25.load(folder, mmap=True, verbosity=0)
+        held = self._scored.scores
+        is_whole = len(held["indptr"]) >= len(self._scored.vocab_dict) and held["indptr"][-1] == len(held["indices"])
+        if not is_whole or held["num_docs"] != num_passages:
+            raise ValueError("the words of the index do not fit its passages")
 
     def rank(self, query: str, *, limit: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the numbers and scores of the best passages, best first; of equals the earlier one.
 
         A passage that shares no word with the query is not among them.
         """
-        scores = np.zeros(self._num_passages, np.float32)
+        numbers: dict[int, list[int]] = {}
         for word, times in Counter(words(query)).items():  # a word said a thousand times costs no more than once
-            number = self._numbers.get(word)
-            if number is not None:
-                span = slice(int(self._bounds[number]), int(self._bounds[number + 1]))
-                scores[self._passages[span]] += times * self._scores[span]
+            if word in self._scored.vocab_dict:
+                numbers.setdefault(times, []).append(self._scored.vocab_dict[word])
+        scores = np.zeros(self._scored.scores["num_docs"], np.float32)
+        for times, ids in numbers.items():
+            scores += times * self._scored.get_scores_from_ids(ids)
         best = best_of(scores, limit=limit)
         best = best[scores[best] > 0]
         return best, scores[best]
+
+
+def _bm25s() -> Any:
+    try:
+        import bm25s
+    except ModuleNotFoundError as missing:
+        raise ConfigError(f"searching by words needs {missing.name}: pip install 'polyturn[search]'") from None
+    logging.getLogger("bm25s").setLevel(logging.INFO)  # it tells every step at DEBUG
+    return bm25s
 
 
 def best_of(scores: NDArray[np.float32], *, limit: int) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
     INDEX/  index.json      what this is, its version, how many passages, who made the vectors
             passages.jsonl  starts.npy                                  the texts
-            words.json  bounds.npy  postings.npy  scores.npy            BM25
+            vocab.index.json  params.index.json  *.csc.index.npy        BM25, as bm25s keeps it
             vectors.npy                                                 where it has vectors
 
 A folder is written beside its place and then moved there: whoever finds one finds a whole one. Nothing in it is pickled, so
@@ -29,7 +29,7 @@ from polyturn.retrieval.bm25 import WORDS, Bm25, write_bm25
 from polyturn.retrieval.dense import Vectors, fuse, unit_rows, write_vectors
 from polyturn.retrieval.passages import Passage, PassageStore
 
-KIND, VERSION = "polyturn search index", 1
+KIND, VERSION = "polyturn search index", 2
 FUSED_DEPTH = 100
 """How many passages of each ranking are joined, at least."""
 
@@ -124,7 +124,7 @@ class SearchIndex:
             vectors = None if held is None else Vectors(folder)
             if len(store) != about["num_passages"] or (vectors is not None and vectors.shape[0] != len(store)):
                 raise ValueError(f"{_ABOUT} tells of {about['num_passages']} passages, and there are {len(store)}")
-        except (OSError, ValueError, KeyError, EOFError) as problem:
+        except (OSError, ValueError, TypeError, KeyError, EOFError) as problem:
             raise ConfigError(f"the index {folder} is damaged ({one_line(problem)}); build it again") from problem
         return cls(folder, store=store, bm25=bm25, vectors=vectors, embedder=held.get("embedder") if held else None)
 

@@ -11,7 +11,6 @@ Where there is no answer, it is asked about another program: a sandbox that runs
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import re
@@ -22,12 +21,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
-from polyturn.core.answers import whole_now
 from polyturn.core.errors import DataError, RewardError, one_line
 from polyturn.core.own_time import OwnTime
 from polyturn.core.secret import bearer, hide
+from polyturn.infra.http import ask_now
 from polyturn.rewards.local_sandbox import LocalSandbox, local_sandbox
 
 logger = logging.getLogger(__name__)
@@ -52,6 +49,10 @@ _arguments = [_json.loads(line) for line in _sys.stdin.read().splitlines() if li
 _function = globals().get({name!r}) or getattr(Solution(), {name!r})
 print(_json.dumps(_function(*_arguments)))
 """
+
+
+class _BusyError(ConnectionError):
+    """The sandbox has too much to do at the moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +116,10 @@ class Sandbox:
             try:
                 with self.slots:
                     said = self._post(url, asked)
-            except (httpx.HTTPError, ValueError, RecursionError) as error:
-                problem = one_line(error)
-                is_busy = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in BUSY
+            except (ConnectionError, TimeoutError, ValueError) as error:
+                problem, is_busy = one_line(error), isinstance(error, _BusyError)
                 num_asked += not is_busy
-                if (is_busy or isinstance(error, httpx.TimeoutException)) and time.monotonic() > until:
+                if (is_busy or isinstance(error, TimeoutError)) and time.monotonic() > until:
                     break
             else:
                 if _is_answer(said):
@@ -145,11 +145,13 @@ class Sandbox:
         )
 
     def _post(self, url: str, asked: Mapping[str, Any]) -> Any:
-        usual_s = 2 * self.timeout_s + 10
-        limits = httpx.Timeout(usual_s, read=usual_s + QUEUE_S, pool=None)  # waiting for a connection is nobody's fault
-        with _client().stream("POST", url, json=asked, headers=bearer(self.token), timeout=limits) as reply:
-            reply.raise_for_status()
-            return json.loads(whole_now(reply.iter_bytes()))
+        limit_s = 2 * self.timeout_s + 10 + QUEUE_S
+        reply = ask_now("POST", url, asked, headers=bearer(self.token), timeout_s=limit_s)
+        if reply.status in BUSY:
+            raise _BusyError(f"it answered {reply.status}: {reply.said(200)}")
+        if reply.status != 200:
+            raise ConnectionError(f"it answered {reply.status}: {reply.said(200)}")
+        return reply.json()
 
     def _here(self) -> LocalSandbox:
         return local_sandbox(timeout_s=self.timeout_s, memory_mb=self.memory_limit_mb, python=self.python)
@@ -205,12 +207,6 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
 def as_call(program: str, name: str) -> str:
     """Return a program that reads arguments, one in JSON a line, and prints in JSON what its function returns for them."""
     return program + _CALL.format(name=name)
-
-
-@functools.cache
-def _client() -> httpx.Client:
-    """Return the connections to sandboxes, which threads may share."""
-    return httpx.Client()
 
 
 def _read_cases(truth: Any) -> tuple[str | None, Sequence[tuple[Any, Any]]]:

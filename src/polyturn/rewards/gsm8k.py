@@ -34,7 +34,8 @@ def extract_solution(solution_str: Any, method: str = "strict") -> str | None:
     if method == "strict":
         answers = _STRICT.findall(end)
         return answers[-1].replace(",", "") if answers else None
-    return next((run for run in reversed(_FLEXIBLE.findall(end)) if run != "."), None)
+    runs = _FLEXIBLE.findall(end)
+    return next((run for run in reversed(runs) if run != "."), runs[0] if runs else None)
 
 
 def compute_score(

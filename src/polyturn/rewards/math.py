@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 from polyturn.core.errors import ConfigError, RewardError
 from polyturn.core.own_time import OwnTime
 from polyturn.core.readable import is_readable
+from polyturn.infra.process import ManagedProcess
 
 logger = logging.getLogger(__name__)
 
@@ -130,12 +130,7 @@ class _Checker:
 
     def __init__(self) -> None:
         require()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "polyturn.rewards.math_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        self._process = ManagedProcess([sys.executable, "-m", "polyturn.rewards.math_worker"], pipes=True, log="none")
         if self._line(_START_S) != "ready":
             self.close()
             raise RewardError("the process that compares answers in mathematics does not start")
@@ -164,8 +159,7 @@ class _Checker:
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
-        self._process.kill()
-        self._process.communicate()
+        self._process.end()
 
 
 class _Checkers:

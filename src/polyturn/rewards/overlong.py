@@ -8,6 +8,9 @@ Separate from the reward functions, because it looks at tokens and not at what t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from polyturn.core.errors import ConfigError
 from polyturn.core.trajectory import Trajectory
@@ -15,22 +18,26 @@ from polyturn.core.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlong:
-    """The penalty of a run."""
+    """A penalty that grows over the last tokens before the limit, as DAPO has it."""
 
-    max_tokens: int
-    """The length that costs the whole penalty: tokens after the first prompt, observations included."""
-    buffer: int
-    """Over how many tokens before it the penalty grows."""
-    penalty: float = 1.0
+    buffer: Annotated[int, Field(ge=0)] = 0
+    """Over how many tokens before `max_tokens` it grows from 0 to `penalty`; 0 is no penalty."""
+    penalty: Annotated[float, Field(ge=0)] = 1.0
+    """The whole penalty, at the limit."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The length that costs the whole penalty, observations included; defaults to rollout.limits.max_tokens."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.buffer <= self.max_tokens:
+        if self.max_tokens is not None and not 0 <= self.buffer <= self.max_tokens:
             raise ConfigError(
                 f"reward.overlong: buffer is {self.buffer} and max_tokens is {self.max_tokens}; the buffer must be shorter"
             )
 
     def score(self, trajectory: Trajectory) -> float:
         """Return 0 for a short response, and down to -penalty for one near the limit."""
+        if not self.buffer:
+            return 0.0
+        assert self.max_tokens is not None
         length = sum(len(trajectory.span(ref)) for turn in trajectory.turns for ref in turn.spans)
         exceeded = length - (self.max_tokens - self.buffer)
         return -self.penalty * min(max(exceeded / self.buffer, 0.0), 1.0)

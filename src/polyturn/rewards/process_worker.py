@@ -7,11 +7,10 @@ when its input does. It imports what the process that asks imports: from the sam
 from __future__ import annotations
 
 import sys
-from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 
 from polyturn.core.errors import one_line
-from polyturn.core.registry import import_attr
+from polyturn.core.registry import import_attr, install_namespace
 
 
 def main() -> None:
@@ -20,7 +19,7 @@ def main() -> None:
     path, stand_ins, name, base = connection.recv()
     sys.path[:] = path
     for root in stand_ins:
-        entry_points(group="polyturn.namespaces")[root].load()()
+        install_namespace(root)
     function = import_attr(name, base=base)
     connection.send("ready")
     while True:

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import atexit
 import socket
-import subprocess
 import sys
 import threading
-from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from polyturn.core.entry_points import offered
 from polyturn.core.errors import RewardError
 from polyturn.core.own_time import OwnTime
+from polyturn.core.registry import NAMESPACES
+from polyturn.infra.process import ManagedProcess
 
+END_S = 5.0
+"""How long a process that hung up may take to end."""
 START_S = 300.0
 """How long a process may take to import the function's module."""
 
@@ -78,13 +81,10 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "polyturn.rewards.process_worker", str(number)],
-                pass_fds=[number],
-                stdin=subprocess.DEVNULL,
-            )
+            command = [sys.executable, "-m", "polyturn.rewards.process_worker", str(number)]
+            self._process = ManagedProcess(command, pass_fds=[number], log="inherited")
         self._connection = Connection(ours.detach())
-        stand_ins = [root for root in entry_points(group="polyturn.namespaces").names if root in sys.modules]
+        stand_ins = [root for root in offered(NAMESPACES) if root in sys.modules]
         try:
             self._exchange((sys.path, stand_ins, function, base), timeout_s=START_S, what="to import its module")
         except BaseException:
@@ -103,7 +103,8 @@ class _Process:
                 raise TimeoutError(f"it took longer than {timeout_s:g} s{' ' if what else ''}{what}")
             answer = self._connection.recv()
         except (EOFError, ConnectionError) as problem:
-            code = self._process.wait()
+            self._process.wait(END_S)
+            code = self._process.returncode
             raise RewardError(
                 f"the process that called it ended with exit code {code}; what it printed says why"
             ) from problem
@@ -111,6 +112,5 @@ class _Process:
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
-        self._process.kill()
-        self._process.wait()
+        self._process.end()
         self._connection.close()

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from polyturn.core.errors import PolyturnError, RolloutError, SchedulerError, one_line
 from polyturn.core.own_time import OwnTime
@@ -131,18 +131,28 @@ class AuthorCalls:
         return self._turn_taking[1]
 
 
-_OWN = ("polyturn.rollout.", "polyturn.serving.", "polyturn.environments.", "polyturn.testing.simulation")
-"""Modules of schedulers that wait for nothing without a deadline; the simulation's waits are those of its virtual clock."""
+_Ours = TypeVar("_Ours", bound=Callable[..., Any])
+_MARK = "_polyturn_keeps_deadlines"
 
 
-def is_ours(method: Callable[..., Any]) -> bool:
-    """Return whether a method of a scheduler is the library's own, which never blocks."""
-    return method.__module__ == "polyturn.rollout.scheduler"
+def keeps_deadlines(ours: _Ours, *, also_plain: bool = False) -> _Ours:
+    """Mark our own async code, which waits for nothing without a deadline, so that it is called directly.
+
+    Of a class, the methods that it defines itself: those of a subclass are its author's, until that is marked too.
+
+    Args:
+        ours: A class, or a function.
+        also_plain: Whether plain methods of it never block either, so that they need no thread.
+    """
+    for method in vars(ours).values() if isinstance(ours, type) else (ours,):
+        if inspect.iscoroutinefunction(method) or (also_plain and inspect.isfunction(method)):
+            setattr(method, _MARK, True)
+    return ours
 
 
 def has_own_deadlines(method: Callable[..., Any]) -> bool:
-    """Return whether a method is the library's and waits for nothing without a deadline."""
-    return is_ours(method) or (inspect.iscoroutinefunction(method) and (method.__module__ or "").startswith(_OWN))
+    """Return whether a method is marked as our own, which waits for nothing without a deadline."""
+    return getattr(method, _MARK, False)
 
 
 def _given(answer: Awaitable[Any]) -> Callable[[], Any]:

@@ -12,19 +12,19 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyturn.core.errors import InteractionError
 from polyturn.core.generation import SamplingParams
-from polyturn.core.protocols import Engine, Interaction
+from polyturn.core.protocols import Engine, Interaction, Scheduler
 from polyturn.core.task import Task
 from polyturn.core.watchdog import LoopWatchdog
 from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.calls import AuthorCalls
 from polyturn.rollout.interaction_session import InteractionSession, LoadedInteraction
+from polyturn.rollout.journal_codec import Journal
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.tokens import sanity
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.media_encoder import MediaEncoder
@@ -32,9 +32,6 @@ from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers import ToolCallParser
 from polyturn.tokens.trust import name_of
 from polyturn.tools.executor import ToolBox
-
-if TYPE_CHECKING:
-    from polyturn.rollout.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ class RolloutContext:
     also: tuple[Engine, ...] = ()
     """Engines of further policies, which only those know that let them speak; closed with the run's own."""
     rewarder: RewardRouter
-    scheduler: MultiTurnScheduler
+    scheduler: Scheduler
     """The prototype; an episode gets a copy unless the scheduler says `shared = True`."""
     limits: Limits = field(default_factory=Limits)
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -160,7 +157,7 @@ class RolloutContext:
             for engine in (*self.also, self.engine):  # the last one first
                 engines.push_async_callback(engine.close)
 
-    def scheduler_for_episode(self) -> MultiTurnScheduler:
+    def scheduler_for_episode(self) -> Scheduler:
         """Return the scheduler that runs one episode."""
         return self.scheduler if self.scheduler.shared else copy.copy(self.scheduler)
 

@@ -16,17 +16,12 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import TYPE_CHECKING
 
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.open_turn import OpenTurn
-from polyturn.rollout.scheduler import Reply
-
-if TYPE_CHECKING:
-    from polyturn.rollout.episode import Episode
+from polyturn.rollout.open_turn import OpenTurn, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -39,30 +34,26 @@ def is_on() -> bool:
     return logger.isEnabledFor(logging.DEBUG)
 
 
-def start(episode: Episode, *, num_tokens: int) -> None:
+def started(id: str, *, task: Task, num_tokens: int, num_tools: int) -> None:
     """The episode has its prompt."""
-    task: Task = episode.task
-    tools = len(episode.tool_schemas)
     partner = "" if task.interaction is None else f", interaction {task.interaction.name}"
     source = task.data_source or "no data source"
     logger.debug(
-        "%s starts: task %s (%s), %d prompt tokens, %d tools%s", episode.id, task.id, source, num_tokens, tools, partner
+        "%s starts: task %s (%s), %d prompt tokens, %d tools%s", id, task.id, source, num_tokens, num_tools, partner
     )
 
 
-def sampled(episode: Episode, turn: OpenTurn) -> None:
+def sampled(id: str, turn: OpenTurn) -> None:
     """The model spoke; with the calls that were read in it."""
     took = turn.timings.get("generate", 0.0)
     reason = turn.finish_reason.value
-    logger.debug(
-        "%s turn %d: %d tokens, %s, %.2f s: %s", episode.id, turn.index, turn.num_tokens, reason, took, short(turn.text)
-    )
+    logger.debug("%s turn %d: %d tokens, %s, %.2f s: %s", id, turn.index, turn.num_tokens, reason, took, short(turn.text))
     if turn.message.tool_calls:
         calls = "; ".join(map(_call, turn.message.tool_calls))
-        logger.debug("%s turn %d: calls %s", episode.id, turn.index, calls)
+        logger.debug("%s turn %d: calls %s", id, turn.index, calls)
 
 
-def tools_answered(episode: Episode, turn: OpenTurn) -> None:
+def tools_answered(id: str, turn: OpenTurn) -> None:
     """The turn's calls were run."""
     for result in turn.tool_results:
         how = "failed" if result.error is not None else "answered"
@@ -71,21 +62,21 @@ def tools_answered(episode: Episode, turn: OpenTurn) -> None:
         milliseconds = 1000 * result.duration_s
         logger.debug(
             "%s turn %d: %s %s in %.0f ms%s: %s",
-            episode.id, turn.index, short(result.name, quoted=False), how, milliseconds, reward, short(content),
+            id, turn.index, short(result.name, quoted=False), how, milliseconds, reward, short(content),
         )  # fmt: skip
 
 
-def partner_answered(episode: Episode, turn: OpenTurn, reply: Reply) -> None:
+def interaction_answered(id: str, turn: OpenTurn, reply: Reply) -> None:
     """The interaction replied and perhaps scored."""
     score = turn.scores.get("interaction")
     notes = ["no score" if score is None else f"score {score:g}", *(["ends the episode"] if reply.is_done else [])]
     text = " ".join(m.text for m in reply.messages)
-    logger.debug("%s turn %d: interaction answered (%s): %s", episode.id, turn.index, ", ".join(notes), short(text))
+    logger.debug("%s turn %d: interaction answered (%s): %s", id, turn.index, ", ".join(notes), short(text))
 
 
-def limited(episode: Episode, reason: StopReason) -> None:
+def limited(id: str, *, turn: int, reason: StopReason) -> None:
     """A limit forbids another turn."""
-    logger.debug("%s limit: %s forbids turn %d", episode.id, reason.value, len(episode.turns))
+    logger.debug("%s limit: %s forbids turn %d", id, reason.value, turn)
 
 
 def ended(trajectory: Trajectory) -> None:

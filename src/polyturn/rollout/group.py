@@ -18,7 +18,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +55,14 @@ class LiveGroup:
         """Let the engine end the completions that are being sampled, so that `lengths` counts what they had."""
         self.is_cut = True
         for episode in self.episodes:
-            await episode.backstage.asking.abort()
+            await episode.resources.abort()
         if self.abort_elsewhere is not None:
             self._lengths_elsewhere = await self.abort_elsewhere()
 
     @property
     def lengths(self) -> list[int]:
         """The tokens that each episode has sampled so far."""
-        return [*(episode.backstage.record.num_sampled for episode in self.episodes), *self._lengths_elsewhere]
+        return [*(episode.resources.num_sampled for episode in self.episodes), *self._lengths_elsewhere]
 
 
 async def run_group(

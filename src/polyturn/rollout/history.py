@@ -1,53 +1,371 @@
-"""What a full context does to the history: the policies `compact` and `drop_oldest`, as pure functions on messages.
+"""History: messages and tokens of one conversation, its turns, and what comes next. Pure: nothing here waits.
 
-    prompt a0 o0 a1 o1 a2 o2   --drop_oldest-->   prompt a1 o1 a2 o2
-    prompt a0 o0 a1 o1 a2 o2   --compact------>   prompt a0 [left out] a1 [left out] a2 o2
+    show -> sample -> record | go_on | rewrite | show_ids -> next_prompt -> show -> …      turn after turn
 
-The newest observation always stays, because the model has not seen it yet. When nothing that a policy may do makes the
-history fit, the episode ends with CONTEXT_FULL: a truncation, never a crash.
+What the model is shown next is one value (`history_state`): messages behind the ids held, the same assistant message, a full
+render after an edit, or ids that an agent wrote itself. A rendered prompt extends the segment that it continues token for
+token; otherwise a new segment starts, in which what was sampled before is prompt. Nothing is encoded before the next
+generation needs it, and sampled ids are never re-made. A fork is a copy with a place of its own in the same segments.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from polyturn.core.messages import Message
-from polyturn.rollout.limits import ContextPolicy
+import numpy as np
+from numpy.typing import ArrayLike
 
-LEFT_OUT = "[left out to save space]"
+from polyturn.core.arrays import Ids, ids_array
+from polyturn.core.errors import LifecycleError, SchedulerError, TemplateError
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.media import Media
+from polyturn.core.messages import Message, Origin, to_openai, with_origin
+from polyturn.rollout.edits import as_written, kept_of, shorten, with_known_origin
+from polyturn.rollout.history_state import NO_IDS, Append, Continue, Given, HistoryState, Mark, Prompt, Render, weights_of
+from polyturn.rollout.limits import EpisodeProgress, Limits
+from polyturn.rollout.open_turn import OpenTurn, Reply
+from polyturn.rollout.stop_strings import Stopped
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.parsers import ToolCallParser
 
 
-def shorten(
-    messages: Sequence[Message],
-    *,
-    policy: ContextPolicy,
-    num_prompt: int,
-    fits: Callable[[Sequence[Message]], bool],
-) -> list[Message] | None:
-    """Return a shorter history that fits, or None when the policy has none.
+class History(HistoryState):
+    """One history that the model is shown, with the turns that it took in it."""
 
-    Args:
-        messages: The prompt, then turns and what they drew, the newest observation last.
-        policy: What may be left out.
-        num_prompt: How many leading messages are the task's prompt, which always stays.
-        fits: Whether a history leaves room for at least one sampled token.
-    """
-    prompt, rest = list(messages[:num_prompt]), list(messages[num_prompt:])
-    starts = [i for i, m in enumerate(rest) if m.role == "assistant"]
-    if policy is ContextPolicy.STOP or not starts:
-        return None
-    for newest in range(1, len(starts)):
-        if policy is ContextPolicy.DROP_OLDEST:
-            candidate = prompt + rest[starts[newest] :]
+    def __init__(
+        self, encoder: DeltaEncoder, parser: ToolCallParser, messages: Sequence[Message], *, renders_history: bool = False
+    ) -> None:
+        """Begin with `messages` as the prompt.
+
+        Args:
+            encoder: Of the tools that the agent may call.
+            parser: Reads what the model wrote.
+            messages: The prompt.
+            renders_history: Render the whole history before every turn, as an inference server does.
+        """
+        super().__init__(messages, is_canonical=not renders_history)
+        self._encoder, self._parser, self._renders_history = encoder, parser, renders_history
+
+    # Reading.
+
+    @property
+    def to_encode(self) -> Sequence[Message]:
+        """The messages that the next prompt encodes."""
+        is_whole = not self.builder.is_open or isinstance(self._next, Render) or self._renders_history
+        return (*self._messages, *self._waiting) if is_whole else self._waiting
+
+    def progress(self, *, elapsed_s: float, prompt: Prompt | None = None) -> EpisodeProgress:
+        """Return where it is in the units of the limits; with `prompt`, where it would be once that is shown."""
+        return EpisodeProgress(
+            elapsed_s=elapsed_s,
+            turns=len(self.turns),
+            user_turns=self.num_user_turns,
+            has_user_reply=self._has_user_reply and bool(self._waiting),
+            response_tokens=self._response_tokens + (0 if prompt is None else prompt.num_new),
+            context_tokens=self.num_tokens if prompt is None else prompt.length,
+        )
+
+    def mark(self) -> Mark:
+        """Return where it stands, right behind a turn; `fork(at=…)` goes on from there whatever came since."""
+        held = self._messages
+        place = (self.builder.place, held, len(held), self.num_prompt, self._last_id, self.is_canonical)
+        return Mark(*place, len(self.turns), self._response_tokens, self.num_user_turns)
+
+    def typed(self, messages: Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
+        """Return messages for this history as values, each with who wrote it."""
+        return with_known_origin([Message.from_openai(m) for m in messages], (*self._messages, *self._waiting))
+
+    def full_render(self) -> Ids:
+        """Return the ids of the whole conversation as the template writes it, for the sanity check."""
+        return self._encoder.full(as_written(self._messages, self._written))
+
+    def length_of(self, messages: Sequence[Message]) -> int:
+        """Return how many tokens the prompt of `messages` has."""
+        return len(self._encoder.start(as_written(messages, self._written)))
+
+    def read(self, text: str, *, turn: int) -> Message:
+        """Read a text as a message. Text is a view: nothing that is read here becomes tokens again."""
+        parsed = self._parser.parse(text, id_prefix=f"call_{turn}", tools=self._encoder.tools)
+        message = Message(
+            role="assistant",
+            content=parsed.content,
+            tool_calls=parsed.tool_calls,
+            reasoning=parsed.reasoning,
+            origin=Origin.MODEL,
+        )
+        codec = self._encoder.codec
+        if parsed.reasoning and not codec.has_reasoning_field:
+            opened = "" if text.lstrip().startswith("<think>") else codec.opened_reasoning
+            self._reasoned(message, opened + text)
+            self._happened("reasoned", message, opened + text)
+        return message
+
+    # The next prompt.
+
+    def next_prompt(self) -> Prompt:
+        """Encode what waits to be shown: the tokens between turns, the messages, the next generation prompt.
+
+        Raises:
+            TemplateError: the template cannot render it.
+        """
+        coming, waiting = self._next, self._waiting
+        if isinstance(coming, Given):
+            return Prompt(coming.ids, True, max(0, len(coming.ids) - self.num_tokens), len(coming.ids))
+        if not self.builder.is_open or isinstance(coming, Render) or (self._renders_history and waiting):
+            return self._rendered()
+        if isinstance(coming, Continue):
+            ids = coming.addition
         else:
-            older = [m if m.role == "assistant" else _left_out(m) for m in rest[: starts[newest]]]
-            candidate = prompt + older + rest[starts[newest] :]
-        if fits(candidate):
-            return candidate
-    return None
+            ids = self._encoder.extend(waiting, last_id=self._last_id, history=self._messages) if waiting else NO_IDS
+        return Prompt(ids, False, len(ids), self.num_tokens + len(ids), _media(waiting))
+
+    def _rendered(self) -> Prompt:
+        """Render the whole history; keep held ids that spell just what the template writes."""
+        edit = self._next if isinstance(self._next, Render) else None
+        messages = [*self._messages, *self._waiting]
+        media = _media(messages)
+        try:
+            ids = self._encoder.start(as_written(messages[:-1] if edit and edit.last else messages, self._written))
+        except TemplateError as problem:
+            if edit is None:
+                raise
+            raise SchedulerError(f"the history that the scheduler wrote cannot be rendered: {problem}") from problem
+        if edit is not None and edit.last is not None:
+            ids = np.concatenate([ids, edit.last.addition])
+        if not self.builder.is_open:
+            return Prompt(ids, True, 0, len(ids), media)
+        held = self.context
+        if self.builder.continues(ids, media=media):
+            return Prompt(ids, True, len(ids) - len(held), len(ids), media)
+        added = self._appended()
+        if added is None:
+            return Prompt(ids, True, max(0, len(ids) - len(held)), len(ids), media)
+        if edit is None:
+            kept = np.concatenate([held, added])
+            if self._spells(kept, ids):
+                ids = kept
+        return Prompt(ids, True, len(added), len(ids), media)
+
+    def _appended(self) -> Ids | None:
+        """Encode what waits as an addition; None where this template cannot be added to."""
+        if not self._waiting:
+            return NO_IDS
+        try:
+            return self._encoder.extend(self._waiting, last_id=self._last_id, history=self._messages)
+        except TemplateError:
+            return None
+
+    def _spells(self, kept: Ids, rendered: Ids) -> bool:
+        """Return whether both are the same text and the same control tokens, in whatever tokens."""
+        codec = self._encoder.codec
+        return np.array_equal(codec.control_in(kept), codec.control_in(rendered)) and codec.decode(kept) == codec.decode(
+            rendered
+        )
+
+    # What happens in it. None of these encodes a message; each is an event.
+
+    def list_tools(self, encoder: DeltaEncoder) -> None:
+        """Let prompts that are rendered from now on list the tools of `encoder`."""
+        self._encoder = encoder
+
+    def play_as(self, agent: str) -> None:
+        """Name its agent, before the prompt is shown.
+
+        Raises:
+            LifecycleError: the prompt is shown.
+        """
+        if self.builder.is_open:
+            raise LifecycleError("the prompt is shown; name the agent in `on_trajectory_start`")
+        self._named(agent)
+        self._happened("named", agent)
+
+    def extend_prompt(self, messages: Sequence[Message]) -> None:
+        """Add messages to the prompt, before it is shown."""
+        if messages:
+            self._set_prompt([*self._messages, *messages])
+            self._happened("prompt", list(self._messages))
+
+    def show(self, prompt: Prompt) -> None:
+        """Show the model its next prompt; what is new belongs to the last turn, which drew it."""
+        ref = self._show(prompt)
+        span = None if ref is None else self.builder.span(ref)
+        segment = self.builder.place.segment
+        self._happened("shown", prompt.is_whole, segment, span, prompt.num_new, prompt.length, prompt.media)
+
+    def sample(self, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
+        """Append a completion, as it was sampled, and return the turn that it makes.
+
+        Args:
+            ended: The completion, and what ended it.
+            index: The turn's number among all turns of the episode.
+            cut_by: The limit that gave the completion its budget.
+        """
+        completion = ended.completion
+        text = self._encoder.codec.decode_turn(completion.token_ids)
+        message = self.read((self._said or "") + text, turn=index)
+        turn = self._sampled(message, text, ended, index=index, cut_by=cut_by)
+        if self.events is not None:
+            spans = [self.builder.span(ref) for ref in turn.spans]
+            figures = (completion.finish_reason, completion.policy_versions, dict(completion.info))
+            self._happened("sampled", message, text, spans, *figures, ended.stop, ended.num_dropped, index, cut_by)
+        return turn
+
+    def record(self, turn: OpenTurn, reply: Reply) -> None:
+        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
+
+        Raises:
+            SchedulerError: the turn's message is to go on, which messages cannot answer as well.
+        """
+        messages = with_origin(reply.messages, Origin.ENVIRONMENT)
+        turn.observation += messages
+        turn.info.update(reply.info)
+        turn.scores.update(reply.scores)
+        if reply.is_done:
+            return
+        if messages and self._said is not None:
+            raise SchedulerError(_BOTH)
+        self._answered(messages, "interaction" in turn.timings)
+        self._happened("answered", messages, "interaction" in turn.timings)
+
+    def rewrite(self, messages: Sequence[Message], *, goes_on: bool = False) -> None:
+        """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown.
+
+        Args:
+            messages: The new history.
+            goes_on: The next turn continues the last message, which must be an assistant's.
+
+        Raises:
+            SchedulerError: there is no message, or the last one cannot be continued.
+        """
+        if not messages:
+            raise SchedulerError("a history needs at least one message; keep the task's prompt, `episode.task.prompt`")
+        if goes_on:
+            if messages[-1].role != "assistant" or messages[-1].tool_calls or len(messages) == 1:
+                raise SchedulerError(
+                    f"only an assistant message without calls, behind other messages, can go on; the last one is "
+                    f"{messages[-1].to_openai()!r:.120}"
+                )
+            if self._waiting:
+                raise SchedulerError(_BOTH)
+            said = messages[-1].text
+            addition = self._encoder.continuation((said, messages[-1].origin or Origin.ENVIRONMENT))
+            self._edit(messages, said=said, addition=addition)
+        elif self.builder.is_open:
+            self._edit(messages, waiting=self._waiting)
+        else:
+            self._set_prompt(messages)
+            self._happened("prompt", list(messages))
+
+    def show_ids(self, ids: Ids) -> None:
+        """Let `ids` be the whole next prompt, whatever the messages say."""
+        self._given(ids_array(ids))
+        self._happened("given", ids_array(ids))
+
+    def go_on(self, addition: str | Sequence[int] | Ids, *, keep: str | int | None, is_trusted: bool) -> int:
+        """Let the next turn continue the last assistant message behind `addition`; see `Episode.go_on`.
+
+        Returns:
+            How many sampled tokens were dropped.
+
+        Raises:
+            SchedulerError: there is no turn to continue, it does not begin with what is to be kept, or the history was
+                edited, which decides by itself what goes on.
+        """
+        if not self.turns:
+            raise SchedulerError("there is no turn to go on with; `go_on` continues the last one")
+        if isinstance(self._next, Render):
+            raise SchedulerError("the history was rewritten before `go_on`; pass `goes_on=True` to `rewrite` instead")
+        if self._waiting:
+            raise SchedulerError(_BOTH)
+        turn, codec = self.turns[-1], self._encoder.codec
+        kept = kept_of(codec, turn.completion, keep)
+        last_id = int(turn.completion.token_ids[kept.num_tokens - 1]) if kept.num_tokens else None
+        rest = (kept.rest, Origin.MODEL)
+        if isinstance(addition, str):
+            origin = Origin.OWNER if is_trusted else Origin.ENVIRONMENT
+            ids, text = self._encoder.continuation(rest, (addition, origin), last_id=last_id), kept.rest + addition
+        else:
+            added = np.asarray(addition, np.int32)
+            ids = ids_array(np.concatenate([self._encoder.continuation(rest, last_id=last_id), added]))
+            text = kept.rest + codec.decode(added)
+        said = turn.said_before + kept.text
+        own, whole = self.read(said, turn=turn.index), self.read(said + text, turn=turn.index)
+        dropped = self._continued(kept.num_tokens, kept.text, text, ids, own, whole)
+        self._happened("continued", kept.num_tokens, kept.text, text, ids, own, whole)
+        return dropped
+
+    def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:
+        """Set the loss weights of a turn's sampled tokens, one for all or one per token."""
+        values = weights_of(turn, weights)
+        self.builder.reweigh(turn.sampled_spans, values)
+        self._happened("weighed", turn.index, values)
+
+    def shorten(self, limits: Limits) -> bool:
+        """Apply the context policy; return whether the history was shortened so that the next turn fits.
+
+        A history that was shortened is shown at once. Ids that an agent wrote itself are never shortened.
+        """
+        if isinstance(self._next, Given):
+            return False
+        room = (limits.max_context or 0) - limits.reserve
+        shorter = shorten(
+            [*self._messages, *self._waiting],
+            policy=limits.context_policy,
+            num_prompt=self.num_prompt,
+            fits=lambda messages: self.length_of(messages) <= room,
+        )
+        if shorter is None:
+            return False
+        num_new = self.next_prompt().num_new
+        self._edit(shorter)
+        self.show(self.next_prompt()._replace(num_new=num_new))
+        return True
+
+    def fork(
+        self,
+        *,
+        agent: str | None = None,
+        messages: Sequence[Message | Mapping[str, Any]] | None = None,
+        at: Mark | None = None,
+    ) -> History:
+        """Return a second history that goes on from here, or from `at`; with `agent`, one that begins with `messages`."""
+        given = None if messages is None else self.typed(messages)
+        other = copy.copy(self)
+        other.events, other.num_cut = None, 0
+        other.builder = self.builder.fork(agent=agent, at=None if at is None else at.place)
+        if agent is not None:
+            other.turns, other._written, other._next, other._last_id, other._rejoins = [], [], Append(), None, False
+            other.is_canonical = not self._renders_history
+            other._response_tokens, other.num_user_turns, other._has_user_reply = 0, 0, False
+            other._set_prompt(given or ())
+        elif at is not None:
+            other._messages, other.turns = at.messages[: at.num_messages], self.turns[: at.num_turns]
+            other._openai = to_openai(other._messages)
+            other._next, other._has_user_reply, other._rejoins = Append(), False, True
+            other.num_prompt, other.is_canonical, other._last_id = at.num_prompt, at.is_canonical, at.last_id
+            other._response_tokens, other.num_user_turns = at.response_tokens, at.num_user_turns
+        else:
+            other._messages, other._openai, other.turns = list(self._messages), list(self._openai), list(self.turns)
+        if agent is None and given is not None:
+            other._edited(given, (), None, NO_IDS)
+        return other
+
+    def _edit(
+        self,
+        messages: Sequence[Message],
+        *,
+        waiting: tuple[Message, ...] = (),
+        said: str | None = None,
+        addition: Ids = NO_IDS,
+    ) -> None:
+        self._edited(messages, waiting, said, addition)
+        self._happened("edited", list(messages), waiting, said, addition)
 
 
-def _left_out(message: Message) -> Message:
-    is_short = len(message.text) <= len(LEFT_OUT) and not message.media
-    return message if is_short else dataclasses.replace(message, content=LEFT_OUT)
+_BOTH = "a step that lets the assistant message go on cannot answer it with messages as well"
+
+
+def _media(messages: Sequence[Message]) -> tuple[Media, ...]:
+    return tuple(medium for message in messages for medium in message.media)

@@ -1,8 +1,10 @@
 """EpisodeJournal: a live episode in a journal, behind each complete turn, so that another process goes on with it.
 
-    run_episode        take up what is held: the whole trajectory, or the last complete turn; else start from the task
-    Episode.prepare    the turn before is complete: keep it, with what tools, interaction and scheduler keep
-    run_and_score      the conversation is over: keep that, then, once it is scored, the trajectory
+    {"new": [records], "events": [["sampled", …], ["answered", …], …], "turns": {"3": …}, "state": {…}}      a line
+
+A line has what happened to the history since the line before (`history_state`, ids included), the turns whose answers or
+scores changed, and what tools, interaction and scheduler keep. To resume is to replay the events of all lines and to let the
+plug-ins take up what the last line has of them.
 
 A turn is in the journal before the model is asked for the next one. So no call of a turn that is held is ever made again:
 neither the engine's nor a tool's, an interaction's or a scheduler's. What cannot be kept (a plug-in with state that offers
@@ -15,97 +17,63 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from polyturn.core.errors import NoSnapshotError, PolyturnError, SnapshotError, one_line
 from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.protocols import Scheduler
 from polyturn.core.serde import from_json
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import Task
-from polyturn.core.trajectory import SpanRef, Trajectory
-from polyturn.rollout.backstage import close_episode
-from polyturn.rollout.journal_codec import JournalCodec, to_text
-from polyturn.rollout.journal_records import read_trajectory, read_turn, write_trajectory, write_turn
+from polyturn.core.trajectory import Trajectory
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.journal_codec import (
+    Journal,
+    JournalCodec,
+    JournaledEpisode,
+    read_trajectory,
+    to_text,
+    write_trajectory,
+)
 from polyturn.rollout.open_turn import OpenTurn
 
-if TYPE_CHECKING:
-    from polyturn.rollout.context import RolloutContext
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.scheduler import MultiTurnScheduler
+__all__ = ["EpisodeJournal", "Journal", "JournaledEpisode"]
 
-FORMAT = 2
+FORMAT = 3
 """Of what is kept; a conversation that was kept in another one starts from its task."""
-
-
-@dataclass(slots=True, kw_only=True)
-class JournaledEpisode:
-    """What a journal holds of one episode that was in flight when its process ended."""
-
-    digest: str
-    """Of what it was a run of."""
-    lines: list[Mapping[str, Any]] = field(default_factory=list)
-    """One for each complete turn, then one for the end, as they were written."""
-    why_not: str | None = None
-    """Why it starts from its task."""
-
-
-class Journal(Protocol):
-    """Where flights are kept."""
-
-    why_not: str | None
-    """Why no turn is kept at all, but that an episode was in flight; None where turns are kept."""
-
-    def takes(self, episode: str) -> bool:
-        """Return whether the episode is one whose turns are worth keeping."""
-        ...
-
-    def recall(self, episode: str) -> JournaledEpisode | None:
-        """Return what is held of an episode, once; None where it was not in flight."""
-        ...
-
-    async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
-        """Append a line, made where it holds nobody up, and return once the operating system has it.
-
-        Raises:
-            SnapshotError: the line cannot be made.
-        """
-        ...
-
-    def count(self, name: str, *, reason: str = "") -> None:
-        """Count a flight that was "resumed" or "restarted", or whose snapshot "failed"."""
-        ...
 
 
 class EpisodeJournal:
     """One episode's part of a journal."""
 
     def __init__(self, journal: Journal, context: RolloutContext, task: Task, *, id: str, sampling: SamplingParams) -> None:
-        self.scheduler: MultiTurnScheduler | None = None
-        """What runs the episode."""
         self.stop: StopReason | None = None
         """Why the conversation had ended, where it goes on with being scored."""
-        self._journal = journal
-        self._context = context
-        self._task = task
-        self._id = id
+        self._journal, self._task, self._id = journal, task, id
         self._book = JournalCodec(task.prompt)
+        self._scheduler: Scheduler | None = None
+        self._hooks = SnapshotHooks(label="")
+        """What the scheduler offers."""
         self._num_kept = 0
         self._seen: dict[int, Any] = {}
-        self._turns: dict[int, Any] = {}
-        """The turns as they stand in the journal, by index."""
+        """The answers and scores of the turns as they stand in the journal, by index."""
         self._is_begun = False
         self._why_not: str | None = None
-        self._known: tuple[MultiTurnScheduler, SnapshotHooks] | None = None
-        """The scheduler that was looked at, and what it offers."""
         self._is_broken = False
         """A line could not be made, so none may follow."""
         schemas = context.tools.schemas_of(task)
         asked = (FORMAT, task.id, task.data_source, task.prompt, task.interaction, task.tools_kwargs, schemas, sampling)
         self._digest = hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest()
         self._held = journal.recall(id)
+
+    def attach(self, episode: Episode, scheduler: Scheduler) -> None:
+        """Keep `episode`, which `scheduler` runs, from now on."""
+        self._offered_by(scheduler)
+        episode.history.events = []
+        episode.resources.on_turn = functools.partial(self.keep, episode)
 
     # What an earlier process left.
 
@@ -114,34 +82,54 @@ class EpisodeJournal:
         held = self._usable()
         if held is None or "trajectory" not in held.lines[-1]:
             return None
-        last, self._held = self._read(held), None
+        for line in held.lines:
+            self._book.read(line["new"])
+        self._held = None
         self._journal.count("resumed")
-        return read_trajectory(self._book, last["trajectory"], self._id, self._task)
+        return read_trajectory(self._book, held.lines[-1]["trajectory"], self._id, self._task)
 
-    async def resume(self, make: Callable[[], Episode]) -> Episode | None:
-        """Return an episode that stands behind its last complete turn; None where it starts from its task."""
-        if self._held is None:
-            return None
-        held, self._held = self._usable(), None
-        if held is None:
-            return None
-        if held.why_not is not None:
+    def can_resume(self) -> bool:
+        """Return whether a complete turn is held; counted, where something is held that cannot be used."""
+        held = self._held = self._usable()
+        if held is not None and held.why_not is not None:
             self._journal.count("restarted", reason=held.why_not)
-            return None
-        episode, self.scheduler = make(), self._context.scheduler_for_episode()
-        try:
-            await self._restore(episode, held)
-        except BaseException as problem:
-            scheduler, self.scheduler = self.scheduler, None
-            await close_episode(episode, scheduler)
-            if not isinstance(problem, PolyturnError):
-                raise
-            self._journal.count("restarted", reason=one_line(problem).replace(self._id, "…"))
-            self._book = JournalCodec(self._task.prompt)
-            return None
+            return False
+        return held is not None
+
+    async def restore(self, episode: Episode, scheduler: Scheduler) -> None:
+        """Let a new episode stand behind its last complete turn.
+
+        Raises:
+            PolyturnError: a plug-in raised or was late.
+        """
+        held, self._held = self._held, None
+        assert held is not None
+        history, resources, changed = episode.history, episode.resources, dict[str, Any]()
+        for line in held.lines:
+            self._book.read(line["new"])
+            history.replay(self._book.decode(line["events"]))
+            changed.update(self._book.decode(line["turns"]))
+        for turn in history.turns:
+            _change(turn, changed[str(turn.index)])
+        state = self._book.decode(held.lines[-1]["state"])
+        if state["tools"] is not None:
+            episode.list_tools(json.loads(state["tools"]))
+        episode.sample_as(from_json(SamplingParams, state["sampling"]), stops=state["stops"])
+        resources.turns = list(history.turns)
+        resources.spent(elapsed_s=state["elapsed_s"], duration_s=state["duration_s"])
+        kept = json.loads(state["plugins"])
+        await resources.restore(kept["environment"])
+        self._offered_by(scheduler)
+        if self._hooks.restore is not None:
+            await episode.call(scheduler, self._hooks.restore, episode, kept["scheduler"])
+        self._num_kept, self._is_begun = len(history.turns), True
+        self.stop = None if state["stop"] is None else StopReason(state["stop"])
         self._journal.count("resumed")
-        episode.backstage.flight = self
-        return episode
+
+    def restart(self, problem: PolyturnError) -> None:
+        """Count an episode that could not be restored; it starts from its task."""
+        self._journal.count("restarted", reason=one_line(problem).replace(self._id, "…"))
+        self._book, self._num_kept, self._is_begun, self.stop = JournalCodec(self._task.prompt), 0, False, None
 
     def _usable(self) -> JournaledEpisode | None:
         """Return what is held; None, counted, where nothing of it can be used."""
@@ -159,61 +147,46 @@ class EpisodeJournal:
         self._journal.count("restarted", reason=why)
         return None
 
-    def _read(self, held: JournaledEpisode) -> Mapping[str, Any]:
-        """Take up the records of all lines, and return the last one."""
-        for line in held.lines:
-            self._book.read(line["new"])
-        return held.lines[-1]
-
-    async def _restore(self, episode: Episode, held: JournaledEpisode) -> None:
-        last = self._read(held)
-        state = self._book.decode(last["state"])
-        if state["tools"] is not None:
-            episode.list_tools(json.loads(state["tools"]))
-        episode.sample_as(from_json(SamplingParams, state["sampling"]))
-        held_turns = list(zip(map(json.loads, state["turns"]), state["spans"], strict=True))
-        episode.restore(
-            state["episode"], lambda span: [read_turn(self._book, turn, spans, span) for turn, spans in held_turns]
-        )
-        kept = json.loads(state["plugins"])
-        await episode.backstage.environment.restore(kept["environment"])
-        assert self.scheduler is not None
-        if (restore := self._seam().restore) is not None:
-            await episode.call(self.scheduler, restore, episode, kept["scheduler"])
-        self._num_kept, self._is_begun = len(held_turns), True
-        self.stop = None if last["stop"] is None else StopReason(last["stop"])
-
     # What this one leaves.
 
-    async def begin(self, episode: Episode) -> None:
-        """Write that the episode is in flight, and whether it can be kept."""
-        self._why_not = self._journal.why_not or episode.backstage.environment.why_not or self._seam().why_not
-        self._is_begun = True
-        line = {"begun": self._digest, "why_not": self._why_not}
-        await self._journal.write(self._id, lambda: line)
-
     async def keep(self, episode: Episode, *, stop: StopReason | None = None) -> None:
-        """Keep the episode behind its last turn, unless it is kept already; with `stop`, that it is over."""
-        if self._why_not is not None or not self._is_begun or (stop is None and self._num_kept == len(episode.turns)):
+        """Keep the episode behind its last turn, unless it is kept already; with `stop`, that it is over.
+
+        The first time it writes that the episode is in flight, and whether it can be kept.
+        """
+        if not self._is_begun:
+            if stop is None:
+                await self._begin(episode)
             return
-        if episode.backstage.forks:
+        history, resources = episode.history, episode.resources
+        if self._why_not is not None:
+            history.events = None  # nobody is going to ask for them
+            return
+        if stop is None and self._num_kept == len(history.turns):
+            return
+        if resources.forks:
             await self._give_up("its scheduler forks it")
             return
-        assert self.scheduler is not None
+        assert self._scheduler is not None
         try:
-            snapshot = self._seam().snapshot
+            snapshot = self._hooks.snapshot
             kept = {
-                "environment": await episode.backstage.environment.snapshot(),
-                "scheduler": None if snapshot is None else await episode.call(self.scheduler, snapshot, episode),
+                "environment": await resources.snapshot(),
+                "scheduler": None if snapshot is None else await episode.call(self._scheduler, snapshot, episode),
             }
-            plugins = to_text(kept)  # now: its owner goes on changing it
-            turns = self._changed(episode.turns)
-            spans = [list(turn.spans) for turn in episode.turns]
-            state = episode.state()
-            listed = None if episode.listed_tools is None else to_text(episode.listed_tools)
-            sampling = _settings_of(episode.sampling)
-            self._num_kept = len(episode.turns)
-            await self._journal.write(self._id, lambda: self._line(state, turns, spans, plugins, listed, sampling, stop))
+            # Now what its owners go on changing; the rest, which nobody changes, in the thread.
+            plugins, turns = to_text(kept), self._changed(history.turns)
+            events, history.events = history.events, []
+            state = {
+                "tools": None if episode.listed_tools is None else to_text(episode.listed_tools),
+                "sampling": _settings_of(episode.sampling),
+                "stops": list(episode.stops),
+                "elapsed_s": resources.elapsed_s,
+                "duration_s": resources.duration_s,
+                "stop": None if stop is None else stop.value,
+            }
+            self._num_kept = len(history.turns)
+            await self._write({"events": events, "turns": turns, "state": state}, plugins)
         except NoSnapshotError as problem:
             await self._give_up(str(problem))
         except PolyturnError as problem:
@@ -235,44 +208,41 @@ class EpisodeJournal:
             self._is_broken = True
             self._journal.count("failed", reason=one_line(problem))
 
-    def _line(
-        self,
-        state: dict[str, Any],
-        turns: Mapping[int, dict[str, Any]],
-        spans: Sequence[Sequence[SpanRef]],
-        plugins: str,
-        listed: str | None,
-        sampling: dict[str, Any],
-        stop: StopReason | None,
-    ) -> Mapping[str, Any]:
-        try:
-            book = self._book
-            self._turns.update((i, book.encode_text(to_text(book.encode(turn)))) for i, turn in turns.items())
-            encoded = {
-                "episode": book.encode(state),
-                "turns": [self._turns[i] for i in range(len(spans))],
-                "spans": spans,
-                "plugins": book.encode_text(plugins),
-                "tools": None if listed is None else book.encode_text(listed),
-                "sampling": sampling,
-            }
-            return self._with_new({"state": encoded, "stop": None if stop is None else stop.value})
-        except BaseException:
-            self._is_broken = True
-            raise
+    async def _begin(self, episode: Episode) -> None:
+        self._why_not = self._journal.why_not or episode.resources.why_not or self._hooks.why_not
+        self._is_begun = True
+        line = {"begun": self._digest, "why_not": self._why_not}
+        await self._journal.write(self._id, lambda: line)
+
+    async def _write(self, values: Mapping[str, Any], plugins: str) -> None:
+        def line() -> Mapping[str, Any]:
+            try:
+                state = {**values["state"], "plugins": self._book.encode_text(plugins)}
+                return self._with_new(self._book.encode({**values, "state": state}))
+            except BaseException:
+                self._is_broken = True
+                raise
+
+        await self._journal.write(self._id, line)
 
     def _with_new(self, line: dict[str, Any]) -> Mapping[str, Any]:
         new = self._book.take_new()
         return {"from": len(self._book) - len(new), "new": new, **line}
 
-    def _changed(self, turns: Sequence[OpenTurn]) -> dict[int, dict[str, Any]]:
-        """Return the turns that are not as the line before has them: the last one, and those that were scored anew."""
+    def _changed(self, turns: list[OpenTurn]) -> dict[str, dict[str, Any]]:
+        """Return what answered and scored those turns that are not as the line before has them."""
         changed = {}
-        for index, turn in enumerate(turns):
-            now = (turn.message, turn.text, turn.num_tokens, turn.is_continued, turn.observation, turn.tool_results)
-            seen = (now, dict(turn.scores), dict(turn.info), dict(turn.timings))
-            if self._seen.get(index) != seen:
-                self._seen[index], changed[index] = seen, write_turn(turn)
+        for turn in turns:
+            seen = (turn.observation, turn.tool_results, dict(turn.scores), dict(turn.info), dict(turn.timings))
+            if self._seen.get(turn.index) != seen:
+                self._seen[turn.index] = seen
+                changed[str(turn.index)] = {
+                    "observation": turn.observation,
+                    "tool_results": turn.tool_results,
+                    "scores": to_text(turn.scores),
+                    "info": to_text(turn.info),
+                    "timings": dict(turn.timings),
+                }
         return changed
 
     async def _give_up(self, reason: str) -> None:
@@ -280,14 +250,16 @@ class EpisodeJournal:
         self._why_not = reason
         await self._journal.write(self._id, lambda: {"why_not": reason})
 
-    def _seam(self) -> SnapshotHooks:
-        if self._known is None or self._known[0] is not self.scheduler:
-            assert self.scheduler is not None
-            self._known = (
-                self.scheduler,
-                SnapshotHooks.of(self.scheduler, label=f"the scheduler {type(self.scheduler).__name__}"),
-            )
-        return self._known[1]
+    def _offered_by(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._hooks = SnapshotHooks.of(scheduler, label=f"the scheduler {type(scheduler).__name__}")
+
+
+def _change(turn: OpenTurn, values: Mapping[str, Any]) -> None:
+    """Give a turn what answered and scored it."""
+    turn.observation, turn.tool_results = tuple(values["observation"]), tuple(values["tool_results"])
+    turn.scores, turn.info = json.loads(values["scores"]), json.loads(values["info"])
+    turn.timings = dict(values["timings"])
 
 
 @functools.lru_cache(maxsize=256)

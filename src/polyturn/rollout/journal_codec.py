@@ -12,22 +12,67 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.errors import SnapshotError
+from polyturn.core.generation import FinishReason
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
 from polyturn.core.messages import Message, Origin, ToolCall
-from polyturn.core.trajectory import Span, SpanSource, ToolResult
+from polyturn.core.reward import Reward
+from polyturn.core.task import Task
+from polyturn.core.trajectory import Branch, Segment, Span, SpanRef, SpanSource, ToolResult, Trajectory, Turn
 
 _REF = "#record"
 _AS_IS = frozenset({int, float, bool, type(None)})
+_ARRAYS: dict[str, type[Any]] = {"#int32": np.int32, "#float32": np.float32}
 _LONG = 128
 """Texts of this many characters, such as an image, are records of their own."""
+
+
+@dataclass(slots=True, kw_only=True)
+class JournaledEpisode:
+    """What a journal holds of one episode that was in flight when its process ended."""
+
+    digest: str
+    """Of what it was a run of."""
+    lines: list[Mapping[str, Any]] = field(default_factory=list)
+    """One for each complete turn, then one for the end, as they were written."""
+    why_not: str | None = None
+    """Why it starts from its task."""
+
+
+class Journal(Protocol):
+    """Where live episodes are kept."""
+
+    why_not: str | None
+    """Why no turn is kept at all, but that an episode was in flight; None where turns are kept."""
+
+    def takes(self, episode: str) -> bool:
+        """Return whether the episode is one whose turns are worth keeping."""
+        ...
+
+    def recall(self, episode: str) -> JournaledEpisode | None:
+        """Return what is held of an episode, once; None where it was not in flight."""
+        ...
+
+    async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
+        """Append a line, made where it holds nobody up, and return once the operating system has it.
+
+        Raises:
+            SnapshotError: the line cannot be made.
+        """
+        ...
+
+    def count(self, name: str, *, reason: str = "") -> None:
+        """Count a flight that was "resumed" or "restarted", or whose snapshot "failed"."""
+        ...
 
 
 class JournalCodec:
@@ -66,8 +111,10 @@ class JournalCodec:
             return [v if type(v) in _AS_IS else self.encode(v) for v in value]
         if isinstance(value, Enum):
             return value.value
-        if kind is np.ndarray and value.dtype == np.int32:
-            return {"#ids": pack(value)}
+        if kind is np.ndarray and value.dtype in _ARRAYS.values():
+            return {f"#{value.dtype.name}": pack(value)}
+        if isinstance(value, np.generic):
+            return value.item()
         raise SnapshotError(f"a conversation holds {value!r:.80} ({kind.__name__}), which JSON cannot write")
 
     def encode_text(self, text: str) -> Any:
@@ -96,8 +143,9 @@ class JournalCodec:
         if isinstance(value, dict):
             if _REF in value:
                 return self._records[value[_REF]]
-            if "#ids" in value:
-                return unpack(value["#ids"], np.int32)
+            for name, dtype in _ARRAYS.items():
+                if name in value:
+                    return unpack(value[name], dtype)
             return {k: self.decode(v) for k, v in value.items()}
         if isinstance(value, list):
             return [self.decode(v) for v in value]
@@ -240,3 +288,69 @@ _READERS: dict[str, Any] = {
     "media": _read_media,
     "text": lambda book, data: data["text"],
 }
+
+
+def write_trajectory(book: JournalCodec, trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory that is scored."""
+    turns = [
+        {
+            "index": turn.index,
+            "message": turn.message,
+            "finish_reason": turn.finish_reason,
+            "spans": turn.spans,
+            "tool_results": turn.tool_results,
+            "observation": turn.observation,
+            "scores": to_text(turn.scores),
+            "info": to_text(turn.info),
+            "timings": dict(turn.timings),
+            "is_continued": turn.is_continued,
+        }
+        for turn in trajectory.turns
+    ]
+    segments = [{"spans": s.spans, "media": s.media, "agent": s.agent, "parent": s.parent} for s in trajectory.segments]
+    reward = trajectory.reward
+    return {
+        "shown": book.encode(trajectory.task.prompt),
+        "segments": book.encode(segments),
+        "turns": book.encode(turns),
+        "stop": trajectory.stop_reason.value,
+        "reward": None if reward is None else to_text([reward.total, reward.components, reward.info]),
+        "metrics": to_text(trajectory.metrics),
+    }
+
+
+def read_trajectory(book: JournalCodec, data: Mapping[str, Any], id: str, task: Task) -> Trajectory:
+    """Return the trajectory that `write_trajectory` wrote."""
+    shown, segments, turns = (book.decode(data[name]) for name in ("shown", "segments", "turns"))
+    reward = None if data["reward"] is None else json.loads(data["reward"])
+    is_same = len(shown) == len(task.prompt) and all(a is b for a, b in zip(shown, task.prompt, strict=True))
+    return Trajectory(
+        id=id,
+        task=task if is_same else dataclasses.replace(task, prompt=tuple(shown)),
+        segments=tuple(
+            Segment(
+                spans=tuple(s["spans"]),
+                media=tuple(s["media"]),
+                agent=s["agent"],
+                parent=None if s["parent"] is None else Branch(*s["parent"]),
+            )
+            for s in segments
+        ),
+        turns=tuple(
+            Turn(
+                **{
+                    **turn,
+                    "finish_reason": FinishReason(turn["finish_reason"]),
+                    "spans": tuple(SpanRef(*ref) for ref in turn["spans"]),
+                    "tool_results": tuple(turn["tool_results"]),
+                    "observation": tuple(turn["observation"]),
+                    "scores": json.loads(turn["scores"]),
+                    "info": json.loads(turn["info"]),
+                }
+            )
+            for turn in turns
+        ),
+        stop_reason=StopReason(data["stop"]),
+        reward=None if reward is None else Reward(total=reward[0], components=reward[1], info=reward[2]),
+        metrics=json.loads(data["metrics"]),
+    )

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from polyturn.core.errors import ConfigError
 from polyturn.core.lifecycle import StopReason
@@ -37,20 +39,26 @@ class ContextPolicy(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How far one episode may go. None means no limit."""
+    """How far an episode may go; null means no limit. Checked in the order of `rollout/limits.py`."""
 
-    max_turns: int | None = 8
-    max_user_turns: int | None = None
-    """How many replies of an interaction the model is shown. The turn after the last one is still scored."""
-    max_tokens_per_turn: int | None = 512
-    max_tokens: int | None = None
-    """Tokens after the first prompt: completions and observations together."""
-    max_context: int | None = None
-    """Prompt and response together."""
-    timeout_s: float | None = None
+    max_turns: Annotated[int, Field(ge=1)] | None = 8
+    """Completions of an episode; null is no limit."""
+    max_user_turns: Annotated[int, Field(ge=0)] | None = None
+    """Replies of an interaction that the model is shown; null is no limit. The turn after the last one is still scored."""
+    max_tokens_per_turn: Annotated[int, Field(ge=1)] | None = 512
+    """Sampled tokens of one completion; null is no limit."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens after the first prompt, observations included."""
+    max_context: Annotated[int, Field(ge=2)] | None = None
+    """Prompt and response together; of a run it defaults to the model's own limit."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """A task with a longer prompt is refused when the run starts."""
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds of an episode, beyond which it is truncated; null is no limit."""
     counts_people: bool = False
     """Whether the time in which a person is waited for counts for `timeout_s`."""
     context_policy: ContextPolicy = ContextPolicy.STOP
+    """When the context is full: end, replace old observations by a note, or leave out the oldest messages."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_user_turns", "max_tokens_per_turn", "max_tokens", "max_context", "timeout_s"):

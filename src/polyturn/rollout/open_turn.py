@@ -1,13 +1,15 @@
-"""OpenTurn: a turn while it is happening, which tools, interaction and scheduler still add to.
+"""OpenTurn: a turn while it is happening, which tools, interaction and scheduler still add to; Reply: what answers it.
 
-Separate from the record (`core.trajectory.Turn`), which is frozen, and from the episode, which makes it.
+Separate from the record (`core.trajectory.Turn`), which is frozen, and from the history, which makes it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
@@ -72,3 +74,46 @@ class OpenTurn:
             timings=self.timings,
             is_continued=self.is_continued,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the environment answers to a turn."""
+
+    messages: tuple[Message, ...] = ()
+    is_done: bool = False
+    """The episode is over; the messages are recorded and, as nothing follows them, not encoded."""
+    goes_on: bool = False
+    """The model speaks again although nothing answers it: the history was edited, or its message continues."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Named scores of the turn, added to `turn.scores`."""
+
+    @classmethod
+    def of(cls, value: Any) -> Reply:
+        """Return what a `step` returned as a reply.
+
+        Raises:
+            SchedulerError: it is nothing that can be understood.
+        """
+        if isinstance(value, Reply):
+            if all(isinstance(m, Message) for m in value.messages):
+                return value
+            return replace(value, messages=cls.of(list(value.messages)).messages)
+        if value is None:
+            return cls()
+        if isinstance(value, str):
+            return cls(messages=(Message(role="user", content=value),))
+        if isinstance(value, Message | Mapping):
+            return cls(messages=(Message.from_openai(value),))
+        if isinstance(value, Sequence):
+            return cls(messages=tuple(Message.from_openai(m) for m in value))
+        raise SchedulerError(f"step returned {value!r:.200}; return None, a text, a message, a list of messages, or a Reply")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenReward:
+    """What a scheduler says its episode is worth, where it judges that itself."""
+
+    score: float
+    info: Mapping[str, Any] = field(default_factory=dict)

@@ -16,67 +16,24 @@ The default answers tool calls first, else lets the row's interaction answer, el
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
 
 from polyturn.core.aio import first_error
 from polyturn.core.errors import DataError, SchedulerError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.messages import Message
-from polyturn.core.task import NATIVE_AGENTS
-from polyturn.rollout.calls import is_ours
+from polyturn.core.task import NATIVE_AGENTS, Task
+from polyturn.rollout.calls import has_own_deadlines, keeps_deadlines
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.open_turn import GivenReward, OpenTurn, Reply
 
-if TYPE_CHECKING:
-    from polyturn.core.task import Task
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.open_turn import OpenTurn
+__all__ = ["GivenReward", "MultiTurnScheduler", "Reply"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """What the environment answers to a turn."""
-
-    messages: tuple[Message, ...] = ()
-    is_done: bool = False
-    """The episode is over; the messages are recorded and, as nothing follows them, not encoded."""
-    goes_on: bool = False
-    """The model speaks again although nothing answers it: the history was edited, or its message continues."""
-    info: Mapping[str, Any] = field(default_factory=dict)
-    scores: Mapping[str, float] = field(default_factory=dict)
-    """Named scores of the turn, added to `turn.scores`."""
-
-    @classmethod
-    def of(cls, value: Any) -> Reply:
-        """Return what a `step` returned as a reply.
-
-        Raises:
-            SchedulerError: it is nothing that can be understood.
-        """
-        if isinstance(value, Reply):
-            if all(isinstance(m, Message) for m in value.messages):
-                return value
-            return replace(value, messages=cls.of(list(value.messages)).messages)
-        if value is None:
-            return cls()
-        if isinstance(value, str):
-            return cls(messages=(Message(role="user", content=value),))
-        if isinstance(value, Message | Mapping):
-            return cls(messages=(Message.from_openai(value),))
-        if isinstance(value, Sequence):
-            return cls(messages=tuple(Message.from_openai(m) for m in value))
-        raise SchedulerError(f"step returned {value!r:.200}; return None, a text, a message, a list of messages, or a Reply")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenReward:
-    """What a scheduler says its episode is worth, where it judges that itself."""
-
-    score: float
-    info: Mapping[str, Any] = field(default_factory=dict)
-
-
+@functools.partial(keeps_deadlines, also_plain=True)
 class MultiTurnScheduler:
     """The default turn logic; subclass it and override `step`, `check_finished`, a hook, or `run`.
 
@@ -160,7 +117,16 @@ class MultiTurnScheduler:
         return [task.result() for task in running]
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Answer one turn: its tool calls first, else the row's interaction, else nothing."""
+        """Answer one turn: its tool calls first, else the row's interaction, else nothing.
+
+        Returns one of:
+            None: nothing answers, and the episode ends.
+            a text: what the user says next.
+            a polyturn.Message, or the dict of one, or a list of them: what the model reads next.
+            a polyturn.Reply: messages with the turn's scores and notes, and whether the episode is over (`is_done`).
+            episode.rewrite(messages): the history is replaced, and the model speaks again.
+            episode.go_on(text): the model goes on with the message that it was writing.
+        """
         if turn.message.tool_calls:
             return await episode.call_tools(turn)
         if episode.has_partner:
@@ -190,7 +156,8 @@ class MultiTurnScheduler:
         if turn.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
         for method, meaning in ((self.on_turn_end, StopReason.ENV_DONE), (self.check_finished, StopReason.STOP)):
-            answer = method(episode, turn) if is_ours(method) else await episode.call(self, method, episode, turn)
+            is_default = has_own_deadlines(method) and not inspect.iscoroutinefunction(method)
+            answer = method(episode, turn) if is_default else await episode.call(self, method, episode, turn)
             if answer is None:
                 continue
             if isinstance(answer, StopReason):

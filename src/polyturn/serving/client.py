@@ -11,20 +11,21 @@ never /infer/, where an environment may have acted already.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import aiohttp
+from typing import Any
 
 from polyturn.core.aio import first_error
 from polyturn.core.errors import ConfigError, EngineError
-from polyturn.core.secret import bearer, hide
+from polyturn.core.secret import bearer
+from polyturn.infra.http import BrokenOffError, JsonClient
+from polyturn.infra.retries import retried
+from polyturn.infra.run_sync import in_own_loop
 
-T = TypeVar("T")
-_RETRY_S = (0.1, 0.5, 2.0)
+_TRIES, _PAUSE_S = 4, 0.2
+_MAX_ANSWER_BYTES = 1 << 30
+"""Whole batches of trajectories come in one answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class RolloutClient:
         self.urls = tuple(url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls))
         if not self.urls:
             raise ConfigError("a client needs the address of at least one server")
-        self._token = token
+        self._headers = bearer(token)
         self._timeout_s = timeout_s
 
     async def wait_ready_async(self, *, timeout_s: float = 240.0) -> None:
@@ -127,7 +128,7 @@ class RolloutClient:
         pushes = []
         for url in self.urls:
             before = await self._ask(url, "POST", "/probe/")
-            await self._ask(url, "POST", f"/update_weights/?version={version}", data=body)
+            await self._ask(url, "POST", f"/update_weights/?version={version}", body)
             after = await self._ask(url, "POST", "/probe/")
             if after["version"] != version:
                 raise EngineError(f"{url} was sent version {version} and answers as version {after['version']}")
@@ -139,53 +140,36 @@ class RolloutClient:
 
     def wait_ready(self, *, timeout_s: float = 240.0) -> None:
         """Do as `wait_ready_async`, from code that is not async."""
-        _run(self.wait_ready_async(timeout_s=timeout_s))
+        in_own_loop(lambda: self.wait_ready_async(timeout_s=timeout_s))
 
     def infer(self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None) -> list[InferReply]:
         """Do as `infer_async`, from code that is not async."""
-        return _run(self.infer_async(requests, config))
+        replies: list[InferReply] = in_own_loop(lambda: self.infer_async(requests, config))
+        return replies
 
     def push_weights(self, weights: Mapping[str, Any], *, version: int) -> list[WeightPush]:
         """Do as `push_weights_async`, from code that is not async."""
-        return _run(self.push_weights_async(weights, version=version))
+        pushes: list[WeightPush] = in_own_loop(lambda: self.push_weights_async(weights, version=version))
+        return pushes
 
     async def _infer(self, url: str, chunk: Sequence[Any], config: Mapping[str, Any] | None) -> list[dict[str, Any]]:
         body = {"infer_requests": chunk, "request_config": config, "timeout_s": self._timeout_s}
-        return await self._ask(url, "POST", "/infer/", json=body, timeout_s=self._timeout_s + 10)  # type: ignore[no-any-return]
+        return await self._ask(url, "POST", "/infer/", body, timeout_s=self._timeout_s + 10)  # type: ignore[no-any-return]
 
-    async def _ask(self, url: str, method: str, path: str, *, timeout_s: float | None = None, **body: Any) -> Any:
+    async def _ask(self, url: str, method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         is_safe = method == "GET" or path == "/probe/"
-        for wait_s in (*(_RETRY_S if is_safe else ()), None):
-            try:
-                timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
-                async with (
-                    aiohttp.ClientSession(headers=bearer(self._token), timeout=timeout) as session,
-                    session.request(method, url + path, allow_redirects=False, **body) as reply,
-                ):
-                    if reply.status != 200:
-                        said = hide(await reply.text(), self._token)[:500]
-                        raise EngineError(f"{url}{path} answers {reply.status}: {said}")
-                    return await reply.json()
-            except (aiohttp.ClientError, TimeoutError) as problem:
-                if wait_s is None:
-                    raise EngineError(f"{url}{path} cannot be asked: {type(problem).__name__} {problem}") from problem
-                await asyncio.sleep(wait_s)
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run in a thread of its own, so that callers may have a loop already."""
-    found: list[T] = []
-    failed: list[BaseException] = []
-
-    def target() -> None:
+        client = JsonClient(headers=self._headers, timeout_s=timeout_s or self._timeout_s)
         try:
-            found.append(asyncio.run(work))
-        except BaseException as problem:
-            failed.append(problem)
-
-    thread = threading.Thread(target=target, daemon=True, name="polyturn-rollout-client")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
+            reply = await retried(
+                lambda: client.send(method, url + path, body, max_bytes=_MAX_ANSWER_BYTES),
+                again=lambda problem: isinstance(problem, BrokenOffError | TimeoutError),
+                tries=_TRIES if is_safe else 1,
+                wait_s=_PAUSE_S,
+            )
+        except (BrokenOffError, TimeoutError) as problem:
+            raise EngineError(f"{url}{path} cannot be asked: {type(problem).__name__} {problem}") from problem
+        finally:
+            await client.close()
+        if reply.status != 200:
+            raise EngineError(f"{url}{path} answers {reply.status}: {reply.said()}")
+        return reply.json()

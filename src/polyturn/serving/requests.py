@@ -79,7 +79,7 @@ def task_of(request: Any, *, id: str) -> Task:
 
 
 def _marked(value: Any, kind: str) -> Any:
-    """Return media in which base64 without a head, as ms-swift's trainer sends it, is a data URI."""
+    """Return media in which base64 without a head, as some trainers send it, is a data URI."""
     if isinstance(value, list):
         return [_marked(one, kind) for one in value]
     if isinstance(value, str) and not value.startswith(("data:", "http:", "https:", "file:")):

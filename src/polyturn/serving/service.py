@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polyturn.compat.swift.outputs import rollout_outputs
-from polyturn.compat.swift.protocol import RequestConfig
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.seeds import derive_seed
@@ -28,8 +26,10 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.request_length import check_length
+from polyturn.rollout.run_episode import run_episode
+from polyturn.serving.outputs import rollout_outputs
+from polyturn.serving.protocol import RequestConfig
 from polyturn.serving.requests import task_of
 
 if TYPE_CHECKING:

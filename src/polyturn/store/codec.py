@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from polyturn.core.serde import from_json, to_json
+from polyturn.core.serde import to_json
 
 _ESCAPE = "\ue000json:"
 """Opens a text that UTF-8 cannot write (a lone surrogate, from a tool that read broken bytes), kept as JSON."""
@@ -48,11 +48,6 @@ def as_json(value: Any) -> str:
 def read_json(text: str | None) -> Any:
     """Return what `as_json` wrote; {} where nothing was recorded."""
     return {} if text is None else json.loads(text)
-
-
-def read_as(cls: type[Any], text: str) -> Any:
-    """Return what `as_json` wrote as an instance of `cls`."""
-    return from_json(cls, json.loads(text))
 
 
 def read_floats(text: str | None) -> dict[str, float]:

@@ -3,154 +3,132 @@
     spans [(segment, length, has_logprobs, …)] cut the joined ids, logprobs and weights into spans, these into segments
     messages, tool_calls and tool_results find each other by turn and by the number of the message
 
-Reads what `to_rows.py` wrote.
+What is put together here has the shape of `core/serde.py`, whose `from_json` makes the objects: a trajectory is written down
+in one way, of which the columns are an arrangement. Reads what `to_rows.py` wrote.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from polyturn.core.arrays import Floats
-from polyturn.core.generation import FinishReason
-from polyturn.core.lifecycle import StopReason
-from polyturn.core.media import Media
-from polyturn.core.messages import Message, Origin, ToolCall
-from polyturn.core.reward import Reward
-from polyturn.core.task import Task
-from polyturn.core.trajectory import Branch, Segment, Span, SpanRef, SpanSource, ToolResult, Trajectory, Turn
-from polyturn.store.codec import read_as, read_floats, read_json, restore, restore_all
+from polyturn.core.serde import from_json
+from polyturn.core.trajectory import Trajectory
+from polyturn.store.codec import read_json, restore, restore_all
 from polyturn.store.schema import StoredTrajectory, Trained
+
+_JSON = ("arguments", "metrics", "scores", "info", "timings")
+"""Members of structs that are JSON in a string."""
 
 
 def from_row(row: Mapping[str, Any]) -> StoredTrajectory:
     """Return the trajectory of one row, as `pa.Table.to_pylist` gives it, arrays as lists or as NumPy arrays."""
-    segments = _segments(row)
-    places = [SpanRef(i, k) for i, segment in enumerate(segments) for k in range(len(segment.spans))]
+    segments, places = _segments(row)
     messages = _messages(row)
-    results: dict[int, list[ToolResult]] = {}
-    for r in map(restore_all, row["tool_results"]):
-        results.setdefault(r["turn"], []).append(
-            ToolResult(
-                call_id=r["call_id"],
-                name=r["name"],
-                content=_content(r),
-                reward=r["reward"],
-                metrics=read_json(r["metrics"]),
-                error=r["error"],
-                duration_s=r["duration_s"],
-            )
-        )
-    turns = tuple(
-        Turn(
-            index=turn["index"],
-            message=messages[place][0],
-            finish_reason=FinishReason(turn["finish_reason"]),
-            spans=tuple(places[i] for i in turn["spans"]),
-            tool_results=tuple(results.get(place, ())),
-            observation=tuple(messages[place][1:]),
-            scores=read_floats(turn["scores"]),
-            info=read_json(turn["info"]),
-            timings=read_floats(turn["timings"]),
-            is_continued=turn["is_continued"],
-        )
-        for place, turn in enumerate(row["turns"])
-    )
-    task = read_as(Task, row["task"])
-    reward = row["reward"]
-    trajectory = Trajectory(
-        id=row["id"],
-        task=task,
-        segments=segments,
-        turns=turns,
-        stop_reason=StopReason(row["stop_reason"]),
-        reward=None
-        if reward is None
-        else Reward(total=reward, components=dict(row["components"]), info=read_json(row["reward_info"])),
-        error=restore(row["error"]),
-        metrics=read_floats(row["metrics"]),
-    )
+    results: dict[int, list[dict[str, Any]]] = {}
+    for result in row["tool_results"]:
+        results.setdefault(result["turn"], []).append(_with_content(_plain(result, but=("turn",))))
+    turns = [
+        {
+            **_plain(turn),
+            "message": messages[number][0],
+            "spans": [places[i] for i in turn["spans"]],
+            "tool_results": results.get(number, []),
+            "observation": messages[number][1:],
+        }
+        for number, turn in enumerate(row["turns"])
+    ]
+    reward = None
+    if row["reward"] is not None:
+        reward = {"total": row["reward"], "components": dict(row["components"]), "info": read_json(row["reward_info"])}
+    trajectory = {
+        "id": row["id"],
+        "task": read_json(row["task"]),
+        "segments": segments,
+        "turns": turns,
+        "stop_reason": row["stop_reason"],
+        "reward": reward,
+        "error": restore(row["error"]),
+        "metrics": read_json(row["metrics"]),
+    }
     trained = Trained(
         advantages=_floats(row["advantages"]),
         policy_logprobs=_floats(row["policy_logprobs"]),
         weights=_floats(row["trained_weights"]),
         dropped=row["dropped"],
     )
-    return StoredTrajectory(trajectory=trajectory, group=row["group"], step=row["step"], split=row["split"], trained=trained)
-
-
-def _segments(row: Mapping[str, Any]) -> tuple[Segment, ...]:
-    ids, logprobs, weights = (np.asarray(row[name]) for name in ("ids", "logprobs", "weights"))
-    spans: list[list[Span]] = [[] for _ in row["segments"]]
-    at = {"ids": 0, "logprobs": 0, "weights": 0}
-
-    def take(name: str, array: Any, length: int) -> Any:
-        at[name] += length
-        return array[at[name] - length : at[name]]
-
-    for span in row["spans"]:
-        length = span["length"]
-        spans[span["segment"]].append(
-            Span(
-                ids=take("ids", ids, length),
-                source=SpanSource(span["source"]),
-                turn=span["turn"],
-                logprobs=take("logprobs", logprobs, length) if span["has_logprobs"] else None,
-                policy_version=span["policy_version"],
-                weights=take("weights", weights, length) if span["has_weights"] else None,
-            )
-        )
-    media: list[list[Media]] = [[] for _ in row["segments"]]
-    for medium in row["media"]:
-        source = read_json(medium["source"])
-        media[medium["segment"]].append(
-            Media(kind=medium["kind"], source=tuple(source) if isinstance(source, list) else source)
-        )
-    return tuple(
-        Segment(
-            spans=tuple(spans[i]),
-            media=tuple(media[i]),
-            agent=segment["agent"],
-            parent=None
-            if segment["parent_segment"] is None
-            else Branch(segment["parent_segment"], segment["parent_length"]),
-        )
-        for i, segment in enumerate(row["segments"])
+    return StoredTrajectory(
+        trajectory=from_json(Trajectory, trajectory),
+        group=row["group"],
+        step=row["step"],
+        split=row["split"],
+        trained=trained,
     )
 
 
-def _messages(row: Mapping[str, Any]) -> dict[int, list[Message]]:
-    """Return the messages of each turn: the model's, then what the environment answered."""
-    calls: dict[int, list[ToolCall]] = {}
-    for c in map(restore_all, row["tool_calls"]):
-        call = ToolCall(id=c["id"], name=c["name"], arguments=read_json(c["arguments"]), raw=c["raw"], error=c["error"])
-        calls.setdefault(c["message"], []).append(call)
-    found: dict[int, list[Message]] = {}
-    for number, m in enumerate(map(restore_all, row["messages"])):
-        message = Message(
-            role=m["role"],
-            content=_content(m),
-            tool_calls=tuple(calls.get(number, ())),
-            tool_call_id=m["tool_call_id"],
-            name=m["name"],
-            reasoning=m["reasoning"],
-            origin=Origin(m["origin"]) if m.get("origin") else None,
+def _segments(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
+    """Return the segments, and for each span of the row its segment and its place there."""
+    arrays = {name: np.asarray(row[name]) for name in ("ids", "logprobs", "weights")}
+    at = dict.fromkeys(arrays, 0)
+
+    def take(name: str, length: int, *, is_there: bool = True) -> Any:
+        if not is_there:
+            return None
+        at[name] += length
+        return arrays[name][at[name] - length : at[name]]
+
+    segments: list[dict[str, Any]] = []
+    for segment in map(restore_all, row["segments"]):
+        parent = None if segment["parent_segment"] is None else (segment["parent_segment"], segment["parent_length"])
+        segments.append({"spans": [], "media": [], "agent": segment["agent"], "parent": parent})
+    places = []
+    for span in row["spans"]:
+        of, length = segments[span["segment"]]["spans"], span["length"]
+        places.append((span["segment"], len(of)))
+        of.append(
+            {
+                "ids": take("ids", length),
+                "source": span["source"],
+                "turn": span["turn"],
+                "logprobs": take("logprobs", length, is_there=span["has_logprobs"]),
+                "policy_version": span["policy_version"],
+                "weights": take("weights", length, is_there=span["has_weights"]),
+            }
         )
-        found.setdefault(m["turn"], []).append(message)
+    for medium in row["media"]:
+        source = read_json(medium["source"])
+        segments[medium["segment"]]["media"].append({"kind": medium["kind"], "source": source})
+    return segments, places
+
+
+def _messages(row: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
+    """Return the messages of each turn: the model's, then what the environment answered."""
+    calls: dict[int, list[dict[str, Any]]] = {}
+    for call in row["tool_calls"]:
+        calls.setdefault(call["message"], []).append(_plain(call, but=("message", "turn")))
+    found: dict[int, list[dict[str, Any]]] = {}
+    for number, message in enumerate(row["messages"]):
+        made = _with_content(_plain(message, but=("turn",)))
+        found.setdefault(message["turn"], []).append({**made, "tool_calls": calls.get(number, [])})
     return found
 
 
-def _content(row: Mapping[str, Any]) -> Any:
-    if row["parts"] is None:
-        return row["text"]
-    return tuple(_parts_of(part) for part in json.loads(row["parts"]))
+def _plain(struct: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a struct with its texts restored and its JSON read, without the members that only say where it belongs."""
+    return {
+        name: read_json(value) if name in _JSON else restore(value) if isinstance(value, str) else value
+        for name, value in struct.items()
+        if name not in but
+    }
 
 
-def _parts_of(part: Any) -> Any:
-    return {k: tuple(v) if isinstance(v, list) and k == "video" else v for k, v in part.items()}
+def _with_content(made: dict[str, Any]) -> dict[str, Any]:
+    """Put the text, or the parts, of a message or a tool's result in the place of its two columns."""
+    text, parts = made.pop("text"), made.pop("parts")
+    return {**made, "content": text if parts is None else read_json(parts)}
 
 
 def _floats(values: Any) -> Floats | None:

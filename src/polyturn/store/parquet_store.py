@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 
 from polyturn.core.errors import one_line
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.store.options import StoreSettings
 from polyturn.store.schema import SCHEMA, StoredTrajectory, Trained
 from polyturn.store.to_rows import to_table
 
@@ -34,24 +34,13 @@ _MAX_BUFFERED = 16 * 2**20
 """Tokens that are held back at most before a part is written without being asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreSettings:
-    """How much of a run is kept."""
-
-    share: float = 1.0
-    """Share of the groups of training that are recorded, the same ones for the same ids. Evaluations are kept whole."""
-    max_bytes: int | None = None
-    """The oldest parts of training are deleted when the store is larger; None keeps everything."""
-    join_at: int = 64
-    """So many parts that one flush wrote are joined to one."""
-
-
 class ParquetStore:
     """Records the trajectories of a run; usable with `with`."""
 
-    def __init__(self, folder: Path, settings: StoreSettings | None = None) -> None:
+    def __init__(self, folder: Path, settings: StoreSettings | None = None, *, join_at: int = 64) -> None:
         """Open the store of the run in `folder`; parts that are there already stay."""
         self.settings = settings or StoreSettings()
+        self._join_at = join_at  # so many parts that one flush wrote are joined to one
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
         for left_over in self._folder.glob(".*.tmp"):
@@ -92,10 +81,10 @@ class ParquetStore:
         self._write(path, to_table(self._rows))
         self._rows, self._size, self._next = [], 0, self._next + 1
         self._small.append(path)
-        if len(self._small) >= self.settings.join_at:
+        if len(self._small) >= self._join_at:
             self._join()
-        if self.settings.max_bytes is not None:
-            self._trim(self.settings.max_bytes)
+        if self.settings.max_gb is not None:
+            self._trim(round(self.settings.max_gb * 1e9))
 
     def forget_after(self, step: int) -> None:
         """Drop the rows of later steps, which a resumed run takes again, maybe with other groups."""

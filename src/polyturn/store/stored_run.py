@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 
 from polyturn.core.contained import contained
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
+from polyturn.core.metrics_file import read_metrics
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.store.bounded import BoundedFile
@@ -33,12 +34,52 @@ from polyturn.store.from_rows import from_row
 from polyturn.store.parquet_store import FOLDER, list_parts
 from polyturn.store.schema import INDEX_COLUMNS, KEY, METADATA_KEY, SCHEMA, VERSION, StoredTrajectory, upgrade
 from polyturn.store.sql import run_query
+from polyturn.store.table import RowTable
 
 logger = logging.getLogger(__name__)
 
 _PART, _ROW, _AT = "__part", "__row", "__at"
 MAX_LISTED = 5_000_000
 """Rows of all parts together that are listed."""
+
+
+SHOWN_METRICS = (
+    "step", "reward/mean", "rollout/success", "rollout/turns", "rollout/tool_errors", "loss/total", "policy/entropy",
+    "eval/greedy/success", "time/step_s",
+)  # fmt: skip
+"""Columns of the metrics that a page has room for."""
+SHOWN_COLUMNS = ("id", "step", "split", "reward", "num_turns", "stop_reason", "error")
+
+
+class Trajectories:
+    """The trajectories of a stored run: each is read when it is asked for."""
+
+    def __init__(self, run: StoredRun) -> None:
+        self._run = run
+
+    def __call__(self, *, step: int | None = None, split: str | None = None) -> Iterator[Trajectory]:
+        """Yield every trajectory, or those of one step or split."""
+        for record in self._run.select(step=step, split=split).records():
+            yield record.trajectory
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return self()
+
+    def __len__(self) -> int:
+        return len(self._run)
+
+    def __getitem__(self, key: str | int) -> Trajectory:
+        """Return a trajectory by its id, or by its number in the order of recording."""
+        if isinstance(key, str):
+            return self._run.trajectory(key)
+        row = self._run.table(["id", "step", "split"]).slice(range(len(self))[key], 1).to_pylist()[0]
+        return self._run.trajectory(**row)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} trajectories of {str(self._run.folder)!r}"
+
+    def _repr_html_(self) -> str:
+        return self._run._repr_html_()
 
 
 class StoredRun:
@@ -161,10 +202,20 @@ class StoredRun:
         for part, rows in self._by_part():
             yield from self._read_rows(part, rows)
 
-    def trajectories(self, *, step: int | None = None, split: str | None = None) -> Iterator[Trajectory]:
-        """Yield every trajectory, or those of one step or split."""
-        for record in self.select(step=step, split=split).records():
-            yield record.trajectory
+    @property
+    def trajectories(self) -> Trajectories:
+        """Every trajectory, to iterate; `trajectories(step=3)` gives those of one step or split."""
+        return Trajectories(self)
+
+    @property
+    def metrics(self) -> RowTable:
+        """One row a step, evaluations included; empty where the run wrote none."""
+        path = self.folder / "metrics.jsonl"
+        return RowTable(read_metrics(path) if path.exists() else (), shown=SHOWN_METRICS)
+
+    def _repr_html_(self) -> str:
+        rows = [{name: row[name] for name in SHOWN_COLUMNS} for row in self._table.slice(max(0, len(self) - 8)).to_pylist()]
+        return f"<p>{len(self)} trajectories; the last:</p>" + RowTable(rows)._repr_html_()
 
     def groups(self, *, step: int | None = None, split: str | None = None) -> Iterator[TrajectoryGroup]:
         """Yield every group, or those of one step or split, part by part."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from polyturn.core.errors import did_you_mean
 
 if TYPE_CHECKING:
+    from polyturn.testing.published import published_config as published_config
+    from polyturn.testing.published import tiny as tiny
     from polyturn.testing.suites.common import ContractError as ContractError
     from polyturn.testing.suites.interaction import check_interaction as check_interaction
     from polyturn.testing.suites.reward import check_reward as check_reward
@@ -21,18 +23,28 @@ if TYPE_CHECKING:
     from polyturn.testing.suites.tool import check_tool as check_tool
 
 _FROM = {
-    "ContractError": "common",
-    "check_interaction": "interaction",
-    "check_reward": "reward",
-    "check_scheduler": "scheduler",
-    "check_tool": "tool",
+    "ContractError": "suites.common",
+    "check_interaction": "suites.interaction",
+    "check_reward": "suites.reward",
+    "check_scheduler": "suites.scheduler",
+    "check_tool": "suites.tool",
+    "published_config": "published",
+    "tiny": "published",
 }
-"""Public name -> the module of `suites` that has it, imported when it is asked for."""
+"""Public name -> the module that has it, imported when it is asked for."""
 
-__all__ = ["ContractError", "check_interaction", "check_reward", "check_scheduler", "check_tool"]
+__all__ = [
+    "ContractError",
+    "check_interaction",
+    "check_reward",
+    "check_scheduler",
+    "check_tool",
+    "published_config",
+    "tiny",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _FROM:
         raise AttributeError(f"polyturn.testing has no {name!r}.{did_you_mean(name, __all__)}")
-    return importlib.import_module(f"polyturn.testing.suites.{_FROM[name]}").__dict__[name]
+    return importlib.import_module(f"polyturn.testing.{_FROM[name]}").__dict__[name]

@@ -16,18 +16,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
-from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.core.protocols import Engine
 from polyturn.core.task import Task
+from polyturn.engines.base import EngineWrapper
 from polyturn.engines.order import LongestFirst, OrderPolicy, make_policy
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.predictor import WorkPredictor
 from polyturn.engines.simulated import SimulatedEngine
 from polyturn.engines.virtual_time import run_virtual
 from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.group import GroupSpec
@@ -79,6 +80,7 @@ class Simulated:
         return self.lower_bound_s / self.makespan_s
 
 
+@keeps_deadlines
 class _Waits(MultiTurnScheduler):
     """The environment of a workload: waits, then says as much as the file says."""
 
@@ -108,33 +110,7 @@ class _Oracle(WorkPredictor):
         return sum(plan.lengths[turn:]) * self._token_s + sum(plan.waits[turn:])
 
 
-class _Passing:
-    """An engine in front of another one; `core.protocols.Engine`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        return self._engine.capabilities
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        return await self._engine.generate(request)
-
-    async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
-
-    async def end_session(self, session_id: str) -> None:
-        await self._engine.end_session(session_id)
-
-    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        await self._engine.update_weights(version, weights=weights)
-
-    async def close(self) -> None:
-        await self._engine.close()
-
-
-class _Planned(_Passing):
+class _Planned(EngineWrapper):
     """A real server that says as much as the plan does, whatever it is."""
 
     def __init__(self, engine: Engine, plans: Mapping[str, EpisodePlan]) -> None:
@@ -143,11 +119,11 @@ class _Planned(_Passing):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         sampling = replace(request.sampling, max_tokens=length_of(self._plans, request), stop_token_ids=())
-        completion = await self._engine.generate(replace(request, sampling=sampling))
+        completion = await self.engine.generate(replace(request, sampling=sampling))
         return replace(completion, finish_reason=FinishReason.STOP)
 
 
-class _Watched(_Passing):
+class _Watched(EngineWrapper):
     """A server that writes the timeline."""
 
     def __init__(self, engine: Engine, *, name: str, had: dict[str, int]) -> None:
@@ -163,7 +139,7 @@ class _Watched(_Passing):
     async def generate(self, request: GenerateRequest) -> Completion:
         loop, session = asyncio.get_running_loop(), request.session_id
         asked = loop.time()
-        completion = await self._engine.generate(request)
+        completion = await self.engine.generate(request)
         span = TimelineTurn(session=session, replica=self._name, asked_s=asked - self.began, end_s=loop.time() - self.began)
         self.spans.append(span)
         had = self._had.get(session, 0)
@@ -174,7 +150,7 @@ class _Watched(_Passing):
 
     async def end_session(self, session_id: str) -> None:
         self._had.pop(session_id, None)
-        await self._engine.end_session(session_id)
+        await self.engine.end_session(session_id)
 
 
 class _Timed(EnginePool):

@@ -20,7 +20,7 @@ _MEDIA: tuple[Mapping[str, Any], ...] = (
 )
 
 
-class _Codec(Renderer, Protocol):
+class _ControlRenderer(Renderer, Protocol):
     @property
     def control_tokens(self) -> Mapping[int, str]: ...
 
@@ -31,7 +31,7 @@ class _Codec(Renderer, Protocol):
     def special_ids(self) -> frozenset[int]: ...
 
 
-def find_delimiters(codec: _Codec) -> frozenset[int]:
+def find_delimiters(codec: _ControlRenderer) -> frozenset[int]:
     """Return the tokens that the template writes around messages and media, without the tags inside a turn."""
     known = set(codec.control_tokens.values())
     user, system = Message(role="user", content="Hi"), Message(role="system", content="Be brief.")

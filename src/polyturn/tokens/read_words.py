@@ -18,14 +18,14 @@ from polyturn.tokens.turn_ends import Renderer
 _MAX_CHARS = 80
 
 
-class _Codec(Renderer, Protocol):
+class _TemplateRenderer(Renderer, Protocol):
     @property
     def chat_template(self) -> str | None: ...
 
     def has_control(self, text: str) -> bool: ...
 
 
-def find_read_words(codec: _Codec) -> tuple[str, ...]:
+def find_read_words(codec: _TemplateRenderer) -> tuple[str, ...]:
     """Return the literals of the template that change what it writes where a system, user or tool message says them."""
     words = []
     for literal in dict.fromkeys(text.strip() for text in string_literals(codec.chat_template or "")):
@@ -38,7 +38,7 @@ def find_read_words(codec: _Codec) -> tuple[str, ...]:
     return tuple(word for word in words if word in found)
 
 
-def _read_by(codec: _Codec, role: str, words: Sequence[str]) -> Iterator[str]:
+def _read_by(codec: _TemplateRenderer, role: str, words: Sequence[str]) -> Iterator[str]:
     """Yield the words that change what is written of a message in this role; all are tried at once first."""
     if role != "system" and not _changes(codec, role, [text for word in words for text in _sayings(word)]):
         return
@@ -51,7 +51,7 @@ def _sayings(word: str) -> tuple[str, ...]:
     return word, f"Zq0aZ {word} Zq0bZ"
 
 
-def _changes(codec: _Codec, role: str, contents: Sequence[str]) -> bool:
+def _changes(codec: _TemplateRenderer, role: str, contents: Sequence[str]) -> bool:
     """Return whether contents are written otherwise than words that nobody looks for, but for the words."""
     plain = [f"Zq{number}plainZ" for number in range(len(contents))]
     shown = codec.try_render(_conversation(role, plain), add_generation_prompt=True)

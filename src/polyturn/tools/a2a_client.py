@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 
 from polyturn.core.errors import ConfigError, ToolConnectionError, ToolError, ToolTimeoutError, one_line
 from polyturn.core.secret import bearer, hide
+from polyturn.infra.run_sync import in_own_loop
 from polyturn.tools.a2a_parts import A2AAnswer, A2AConversation, answer_of, plain, request_of, state_of, update_task
 from polyturn.tools.http_client import http_client
-from polyturn.tools.run_sync import in_own_loop
 
 CARD_PATH = "/.well-known/agent-card.json"
 MAX_ANSWER_BYTES = 64 << 20
@@ -191,7 +191,7 @@ class A2AAgent:
         except BaseException:
             await http.aclose()
             raise
-        return _Held(client, http)
+        return _SdkClient(client, http)
 
     async def _card(self, http: Any) -> Any:
         _sdk()
@@ -255,7 +255,7 @@ class A2AAgent:
                 await (await client).sdk.cancel_task(CancelTaskRequest(id=task_id))
 
 
-class _Held:
+class _SdkClient:
     """The SDK's client and the HTTP client under it."""
 
     def __init__(self, sdk: Any, http: Any) -> None:

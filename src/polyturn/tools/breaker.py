@@ -17,6 +17,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from polyturn.core.errors import ConfigError
 
@@ -25,15 +28,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerSettings:
-    """When a tool is left alone, and for how long."""
+    """When a tool that does not answer is left alone for a while, its calls answered at once with an error."""
 
-    failures: int = 8
-    """Failures in a row after which it is; 0 never leaves it alone."""
-    min_episodes: int = 2
+    failures: Annotated[int, Field(ge=0)] = 8
+    """Time-outs or lost connections in a row after which it is; 0 never."""
+    min_episodes: Annotated[int, Field(ge=1)] = 2
     """Of how many episodes they must be."""
-    cooldown_s: float = 1.0
-    """For how long, the first time; doubled each time that the call which tries it fails."""
-    max_cooldown_s: float = 60.0
+    cooldown_s: Annotated[float, Field(gt=0)] = 1.0
+    """Seconds until one call tries it again; doubled each time that fails."""
+    max_cooldown_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that it is left alone at most."""
 
     def __post_init__(self) -> None:
         if self.failures < 0 or self.min_episodes < 1 or not 0 < self.cooldown_s <= self.max_cooldown_s:

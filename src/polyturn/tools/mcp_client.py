@@ -19,10 +19,11 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.secret import bearer, is_secret_name, token_from
+from polyturn.infra.retries import retried
+from polyturn.infra.run_sync import in_own_loop
 from polyturn.tools.http_client import http_client
 from polyturn.tools.mcp_connection import McpConnection, McpLimits, McpServer, reason
 from polyturn.tools.mcp_stdio import StderrTail, StdioCommand, stdio_transport
-from polyturn.tools.run_sync import in_own_loop
 from polyturn.tools.schema import OpenAIFunctionToolSchema
 
 __all__ = ["McpConnection", "McpLimits", "McpServer", "list_tools", "make_client", "read_servers", "reason"]
@@ -219,23 +220,21 @@ def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.
     words = StderrTail(secrets_of(settings))
 
     async def fetch() -> list[dict[str, Any]]:
+        words.clear()
+        async with make_client(settings, words=words) as client:
+            return [OpenAIFunctionToolSchema.from_mcp(t).to_dict() for t in await _all_tools(client)]
+
+    def again(problem: Exception) -> bool | float:
+        is_final = isinstance(problem, ConfigError | TimeoutError | FileNotFoundError | PermissionError | NotADirectoryError)
+        return not is_final and words.http_status not in (401, 403) and (START_PAUSE_S if "url" in settings else 0.1)
+
+    async def fetch_in_time() -> list[dict[str, Any]]:
         tries = 2 if "command" in settings else START_TRIES
         async with asyncio.timeout(timeout_s):
-            for number in range(1, tries + 1):
-                words.clear()
-                try:
-                    async with make_client(settings, words=words) as client:
-                        return [OpenAIFunctionToolSchema.from_mcp(t).to_dict() for t in await _all_tools(client)]
-                except (ConfigError, TimeoutError, FileNotFoundError, PermissionError, NotADirectoryError):
-                    raise
-                except Exception:
-                    if number == tries or words.http_status in (401, 403):
-                        raise
-                    await asyncio.sleep(START_PAUSE_S if "url" in settings else 0.1)
-        raise AssertionError("unreachable")
+            return await retried(fetch, again=again, tries=tries, wait_s=START_PAUSE_S)
 
     try:
-        found: list[dict[str, Any]] = in_own_loop(fetch)
+        found: list[dict[str, Any]] = in_own_loop(fetch_in_time)
     except ConfigError:
         raise
     except BaseException as problem:

@@ -12,15 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
-import signal
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.core.secret import hide
+from polyturn.infra.process import dies_with_parent, end_async
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +88,13 @@ async def stdio_transport(command: StdioCommand, words: StderrTail, *, max_answe
     import anyio
     from mcp.client.stdio import get_default_environment
 
+    env = get_default_environment() | dict(command.env)
     process = await asyncio.create_subprocess_exec(
-        command.command,
-        *command.args,
+        *dies_with_parent([command.command, *command.args], env=env, cwd=command.cwd),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=get_default_environment() | dict(command.env),
+        env=env,
         cwd=command.cwd,
         start_new_session=True,
         limit=max_answer_bytes,
@@ -203,32 +202,11 @@ async def _notice_exit(process: asyncio.subprocess.Process, to_session: Any, wor
 
 async def _stop(process: asyncio.subprocess.Process, words: StderrTail) -> None:
     """End the process and its children: politely, then not."""
-    assert process.stdin is not None and process.stderr is not None
-    process.stdin.close()
-    for number in (None, signal.SIGTERM, signal.SIGKILL):
-        if number is not None:
-            _signal_group(process.pid, number)
-        if await _has_exited(process):
-            break
-    else:
+    assert process.stderr is not None
+    if not await end_async(process, grace_s=EXIT_GRACE_S):
         logger.warning("the MCP server's process %d does not end", process.pid)
-    _signal_group(process.pid, signal.SIGKILL)  # children that outlived it
     with contextlib.suppress(TimeoutError, ConnectionError):
         async with asyncio.timeout(0.2):
             while chunk := await process.stderr.read(65536):
                 words.add(chunk)
     process._transport.close()  # type: ignore[attr-defined]  # closes pipes that somebody else holds open, too
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
-
-
-async def _has_exited(process: asyncio.subprocess.Process) -> bool:
-    """Wait for the exit alone; `process.wait` would also wait for children that hold the pipes."""
-    for _ in range(int(EXIT_GRACE_S / POLL_S)):
-        if process.returncode is not None:
-            return True
-        await asyncio.sleep(POLL_S)
-    return process.returncode is not None

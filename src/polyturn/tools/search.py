@@ -114,8 +114,8 @@ class SearchTool(BaseTool):
             metrics[FAILURE] = reply.failure
             return _said(f"Search error: {reply.error}"), 0.0, metrics
         try:
-            found = _result_lists(reply.data)
-            text = "\n---\n".join(_passages(docs) for docs in found) if any(found) else NO_RESULTS
+            found = result_lists(reply.data)
+            text = "\n---\n".join(passages_text(docs) for docs in found) if any(found) else NO_RESULTS
         except (KeyError, TypeError, ValueError) as problem:
             error = f"the service's reply cannot be read: {problem!r:.200}"
             metrics.update(status="processing_error", cause="bad_reply", api_request_error=error, failed=1.0)
@@ -195,7 +195,12 @@ def _said(text: str) -> ToolResponse:
     return ToolResponse(text=json.dumps({"result": text}, ensure_ascii=False))
 
 
-def _result_lists(data: Any) -> list[list[Mapping[str, Any]]]:
+def result_lists(data: Any) -> list[list[Mapping[str, Any]]]:
+    """Return the passages of each query in a service's answer.
+
+    Raises:
+        KeyError, ValueError: it has another form.
+    """
     found = data["result"] if isinstance(data, Mapping) else None
     if found is None:
         return []
@@ -204,7 +209,7 @@ def _result_lists(data: Any) -> list[list[Mapping[str, Any]]]:
     return found
 
 
-def _passages(docs: Sequence[Mapping[str, Any]]) -> str:
+def passages_text(docs: Sequence[Mapping[str, Any]]) -> str:
     """Write passages out: the first line of the contents is the title."""
     out = []
     for number, doc in enumerate(docs, start=1):

@@ -13,15 +13,14 @@ do, so an event loop that ends leaves none behind.
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import aiohttp
-
-from polyturn.core.answers import LargeAnswerError, whole
-from polyturn.core.errors import ConfigError, LifecycleError, one_line
-from polyturn.core.secret import bearer, hide
+from polyturn.core.answers import LargeAnswerError
+from polyturn.core.errors import ConfigError, LifecycleError
+from polyturn.core.secret import bearer
+from polyturn.infra.http import BrokenOffError, JsonClient
+from polyturn.infra.retries import retried
 from polyturn.tools.failures import ToolFailure
 
 Status = Literal["ok", "timeout", "unreachable", "server_error", "refused", "bad_reply"]
@@ -95,9 +94,8 @@ class HttpService:
         self._max_concurrent = max_concurrent
         self._max_tries = max_tries
         self._retry_delay_s = retry_delay_s
-        self._token = token
+        self._client = JsonClient(headers=bearer(token), timeout_s=None, max_connections=max_concurrent)
         self._num_users = 0
-        self._session: aiohttp.ClientSession | None = None
         self._limit = asyncio.Semaphore(max_concurrent)
 
     @property
@@ -108,58 +106,63 @@ class HttpService:
     def open(self) -> None:
         """Count one user; the first one makes the connections. Call it in the event loop that is to use them."""
         self._num_users += 1
-        if self._session is None:
+        if self._num_users == 1:
             self._limit = asyncio.Semaphore(self._max_concurrent)
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._max_concurrent),
-                timeout=aiohttp.ClientTimeout(total=None),
-                headers=bearer(self._token),
-            )
 
     async def close(self) -> None:
         """Count one user off; the last one closes the connections."""
         self._num_users -= 1
-        if self._num_users == 0 and self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        if self._num_users == 0:
+            await self._client.close()
 
     async def post(self, payload: dict[str, Any]) -> ServiceReply:
         """Post `payload` and return the reply; only a cancellation is raised."""
-        if self._session is None:
+        if not self._num_users:
             raise LifecycleError(f"{self.url}: posted to before `open` or after the last `close`")
-        last = ServiceReply(status="timeout", error="it was never sent", num_tries=0)
+        last: list[ServiceReply] = []
+
+        async def once() -> ServiceReply:
+            reply, is_final = await self._try(payload, number=len(last) + 1)
+            last.append(reply)
+            if not is_final and len(last) < self._max_tries:
+                raise _ServiceBusyError
+            return reply
+
         try:
             async with self._limit, asyncio.timeout(self.timeout_s):
-                for number in range(1, self._max_tries + 1):
-                    last, is_final = await self._try(self._session, payload, number)
-                    if is_final or number == self._max_tries:
-                        return last
-                    await asyncio.sleep(self._retry_delay_s * number)
+                return await retried(
+                    once,
+                    again=lambda problem: isinstance(problem, _ServiceBusyError) and self._retry_delay_s * len(last),
+                    tries=self._max_tries,
+                    wait_s=self._retry_delay_s,
+                )
         except TimeoutError:
-            seen = f"; the last try ended with: {last.error}" if last.num_tries and last.error else ""
+            seen = f"; the last try ended with: {last[-1].error}" if last and last[-1].error else ""
             return ServiceReply(
-                status="timeout", error=f"no answer within {self.timeout_s:g} s{seen}", num_tries=max(1, last.num_tries)
+                status="timeout", error=f"no answer within {self.timeout_s:g} s{seen}", num_tries=max(1, len(last))
             )
-        return last
 
-    async def _try(self, session: aiohttp.ClientSession, payload: dict[str, Any], number: int) -> tuple[ServiceReply, bool]:
+    async def _try(self, payload: dict[str, Any], *, number: int) -> tuple[ServiceReply, bool]:
         """Post once; return the reply, and whether it is final."""
         try:
-            async with session.post(self.url, json=payload, allow_redirects=False) as response:
-                status = response.status
-                if 300 <= status < 400:  # to where it leads, nobody asked us to send anything, nor to quote it
-                    error = f"HTTP {status}: it redirects, which is not followed; give the address that it leads to"
-                    return ServiceReply(status="refused", error=error, num_tries=number), True
-                body = await whole(response.content.iter_any())
+            answer = await self._client.send("POST", self.url, payload)
         except LargeAnswerError as problem:
-            return ServiceReply(status="bad_reply", error=f"HTTP {status}: {problem}", num_tries=number), True
-        except aiohttp.ClientError as problem:
-            return ServiceReply(status="unreachable", error=hide(one_line(problem), self._token), num_tries=number), False
-        said = hide(body.decode(errors="replace"), self._token)[:200] if len(body) < MAX_QUOTED else ""
-        if status >= 400:
-            kind: Status = "server_error" if status >= 500 else "refused"
-            return ServiceReply(status=kind, error=f"HTTP {status}: {said}", num_tries=number), status not in RETRIED
+            return ServiceReply(status="bad_reply", error=str(problem), num_tries=number), True
+        except BrokenOffError as problem:
+            return ServiceReply(status="unreachable", error=str(problem), num_tries=number), False
+        if 300 <= answer.status < 400:  # nor is it quoted
+            error = f"HTTP {answer.status}: it redirects, which is not followed; give the address that it leads to"
+            return ServiceReply(status="refused", error=error, num_tries=number), True
+        said = answer.said(200) if len(answer.content) < MAX_QUOTED else ""
+        if answer.status >= 400:
+            kind: Status = "server_error" if answer.status >= 500 else "refused"
+            failed = ServiceReply(status=kind, error=f"HTTP {answer.status}: {said}", num_tries=number)
+            return failed, answer.status not in RETRIED
         try:
-            return ServiceReply(status="ok", data=json.loads(body), num_tries=number), True
-        except (ValueError, RecursionError):
+            return ServiceReply(status="ok", data=answer.json(), num_tries=number), True
+        except ValueError:
             return ServiceReply(status="bad_reply", error=f"the reply is no JSON: {said}", num_tries=number), True
+
+
+class _ServiceBusyError(Exception):
+    """Another try may mend it."""

@@ -24,7 +24,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyturn.core.aio import first_error
 from polyturn.core.errors import LifecycleError, RewardError, SnapshotError, ToolUnavailableError, one_line
@@ -34,14 +34,10 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
 from polyturn.tools import results
 from polyturn.tools.agent_data import ToolContext
-from polyturn.tools.base import BaseTool
 from polyturn.tools.failures import ToolFailure, kind_of, reason_of
 from polyturn.tools.result_shape import ToolOutcome, normalize
+from polyturn.tools.run_tools import RunTools
 from polyturn.tools.tool_lifecycle import EpisodeTools
-from polyturn.tools.validate import arguments_problem
-
-if TYPE_CHECKING:
-    from polyturn.tools.executor import ToolBox
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ Messages = Callable[[], list[dict[str, Any]]]
 class ToolSession:
     """The tools in one episode. `close` must be called whatever happened; `async with` does."""
 
-    def __init__(self, box: ToolBox, episode_id: str) -> None:
+    def __init__(self, box: RunTools, episode_id: str) -> None:
         self._box = box
         self._episode_id = episode_id
         self._names: tuple[str, ...] = ()
@@ -147,7 +143,7 @@ class ToolSession:
         if not self._is_started or self._instances.is_closing:
             raise LifecycleError(f"episode {self._episode_id!r}: tools called before their start or after their end")
         self._box.check_abandoned()
-        runnable = calls[: self._box.max_parallel_calls]
+        runnable = calls[: self._box.options.max_parallel_calls]
         if len(runnable) == 1:
             answers = [await self._answer(runnable[0], messages)]
         else:
@@ -155,7 +151,7 @@ class ToolSession:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._answer(call, messages)) for call in runnable]
             answers = [t.result() for t in tasks]
-        limit = f"at most {self._box.max_parallel_calls} calls a turn are run; make this one again in your next turn"
+        limit = f"at most {self._box.options.max_parallel_calls} calls a turn are run; make this one again in your next turn"
         answers += [self._failed(call, ToolFailure.SKIPPED, limit) for call in calls[len(runnable) :]]
         return tuple(answers)
 
@@ -227,10 +223,9 @@ class ToolSession:
             )
         tool = self._box.tools[call.name]
         arguments = copy.deepcopy(dict(call.arguments))  # the tool may keep or change them; the record must not
-        if not (isinstance(tool, BaseTool) and tool.checks_own_arguments):
-            parameters = self._box.schemas[call.name].get("function", {}).get("parameters") or {}
-            if wrong := arguments_problem(arguments, parameters, also=self._box.methods[call.name].also_reads):
-                return self._failed(call, ToolFailure.SCHEMA, f"{wrong} (tool {call.name!r})")
+        takes = self._box.arguments[call.name]
+        if takes is not None and (wrong := takes.problem(arguments)):
+            return self._failed(call, ToolFailure.SCHEMA, f"{wrong} (tool {call.name!r})")
         if inspect.iscoroutinefunction(tool.execute):
             return await self._in_turn(tool, call, arguments, messages)
         async with self._lock_of(call.name):  # threads must not share one instance's state
@@ -248,7 +243,7 @@ class ToolSession:
         """Make the call unless the tool's breaker is open, and tell the breaker what came of it."""
         breaker = self._box.breakers[call.name]
         if (rest_s := breaker.admit()) is not None:
-            if self._box.fails_unreachable:
+            if self._box.options.fails_unreachable:
                 raise ToolUnavailableError(f"tool {call.name!r} cannot be reached; its breaker is open")
             why = f"{call.name!r} does not work at the moment and was not asked; try again in {math.ceil(rest_s)} s"
             return self._failed(call, ToolFailure.CIRCUIT_OPEN, why)
@@ -264,7 +259,7 @@ class ToolSession:
         finally:
             if not is_told:
                 breaker.left()
-        if self._box.fails_unreachable and result.error == ToolFailure.CONNECTION:
+        if self._box.options.fails_unreachable and result.error == ToolFailure.CONNECTION:
             raise ToolUnavailableError(f"tool {call.name!r} cannot be reached: {str(result.content)[:500]}")
         return result
 

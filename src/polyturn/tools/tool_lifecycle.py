@@ -13,7 +13,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyturn.core.aio import finish
 from polyturn.core.errors import PolyturnError, SnapshotError, one_line
@@ -21,9 +21,7 @@ from polyturn.core.task import ToolKwargs
 from polyturn.core.trajectory import ToolResult
 from polyturn.tools import results
 from polyturn.tools.result_shape import to_response
-
-if TYPE_CHECKING:
-    from polyturn.tools.executor import ToolBox
+from polyturn.tools.run_tools import RunTools
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ class ToolStartError(PolyturnError, RuntimeError):
 class EpisodeTools:
     """What one episode holds of the run's tools."""
 
-    def __init__(self, box: ToolBox, episode_id: str) -> None:
+    def __init__(self, box: RunTools, episode_id: str) -> None:
         """Begin with none."""
         self.ids: dict[str, str] = {}
         """The id of each tool's instance, by the tool's name."""

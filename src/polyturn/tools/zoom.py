@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from uuid import uuid4
 
-import aiohttp
-
-from polyturn.core.answers import whole
 from polyturn.core.errors import ConfigError, DataError, one_line
+from polyturn.infra.http import JsonClient
 from polyturn.tokens.multimodal import check_size
 from polyturn.tools.base import BaseTool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
@@ -180,14 +178,16 @@ async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -
         elif isinstance(source, str) and source.startswith("data:"):
             data = base64.b64decode(source.partition(",")[2], validate=True)
         elif isinstance(source, str) and source.startswith(("http://", "https://")):
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with (
-                aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session,
-                session.get(source, allow_redirects=False) as reply,
-            ):
-                if reply.status >= 300:
-                    raise DataError(f"the image {source!r:.100} redirects, which is not followed; give where it leads to")
-                data = await whole(reply.content.iter_any())
+            client = JsonClient(timeout_s=timeout_s)
+            try:
+                reply = await client.send("GET", source)
+            finally:
+                await client.close()
+            if 300 <= reply.status < 400:
+                raise DataError(f"the image {source!r:.100} redirects, which is not followed; give where it leads to")
+            if reply.status != 200:
+                raise DataError(f"the image {source!r:.100} cannot be read: its server answers {reply.status}")
+            data = reply.content
         elif isinstance(source, str | Path):
             data = await threads.run(Path(str(source).removeprefix("file://")).read_bytes)
         else:
@@ -205,7 +205,6 @@ async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -
         SyntaxError,
         UnidentifiedImageError,
         Image.DecompressionBombError,
-        aiohttp.ClientError,
         TimeoutError,
     ) as problem:
         if isinstance(problem, DataError):

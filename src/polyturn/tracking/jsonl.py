@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from polyturn.core.contained import contained
-from polyturn.core.errors import DataError, one_line
+from polyturn.core.metrics_file import metric_lines
+from polyturn.core.metrics_file import parse_line as parse_line
+from polyturn.core.metrics_file import read_metrics as read_metrics
 
 
 class JsonlTracker:
@@ -50,55 +49,8 @@ class JsonlTracker:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return one dict a step, in order: the lines of one step joined, damaged lines and half a last one left out.
-
-    Raises:
-        DataError: the file is a link that leads out of its folder, or cannot be read.
-    """
-    steps: dict[int, dict[str, Any]] = {}
-    for line in _lines(path, max_bytes=MAX_BYTES):
-        steps.setdefault(line["step"], {}).update(line)
-    return [steps[step] for step in sorted(steps)]
-
-
-MAX_BYTES = 64 << 20
-"""Bytes of a run's metrics that are read; the lines after them are not shown."""
-
-
-def parse_line(text: str | bytes) -> dict[str, Any] | None:
-    """Return the numbers of one line, null and what is not finite as None; None for what is no such line.
-
-    A line is an object with a whole number `step`, and a number or null under every other name.
-    """
-    try:
-        line = json.loads(text)
-        "".join(line).encode()  # a name that no page and no file can hold
-    except (ValueError, TypeError, RecursionError):
-        return None  # half a line, from a crash, or something else altogether
-    if not isinstance(line, dict) or type(line.get("step")) is not int or not 0 <= line["step"] < 2**53:
-        return None
-    if not all(value is None or type(value) in (int, float) for value in line.values()):
-        return None
-    if any(type(value) is int and abs(value) > sys.float_info.max for value in line.values()):
-        return None  # a number that no float can hold
-    return {name: None if value is None or not math.isfinite(value) else value for name, value in line.items()}
-
-
-def _lines(path: Path, *, max_bytes: int = -1) -> list[dict[str, Any]]:
-    place = contained(path.parent, path.name)
-    if place is None:
-        return []
-    try:
-        with place.open("rb") as file:
-            data = file.read(max_bytes)
-    except OSError as problem:
-        raise DataError(f"{path} cannot be read: {one_line(problem)}") from problem
-    return [line for text in data.splitlines() if (line := parse_line(text)) is not None]
-
-
 def _keep_until(path: Path, step: int) -> None:
-    kept = [line for line in _lines(path) if line["step"] <= step]
+    kept = [line for line in metric_lines(path) if line["step"] <= step]
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     os.replace(temporary, path)

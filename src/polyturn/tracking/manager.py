@@ -17,11 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
+from polyturn.core.entry_points import wrong_kind
+from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.protocols import Tracker
 from polyturn.core.registry import Registry
 from polyturn.core.trajectory import TrajectoryGroup
@@ -31,22 +31,6 @@ logger = logging.getLogger(__name__)
 
 trackers: Registry[Callable[..., Tracker]] = Registry("trackers")
 """Trackers by name; a plug-in registers its own, or is named as `file.py:Class`."""
-
-
-class _Known(NamedTuple):
-    path: str
-    module: str
-    """What must be installed."""
-    extra: str
-
-
-_KNOWN = {
-    "tensorboard": _Known("polyturn.tracking.to_tensorboard:TensorBoardTracker", "tensorboard", "tensorboard"),
-    "wandb": _Known("polyturn.tracking.to_wandb:WandbTracker", "wandb", "wandb"),
-    "mlflow": _Known("polyturn.tracking.to_mlflow:MlflowTracker", "mlflow", "mlflow"),
-    "trackio": _Known("polyturn.tracking.to_trackio:TrackioTracker", "trackio", "trackio"),
-    "otel": _Known("polyturn.tracking.to_otel:OtelTracker", "opentelemetry.sdk", "otel"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +56,10 @@ def tracker_spec(name: str, *, samples: int = 4, base: Path | None = None, **kwa
     Raises:
         ConfigError: there is none of this name, its library is not installed, or it does not take these arguments.
     """
-    known = None if name in trackers else _KNOWN.get(name)
-    if known is not None and not _is_installed(known.module):
-        raise ConfigError(
-            f"tracking: {name} needs {known.module}, which is not installed; run: pip install 'polyturn[{known.extra}]'"
-        )
-    try:
-        make = trackers.resolve(name if known is None else known.path, base=base)
-    except UnknownNameError:
-        names = [*_KNOWN, *trackers]
-        raise UnknownNameError(f"tracking: there is no tracker {name!r}.{did_you_mean(name, names)}") from None
+    make = trackers.resolve(name, base=base, key="tracking")
     if not callable(make):
-        raise ConfigError(f"tracking: {name!r} is no tracker; name a class that inherits polyturn.tracking.base.RunTracker")
+        needs = "a class that inherits polyturn.tracking.base.RunTracker, or has log and close"
+        raise wrong_kind(trackers.group, name, make, where="tracking", needs=needs)
     try:
         inspect.signature(make).bind(None, **kwargs)
     except TypeError as problem:
@@ -92,13 +68,6 @@ def tracker_spec(name: str, *, samples: int = 4, base: Path | None = None, **kwa
             f"{inspect.signature(make)}"
         ) from problem
     return TrackerSpec(name=name, make=make, kwargs=kwargs, samples=samples)
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 class Trackers:

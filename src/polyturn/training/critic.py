@@ -5,17 +5,15 @@
 
 Index t describes token t: v_t is the value of the state that token t is sampled in, read at the position that predicts it,
 through the same `layout` that shifts targets. Values exist at weighted tokens only, so observations have no part in them.
-Over many ranks it is sharded as the policy is (`critic_shards`).
+It is a backend with another network and another objective than the policy's, in one process or over ranks.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,100 +21,41 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from polyturn.batching.layout import LayoutSettings, MicroBatch, layout, scatter_back
+from polyturn.batching.layout import LayoutSettings, MicroBatch
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
+from polyturn.core.errors import TrainingError
 from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.core.sample import TrainSample
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
+from polyturn.training.backend import Backend
+from polyturn.training.loss_terms import Terms
 from polyturn.training.modality_encoders import touching
-from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
+from polyturn.training.model_backend import ModelBackend, OneDevice, Placement
+from polyturn.training.network import Network
+from polyturn.training.options import CriticSettings, OptimSettings
 
-_NAMES = {"loss/lr": "critic/lr", "loss/grad_norm": "critic/grad_norm", "loss/skipped_steps": "critic/skipped_steps"}
-"""What the optimizer calls its metrics -> what they are called here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings:
-    """The value loss: mean over targets of max((v - G)^2, (clip(v, v_old - clip, v_old + clip) - G)^2) / 2.
-
-    Source: Schulman et al. 2017 (PPO), in the form of its implementation; without `clip` it is (v - G)^2 / 2.
-    """
-
-    clip: float | None = 0.2
-    """How far a value may move from the one before the step and still be drawn to its target; None does not clip."""
-    warmup: int = 0
-    """Steps in which only the critic is trained, so that the policy does not follow a critic that knows nothing."""
-
-    def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise ConfigError(f"the critic's clip is {self.clip}; it must be above 0, or None")
-
-
-class ValueFunction(Protocol):
-    """What an update asks of a critic: this process's own, or that of a whole team."""
-
-    settings: CriticSettings
-
-    def score(self, samples: Sequence[TrainSample]) -> list[Floats]:
-        """Return for each sample [T] the value of the state that each weighted token is sampled in, 0 elsewhere."""
-        ...
-
-    def forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
-        """Add the gradient of the value loss over `samples`, everything that one optimizer step trains on."""
-        ...
-
-    def optim_step(self) -> Metrics:
-        """Take one optimizer step from the summed gradient, and clear it."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the parameters and the optimizer."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        ...
+_NAMES = {
+    "loss/total": "critic/value_loss",
+    "critic/clip_fraction": "critic/clip_fraction",
+    "loss/lr": "critic/lr",
+    "loss/grad_norm": "critic/grad_norm",
+    "loss/skipped_steps": "critic/skipped_steps",
+}
+"""What a backend calls its metrics -> what they are called of a critic."""
 
 
 class Critic:
-    """Owns the parameters and the optimizer of a value function."""
+    """A value function that is trained, over whichever `Backend` holds its parameters."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        optim: OptimSettings,
-        settings: CriticSettings | None = None,
-        layout: LayoutSettings | None = None,
-        media: MediaProcessor | None = None,
-    ) -> None:
-        """Start from a copy of `model`'s backbone; at first every value is 0.
-
-        Args:
-            model: Where the backbone comes from, usually the policy as it is now; it is not changed.
-            optim: The critic's own optimizer and schedule.
-            settings: The value loss.
-            layout: The size of micro-batches.
-            media: The model's processor, for samples that show images, videos or sounds; None for text.
-        """
+    def __init__(self, backend: Backend, *, settings: CriticSettings | None = None) -> None:
+        """Train what `backend` holds, made by `critic_backend` with the same settings; at first every value is 0."""
+        self.backend = backend
         self.settings = settings or CriticSettings()
-        self._media = None if media is None else MediaRows(model, media)
-        self.model, self.optimizer = self._prepare(model, optim)
-        self._layout = layout or LayoutSettings()
-        self._device = next(self.model.parameters()).device
 
     def score(self, samples: Sequence[TrainSample]) -> list[Floats]:
         """Return for each sample [T] the value of the state that each weighted token is sampled in, 0 elsewhere."""
-        batches = self._lay_out(samples, [s.loss_weights for s in samples])
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                values = [self.model(batch) for batch in batches]
-        finally:
-            self.model.train()
-        return scatter_back(batches, values, lengths=[len(s) for s in samples])
+        return self.backend.score([bare(s) for s in samples])
 
     def forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> Metrics:
         """Add the gradient of the value loss over `samples`, everything that one optimizer step trains on.
@@ -131,36 +70,10 @@ class Critic:
             TrainingError: the samples lack them.
         """
         start = time.perf_counter()
-        batches = self._lay_out(samples, value_coefs(samples) if coefs is None else coefs)
-        starts = np.concatenate([[0], np.cumsum([len(s) for s in samples])]).astype(np.int64)
-        returns = np.concatenate([*(_array(s.returns) for s in samples), np.empty(0)])
-        old = np.concatenate([*(_array(s.values) for s in samples), np.empty(0)])
-        loss_sum = clipped_sum = 0.0
-        problem: str | None = None
-        for batch in batches:
-            if batch.is_padding:  # keeps step with the other ranks
-                (self.model(batch) * batch.loss_coef_S).sum().backward()
-                self.optimizer.collect()
-                continue
-            places = starts[batch.sample_S] + batch.token_S
-            values_S = self.model(batch)
-            target_S = torch.from_numpy(np.nan_to_num(returns[places])).to(values_S)
-            loss_S, is_clipped_S = self._loss(values_S, target_S, torch.from_numpy(old[places]).to(values_S))
-            loss = (loss_S * batch.loss_coef_S.to(values_S)).sum()
-            if problem is None and not math.isfinite(float(loss.detach())):
-                problem = (
-                    f"the value loss is not finite at optimizer step {self.optimizer.step_count}: look at the rewards and "
-                    "at critic/grad_norm of the steps before, or lower algorithm.critic.optim.lr"
-                )
-            loss.backward()
-            self.optimizer.collect()
-            loss_sum += float(loss.detach())
-            clipped_sum += float((is_clipped_S * batch.loss_coef_S).sum())
+        coefs = value_coefs(samples) if coefs is None else coefs
+        found = self.backend.forward_backward([bare(s) for s in samples], coefs, "value")
         metrics: Metrics = {"time/critic_s": Sum(time.perf_counter() - start)}
-        if problem is not None:
-            self.optimizer.spoil(problem)
-            return metrics
-        return {"critic/value_loss": Mean(loss_sum), "critic/clip_fraction": Mean(clipped_sum), **metrics}
+        return {**_renamed(found.metrics), **metrics} if found.is_finite else metrics
 
     def optim_step(self) -> Metrics:
         """Take one optimizer step from the summed gradient, and clear it.
@@ -168,11 +81,11 @@ class Critic:
         Raises:
             TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
         """
-        return {_NAMES[name]: value for name, value in self.optimizer.step().items() if name in _NAMES}
+        return _renamed(self.backend.optim_step())
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the parameters and the optimizer."""
-        return {"model": clone_tensors(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
+        return self.backend.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned.
@@ -180,45 +93,81 @@ class Critic:
         Raises:
             CheckpointError: the state is of another model.
         """
-        try:
-            self.model.load_state_dict(state["model"])
-        except RuntimeError as problem:
-            raise CheckpointError(f"the checkpoint's critic does not fit this model: {problem}") from problem
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.zero_grad()
-
-    def _prepare(self, model: PreTrainedModel, optim: OptimSettings) -> tuple[ValueModel, Optimizer]:
-        """Return the value function and its optimizer."""
-        value_model = ValueModel(model, copy.deepcopy(model.base_model))
-        return value_model, Optimizer(value_model, optim)
-
-    def _loss(self, values_S: Tensor, target_S: Tensor, old_S: Tensor) -> tuple[Tensor, Tensor]:
-        plain_S = 0.5 * (values_S - target_S).square()
-        if self.settings.clip is None:
-            return plain_S, torch.zeros_like(plain_S)
-        near_S = old_S + (values_S - old_S).clamp(-self.settings.clip, self.settings.clip)
-        clipped_S = 0.5 * (near_S - target_S).square()
-        return torch.maximum(plain_S, clipped_S), (clipped_S > plain_S).to(plain_S.dtype).detach()
-
-    def _lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        return layout([bare(s) for s in samples], coefs=coefs, settings=self._layout, device=self._device, media=self._media)
+        self.backend.load_state_dict(state)
 
 
-class ValueModel(nn.Module):
+def local_critic(model: PreTrainedModel, *, settings: CriticSettings | None = None, **options: Any) -> Critic:
+    """Return a critic in this process over a copy of `model`'s backbone, usually the policy's as it is now; `options` are
+    those of `critic_backend`."""
+    backbone = copy.deepcopy(model.base_model)
+    assert isinstance(backbone, PreTrainedModel)
+    return Critic(critic_backend(model, backbone=backbone, settings=settings, **options), settings=settings)
+
+
+def critic_backend(
+    model: PreTrainedModel,
+    *,
+    optim: OptimSettings,
+    backbone: PreTrainedModel | None = None,
+    settings: CriticSettings | None = None,
+    layout: LayoutSettings | None = None,
+    media: MediaProcessor | None = None,
+    placement: Placement | None = None,
+) -> ModelBackend:
+    """Return what trains a value function.
+
+    Args:
+        model: The language model that the backbone is of.
+        optim: The critic's own optimizer and schedule.
+        backbone: What is trained; None takes that of `model`, which is used up by it.
+        settings: The value loss.
+        layout: The size of micro-batches.
+        media: The model's processor, for samples that show images, videos or sounds; None for text.
+        placement: Where the parameters go; None leaves them where they are.
+
+    Raises:
+        ConfigError: the model cannot be split as `placement` asks.
+    """
+    placement = placement or OneDevice()
+    found = model.base_model if backbone is None else backbone
+    assert isinstance(found, PreTrainedModel)
+    network = ValueNetwork(found)
+    return ModelBackend(
+        network,
+        optimizer=placement.optimizer(network, optim),
+        objectives={"value": ValueTerms(settings or CriticSettings())},
+        placement=placement,
+        layout=layout or LayoutSettings(),
+        media=None if media is None else MediaRows(model, media),
+    )
+
+
+class ValueNetwork(Network):
     """A backbone and a linear map from its last hidden state to one number, 0 at first."""
 
-    def __init__(self, model: PreTrainedModel, backbone: nn.Module) -> None:
-        """Put a head on `backbone`, which is, or is like, that of `model`."""
+    whose = "checkpoint's critic"
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        """Put a head on `backbone`."""
         super().__init__()
-        config = model.config.get_text_config()
-        like = next(model.parameters())
+        like = next(backbone.parameters())
         self.backbone = backbone
-        self.towers: tuple[nn.Module, ...] = ()
-        """What only some ranks would run; see `towers.py`."""
+        # The head is float32 whatever the backbone is, and so it is sharded by itself.
         dtype = torch.promote_types(like.dtype, torch.float32)
-        self.head = nn.Linear(int(config.hidden_size), 1).to(device=like.device, dtype=dtype)
+        hidden = int(backbone.config.get_text_config().hidden_size)
+        self.head = nn.Linear(hidden, 1).to(device=like.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    @property
+    def saved(self) -> nn.Module:
+        """Backbone and head."""
+        return self
+
+    @property
+    def heads(self) -> tuple[nn.Module, ...]:
+        """The head."""
+        return (self.head,)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return [S] the value at each target of `batch`."""
@@ -230,7 +179,51 @@ class ValueModel(nn.Module):
         read_SH = hidden_BTH.flatten(0, 1).index_select(0, batch.flat_S)
         values_S1: Tensor = self.head(read_SH.to(self.head.weight.dtype))
         # The hook of a sharded module's backward pass must not sit on a view, hence the copy.
-        return touching(values_S1[:, 0].clone(), self.towers)
+        return touching(values_S1[:, 0].clone(), self.encoders)
+
+    def scores(self, batch: MicroBatch) -> Tensor:
+        """Return [S] the value at each target of `batch`."""
+        found: Tensor = self(batch)
+        return found
+
+
+class ValueTerms:
+    """The value loss, as an `Objective`."""
+
+    def __init__(self, settings: CriticSettings) -> None:
+        self._settings = settings
+
+    def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
+        """Return the terms of micro-batches of `samples`, which have values and returns."""
+        starts = np.concatenate([[0], np.cumsum([len(s) for s in samples])]).astype(np.int64)
+        returns = np.concatenate([*(_array(s.returns) for s in samples), np.empty(0)])
+        old = np.concatenate([*(_array(s.values) for s in samples), np.empty(0)])
+
+        def terms(network: Network, batch: MicroBatch) -> Terms:
+            values_S: Tensor = network(batch)
+            if batch.is_padding:
+                return Terms(values_S, values_S.detach())
+            places = starts[batch.sample_S] + batch.token_S
+            target_S = torch.from_numpy(np.nan_to_num(returns[places])).to(values_S)
+            loss_S, is_clipped_S = self._loss(values_S, target_S, torch.from_numpy(old[places]).to(values_S))
+            return Terms(loss_S, values_S.detach(), parts_S={"critic/clip_fraction": is_clipped_S})
+
+        return terms
+
+    def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
+        """Return the sentence for a loss that is not finite."""
+        return (
+            f"the value loss is not finite at optimizer step {step}: look at the rewards and at critic/grad_norm of the "
+            "steps before, or lower algorithm.critic.optim.lr"
+        )
+
+    def _loss(self, values_S: Tensor, target_S: Tensor, old_S: Tensor) -> tuple[Tensor, Tensor]:
+        plain_S = 0.5 * (values_S - target_S).square()
+        if self._settings.clip is None:
+            return plain_S, torch.zeros_like(plain_S)
+        near_S = old_S + (values_S - old_S).clamp(-self._settings.clip, self._settings.clip)
+        clipped_S = 0.5 * (near_S - target_S).square()
+        return torch.maximum(plain_S, clipped_S), (clipped_S > plain_S).to(plain_S.dtype).detach()
 
 
 def first_weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -274,6 +267,10 @@ def value_metrics(samples: Sequence[TrainSample]) -> Metrics:
     if returns.var() > 0:
         metrics["critic/explained_variance"] = Mean(float(1 - (returns - values).var() / returns.var()))
     return metrics
+
+
+def _renamed(metrics: Metrics) -> Metrics:
+    return {_NAMES[name]: value for name, value in metrics.items() if name in _NAMES}
 
 
 def _is_target(sample: TrainSample) -> NDArray[np.bool_]:

@@ -128,6 +128,36 @@ def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
         raise CheckpointError(f"the weights do not fit {type(model).__name__}: {one_line(problem)[:300]}") from problem
 
 
+def choose_kernels(model: PreTrainedModel, *, attention: str | None = None, liger: bool = False) -> PreTrainedModel:
+    """Let a model compute by other kernels, and return it.
+
+    Args:
+        model: Changed in place; its parameters are not.
+        attention: As transformers names it; None leaves it.
+        liger: Whether Liger's kernels replace norms, rotations and feed-forward layers, where it knows the architecture.
+
+    Raises:
+        ConfigError: they are not installed, or the model cannot use them.
+    """
+    if attention is not None:
+        try:
+            model.set_attn_implementation(attention)
+        except (ImportError, ValueError, RuntimeError) as problem:
+            raise ConfigError(
+                f"model.attn_implementation is {attention!r}, which cannot be used here: {one_line(problem)[:300]}; install "
+                "what it needs, or set sdpa"
+            ) from problem
+    if liger:
+        try:
+            from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+        except ImportError as problem:
+            raise ConfigError(
+                f"model.liger is true and {one_line(problem)}; pip install liger-kernel, or set it to false"
+            ) from problem
+        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    return model
+
+
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep the input of every layer only, and compute the layer again in the backward pass: a third more time for much
     less memory. It counts in train mode alone; an engine over the same parameters does not notice.

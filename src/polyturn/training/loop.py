@@ -19,16 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from polyturn.buffer.drop_stats import DropStats
-from polyturn.buffer.group_buffer import GroupBuffer
+from polyturn.buffer.group_buffer import GroupBuffer, Slot
 from polyturn.buffer.replay import Replay
 from polyturn.buffer.staleness import check_staleness
 from polyturn.core.aio import Finished, OneThread, finish, first_error
 from polyturn.core.errors import CheckpointError
 from polyturn.core.seeds import derive_seed
-from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
 from polyturn.evaluation.evaluate import EvalResult, EvalSet, evaluate
@@ -37,10 +35,9 @@ from polyturn.rollout.pool import RolloutPool
 from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.optim import on_cpu
-from polyturn.training.policy_snapshots import PolicySnapshots
 from polyturn.training.producer import Producer
 from polyturn.training.resume import identity_of, require_same_identity
-from polyturn.training.state import LoopSettings, LoopState, TrainObserver, WeightChannel
+from polyturn.training.state import Data, EngineLink, LoopSettings, LoopState, Saving, TrainObserver
 from polyturn.training.update import StepResult, Update
 
 logger = logging.getLogger(__name__)
@@ -57,45 +54,28 @@ class Trainer:
         settings: LoopSettings,
         *,
         update: Update,
-        channel: WeightChannel,
         pool: RolloutPool,
-        tasks: Sequence[Task],
-        eval_sets: Sequence[EvalSet],
-        checkpoints: Checkpoints,
-        export: Callable[[Path], object],
-        freeze: Callable[[Mapping[str, Any]], Callable[[Path], object] | None] = lambda policy: None,
+        data: Data,
+        engine: EngineLink,
+        saving: Saving,
         observer: TrainObserver,
-        engine_busy_s: Callable[[], float],
-        engine_metrics: Callable[[], Mapping[str, float]] = dict,
-        fingerprint: str = "",
-        sampler: Callable[[], TaskSampler] | None = None,
-        flights: JournalFile | None = None,
-        followers: PolicySnapshots | None = None,
-        trains_in_thread: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the parts; `trains_in_thread` is for an engine that does not sample from the trainer's own parameters, and
-        `freeze` makes of the policy's copied state an export that a thread may write while training goes on, or None."""
+        """Take the parts."""
         self.settings = settings
         self.state = LoopState()
         self.update = update
         self.policy = update.policy
-        self._channel = channel
         self._pool = pool
-        self._tasks = tasks
-        self._eval_sets = list(eval_sets)
-        self.checkpoints = checkpoints
-        self._export = export
-        self._freeze = freeze
-        self._saver = Saver(checkpoints)
-        self._flights = flights
-        self._followers = followers or PolicySnapshots()
+        self._data = data
+        self._engine = engine
+        self._saving = saving
+        self._saver = Saver(saving.checkpoints)
         self._observer = observer
-        self._engine_busy_s = engine_busy_s
-        self._engine_metrics = engine_metrics
-        self._fingerprint = fingerprint
-        self._new_sampler = sampler or partial(TaskSampler, len(tasks), seed=settings.seed, shuffle=settings.shuffle)
-        self._thread = OneThread("polyturn-update") if trains_in_thread else None
+        self._new_sampler = data.sampler or partial(
+            TaskSampler, len(data.tasks), seed=settings.seed, shuffle=settings.shuffle
+        )
+        self._thread = OneThread("polyturn-update") if engine.trains_in_thread else None
         self._buffer: GroupBuffer | None = None
         self._pending: list[int] = []
         self._training: list[int] = []
@@ -105,19 +85,24 @@ class Trainer:
         """When the latest checkpoint was written, and how long that held up training."""
         self._replay = Replay(max_staleness=settings.max_staleness, seed=settings.seed)
 
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints of the run."""
+        return self._saving.checkpoints
+
     async def run(self) -> LoopState:
         """Evaluate, train, evaluate again; leave a checkpoint, also when cancelled.
 
         Raises:
             TrainingError, RolloutError: training cannot go on.
         """
-        await self._channel.start(self.state.step)
-        await self._followers.start(self.state.step)
+        await self._engine.channel.start(self.state.step)
+        await self._engine.snapshots.start(self.state.step)
         try:
             if self.state.step == 0:
                 self._save()
                 if self.settings.eval_before:
-                    results = await self._evaluate(self._eval_sets)
+                    results = await self._evaluate(self._data.eval_sets)
                     self.state.reports["before"] = _reports(results)
                     if self._is_best(results):
                         self._saver.wait()
@@ -127,7 +112,7 @@ class Trainer:
                     async with asyncio.TaskGroup() as tasks:
                         await self._train(tasks)
                 self._pool.failures.require_any()
-            results = await self._evaluate(self._eval_sets)
+            results = await self._evaluate(self._data.eval_sets)
             self.state.reports["after"] = _reports(results)
         except BaseException:
             self._save_last_words()
@@ -145,19 +130,19 @@ class Trainer:
         saved = self.checkpoints.load(path)
         if missing := [name for name in ("fingerprint", "sampler", "policy", "loop") if name not in saved]:
             raise CheckpointError(f"the checkpoint {path} has no {missing[0]!r}; it was not written by a training run")
-        if saved["fingerprint"] != self._fingerprint:
+        if saved["fingerprint"] != self._saving.fingerprint:
             raise CheckpointError(
                 f"the checkpoint {path} was made with another tokenizer or chat template; resume with the one that made it"
             )
         self._sampler().load_state_dict(saved["sampler"])
-        require_same_identity(saved.get("identity", {}), identity_of(self.settings, self._tasks), path=path)
+        require_same_identity(saved.get("identity", {}), identity_of(self.settings, self._data.tasks), path=path)
         self.policy.load_state_dict(saved["policy"])
         self.update.load_state_dict(saved.get("update", {}))
-        self._followers.load_state_dict(saved.get("followers", {}))
+        self._engine.snapshots.load_state_dict(saved.get("followers", {}))
         self.state = LoopState(**saved["loop"])
         self._pending = list(saved.get("pending", ()))
-        if self._flights is not None:
-            self._flights.resume(self.state.step, oldest=self._oldest_version)
+        if self._saving.journal is not None:
+            self._saving.journal.resume(self.state.step, oldest=self._oldest_version)
         logger.info("resumed from %s at step %d", path, self.state.step)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
@@ -173,24 +158,12 @@ class Trainer:
             pending=self._pending,
         )
         sampler = self._sampler()
-        producer = Producer(
-            buffer,
-            pool=self._pool,
-            tasks=self._tasks,
-            sampler=sampler,
-            drops=drops,
-            group_size=settings.group_size,
-            has_baseline=settings.has_baseline,
-            seed=settings.seed,
-            max_attempts=settings.max_attempts,
-            has_signal=self.update.has_signal,
-            on_group=partial(self._observer.on_group, phase="rollout", total=settings.groups_per_step),
-        )
+        producer = self._producer(buffer, sampler, drops)
         num_groups = (settings.steps - state.step) * buffer.tickets_per_step
         producing = tasks.create_task(producer.run(tasks, num_groups=num_groups), name="producer")
         try:
             while state.step < settings.steps:
-                clock = _StepClock(self._engine_busy_s)
+                clock = _StepClock(self._engine.busy_s)
                 groups, self._training, left = await buffer.take()
                 if self._pool.failures.max_share < 1:
                     self._pool.failures.require_any()
@@ -199,24 +172,21 @@ class Trainer:
                 replayed = self._replay.draw(settings.replayed_groups, step=state.step)
                 (metrics, trained), cancelled = await self._run_update([*groups, *replayed])
                 state.step += 1
-                if self._flights is not None:
-                    oldest = state.step - 1 - settings.max_staleness
-                    self._flights.forget(self._training, oldest=oldest)
-                    self._flights.forget((flight.ticket for flight in left), oldest=oldest, are_cut=True)
-                    metrics |= self._flights.read_metrics()
+                if self._saving.journal is not None:
+                    metrics |= self._forget(self._saving.journal, left)
                 self._training = []
                 sampler.learn(_success(groups))
                 sampler.observe(groups)
                 try:
                     if cancelled is not None:
                         raise cancelled
-                    await self._channel.publish(state.step)
-                    await self._followers.follow(state.step)
+                    await self._engine.channel.publish(state.step)
+                    await self._engine.snapshots.follow(state.step)
                 finally:  # the step was taken, so it is recorded, also when the run is cancelled here
                     metrics["time/step_s"], metrics["time/generate_s"] = clock.read()
                     metrics["time/other_share"] = _other_share(metrics)
                     left_out = {id for id, made in trained.items() if made.dropped is not None}
-                    metrics |= {**self._engine_metrics(), **drops.read(groups, left_out=left_out)}
+                    metrics |= {**self._engine.metrics(), **drops.read(groups, left_out=left_out)}
                     if settings.replayed_groups:
                         self._replay.add(groups)
                         metrics["buffer/groups_replayed"] = float(len(replayed))
@@ -229,6 +199,25 @@ class Trainer:
             self._buffer = None
             producing.cancel()
             producer.stop()
+
+    def _producer(self, buffer: GroupBuffer, sampler: TaskSampler, drops: DropStats) -> Producer:
+        return Producer(
+            buffer,
+            pool=self._pool,
+            tasks=self._data.tasks,
+            sampler=sampler,
+            drops=drops,
+            settings=self.settings,
+            has_signal=self.update.has_signal,
+            on_group=partial(self._observer.on_group, phase="rollout", total=self.settings.groups_per_step),
+        )
+
+    def _forget(self, journal: JournalFile, left: Sequence[Slot]) -> Mapping[str, float]:
+        """Take the groups that were trained, and those that are cut off, out of the journal; return its metrics."""
+        oldest = self.state.step - 1 - self.settings.max_staleness
+        journal.forget(self._training, oldest=oldest)
+        journal.forget((slot.ticket for slot in left), oldest=oldest, are_cut=True)
+        return journal.read_metrics()
 
     async def _run_update(self, groups: Sequence[TrajectoryGroup]) -> Finished[StepResult]:
         """Train to the end of the step, whatever happens meanwhile."""
@@ -255,7 +244,7 @@ class Trainer:
         settings, state = self.settings, self.state
         if state.step >= settings.steps:
             return True
-        sets = [s for s in self._eval_sets if s.is_periodic]
+        sets = [s for s in self._data.eval_sets if s.is_periodic]
         is_best = is_enough = False
         if sets and self._is_validation_due():
             results = await self._evaluate(sets, limit=settings.eval_limit_during)
@@ -293,7 +282,7 @@ class Trainer:
 
         It is taken over the tasks that every validation uses, so that all are compared on the same ones.
         """
-        chooser = next((s for s in self._eval_sets if s.is_periodic), None)
+        chooser = next((s for s in self._data.eval_sets if s.is_periodic), None)
         if chooser is None:
             return math.nan
         groups = results[chooser.name].groups[: self.settings.eval_limit_during]
@@ -361,29 +350,29 @@ class Trainer:
             "loop": asdict(self.state),
             "sampler": self._sampler().state_dict(),
             "pending": self._untrained(),
-            "fingerprint": self._fingerprint,
-            "identity": identity_of(self.settings, self._tasks),
+            "fingerprint": self._saving.fingerprint,
+            "identity": identity_of(self.settings, self._data.tasks),
         }
         step = self.state.step
-        if followers := self._followers.state_dict(step):
+        if followers := self._engine.snapshots.state_dict(step):
             state["followers"] = on_cpu(followers)
-        if self._flights is not None:
-            self._flights.begin(step)
-        frozen = self._freeze(policy) if in_thread else None
+        if self._saving.journal is not None:
+            self._saving.journal.begin(step)
+        frozen = self._saving.freeze(policy) if in_thread else None
         try:
             if frozen is not None:
                 self._saver.save(step, state, export=frozen, is_best=is_best)
                 return
             self._wait_for_saver()
-            self.checkpoints.save(step, state, export=self._export, is_best=is_best)
+            self.checkpoints.save(step, state, export=self._saving.export, is_best=is_best)
         except CheckpointError as problem:
             if self.settings.needs_checkpoints or not in_thread:
                 raise
             logger.warning("%s; the run goes on, and tries again at the next checkpoint", problem)
 
     def _settle_flights(self) -> None:
-        if self._flights is not None:
-            self._flights.settle()
+        if self._saving.journal is not None:
+            self._saving.journal.settle()
 
     def _wait_for_saver(self) -> None:
         """Wait for what is being written; what went wrong with it matters no more, because a newer one follows."""
@@ -397,11 +386,11 @@ class _StepClock:
     """Wall time of a step, and how much of it the engine was busy."""
 
     def __init__(self, engine_busy_s: Callable[[], float]) -> None:
-        self._engine_busy_s = engine_busy_s
-        self._wall, self._engine = time.perf_counter(), engine_busy_s()
+        self._busy_s = engine_busy_s
+        self._wall, self._began = time.perf_counter(), engine_busy_s()
 
     def read(self) -> tuple[float, float]:
-        return time.perf_counter() - self._wall, self._engine_busy_s() - self._engine
+        return time.perf_counter() - self._wall, self._busy_s() - self._began
 
 
 def _reports(results: Mapping[str, EvalResult]) -> dict[str, dict[str, float]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
+from polyturn.training.options import LoraSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,22 +27,6 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
-    """The shape of an adapter."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    """The update is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Of the adapter's input while it is trained. Above 0 the policy that is trained is not quite the one that sampled."""
-    target_modules: str | Sequence[str] = "all-linear"
-    """Names of modules (their ends), a regular expression, or all-linear: every linear layer but the output embedding."""
-    exclude_modules: str | Sequence[str] | None = None
-    rank_stabilized: bool = False
-    """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> None:
@@ -65,7 +49,6 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
             lora_dropout=settings.dropout,
             target_modules=names(settings.target_modules),
             exclude_modules=names(settings.exclude_modules),
-            use_rslora=settings.rank_stabilized,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -80,19 +63,6 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
 def has_lora(model: nn.Module) -> bool:
     """Return whether `add_lora` put an adapter into `model`."""
     return any(".lora_A." in name for name, _ in model.named_parameters())
-
-
-@contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Let `model` compute as if it had no adapter."""
-    layers = list(_layers(model).values())
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from polyturn.algorithms.aggregate import MODES, SEGMENT_WEIGHTS
-from polyturn.algorithms.kl import FixedKl, KlController, kl_estimators
+from polyturn.algorithms.kl import kl_estimators
 from polyturn.algorithms.losses import PolicyLoss, bind, ppo_clip
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError, did_you_mean
 from polyturn.core.metrics import Max, Mean, Metrics, Sum
 from polyturn.core.sample import TrainSample
 from polyturn.training.forward import TargetScores
+from polyturn.training.network import Network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,56 +83,70 @@ class Terms(NamedTuple):
     """What a loss says about the targets of one micro-batch."""
 
     loss_S: Tensor
-    stats_S: dict[str, Tensor]
+    scores_S: Tensor
+    """Detached, what the network gave for each target: its log-probability or its value."""
+    stats_S: Mapping[str, Tensor] = {}
     """Detached figures per target, averaged over the targets of the step under their names."""
-    parts_S: dict[str, Tensor]
+    parts_S: Mapping[str, Tensor] = {}
     """Detached addends of `loss_S`, summed with the coefficients under their names."""
     own_S: Tensor | None = None
     """Detached log-probabilities under the weights that the step began with, where the engine's are there to compare."""
+
+
+class Objective(Protocol):
+    """What a network is trained to minimise, token by token."""
+
+    def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
+        """Return what runs the network on a micro-batch of `samples` and gives its terms; `kl_coef` weighs a KL term now.
+
+        Raises:
+            TrainingError: the samples lack what it needs.
+        """
+        ...
+
+    def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
+        """Return the sentence for a loss that is not finite."""
+        ...
 
 
 class PolicyTerms:
     """The terms of the policy's loss, with their options bound."""
 
     def __init__(
-        self,
-        settings: LossSettings,
-        *,
-        reference: Callable[[MicroBatch], Tensor] | None = None,
-        teacher: Callable[[MicroBatch], Tensor] | None = None,
-        kl: KlController | None = None,
+        self, settings: LossSettings, *, has_reference: bool = False, teacher: Callable[[MicroBatch], Tensor] | None = None
     ) -> None:
         """Bind `settings`.
 
         Args:
             settings: The loss.
-            reference: Gives [S] the reference's log-probabilities where the samples bring none; None where there is none.
+            has_reference: Whether something can give the reference's log-probabilities, which samples bring to a KL term.
             teacher: Gives [S] the teacher's log-probabilities.
-            kl: The weight of the KL term now; None keeps it at `settings.kl_coef`.
 
         Raises:
             ConfigError: a KL term without a reference, a distillation term without a teacher, or an option that the policy
                 loss does not take.
         """
-        if settings.kl_coef and reference is None:
+        if settings.kl_coef and not has_reference:
             raise ConfigError(f"kl_coef is {settings.kl_coef} and there is no reference policy; pass reference=True")
         if settings.distill_coef and teacher is None:
             raise ConfigError(f"distill_coef is {settings.distill_coef} and there is no teacher; pass one")
         clips = {"clip_low": settings.clip_low, "clip_high": settings.clip_high, "dual_clip": settings.dual_clip}
         self._settings = settings
-        self._reference = reference
         self._policy_loss = bind(settings.policy_loss, offered=clips, kwargs=settings.policy_loss_kwargs)
         self._teacher = teacher
-        self._control = kl or FixedKl(coef=settings.kl_coef)
         self._kl = kl_estimators.resolve(settings.kl_estimator)
         self._distill = kl_estimators.resolve(settings.distill_estimator)
 
-    def __call__(self, batch: MicroBatch, scores: TargetScores) -> Terms:
-        """Return the terms of one micro-batch.
+    def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
+        """Return the terms of micro-batches of `samples`, the KL to the reference weighed by `kl_coef`."""
+        entropy_grad = self._settings.entropy_coef != 0
+        return lambda network, batch: self._terms(batch, network(batch, entropy_grad=entropy_grad), kl_coef)
 
-        Raises:
-            TrainingError: the samples lack advantages, or the log-probabilities that the settings ask for.
-        """
+    def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
+        """Return the sentence for a loss that is not finite."""
+        return non_finite_message(samples, batch, terms, step=step)
+
+    def _terms(self, batch: MicroBatch, scores: TargetScores, kl_coef: float) -> Terms:
         settings = self._settings
         logprobs_S = scores.logprobs_S
         if batch.advantages_S is None:
@@ -148,9 +163,10 @@ class PolicyTerms:
             is_ours = batch.old_logprobs_S is not None and not settings.is_engine_old
             own_S = batch.old_logprobs_S if is_ours else logprobs_S.detach()
         if settings.kl_coef:
-            kl_S = self._kl(logprobs_S, self._ref_logprobs(batch))
-            loss_S = loss_S + self._control.coef * kl_S
-            parts_S["loss/kl"] = self._control.coef * kl_S.detach()
+            assert batch.ref_logprobs_S is not None  # the policy scores what samples lack before
+            kl_S = self._kl(logprobs_S, batch.ref_logprobs_S)
+            loss_S = loss_S + kl_coef * kl_S
+            parts_S["loss/kl"] = kl_coef * kl_S.detach()
             stats_S["policy/kl_to_reference"] = kl_S.detach()
         if settings.distill_coef and self._teacher is not None:
             distill_S = self._distill(logprobs_S, self._teacher(batch))
@@ -164,7 +180,7 @@ class PolicyTerms:
             if settings.entropy_coef:
                 loss_S = loss_S - settings.entropy_coef * scores.entropy_S
                 parts_S["loss/entropy"] = -settings.entropy_coef * scores.entropy_S.detach()
-        return Terms(loss_S, stats_S, parts_S, own_S)
+        return Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S)
 
     def _old_logprobs(self, batch: MicroBatch, logprobs_S: Tensor) -> Tensor:
         if self._settings.old_logprobs == "sample":
@@ -176,21 +192,25 @@ class PolicyTerms:
             )
         return batch.rollout_logprobs_S
 
-    def _ref_logprobs(self, batch: MicroBatch) -> Tensor:
-        if batch.ref_logprobs_S is not None:
-            return batch.ref_logprobs_S
-        assert self._reference is not None  # checked where the KL coefficient is known
-        with torch.no_grad():
-            return self._reference(batch)
+
+class SupervisedTerms:
+    """The cross-entropy of each target."""
+
+    def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
+        """Return the terms of micro-batches."""
+        return self._terms
+
+    def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
+        """Return the sentence for a loss that is not finite."""
+        return non_finite_message(samples, batch, terms, step=step)
+
+    def _terms(self, network: Network, batch: MicroBatch) -> Terms:
+        logprobs_S = network(batch, entropy_grad=None).logprobs_S
+        loss_S = -logprobs_S
+        return Terms(loss_S, logprobs_S.detach(), parts_S={"loss/sft": loss_S.detach()})
 
 
-def sft_terms(batch: MicroBatch, scores: TargetScores) -> Terms:
-    """Return the cross-entropy of each target."""
-    loss_S = -scores.logprobs_S
-    return Terms(loss_S, {}, {"loss/sft": loss_S.detach()})
-
-
-def batch_metrics(batch: MicroBatch, scores: TargetScores, terms: Terms, total: float) -> Metrics:
+def batch_metrics(batch: MicroBatch, terms: Terms, total: float) -> Metrics:
     """Return the sums of one micro-batch, read from the device in one go."""
     names = [*terms.stats_S, *terms.parts_S]
     values = [v.sum() for v in terms.stats_S.values()]
@@ -214,9 +234,7 @@ def as_step(metrics: Metrics) -> Metrics:
     return {name: Mean(m.value) if name in is_loss else m for name, m in metrics.items()}
 
 
-def non_finite_message(
-    samples: Sequence[TrainSample], batch: MicroBatch, scores: TargetScores, terms: Terms, *, step: int
-) -> str:
+def non_finite_message(samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
     """Name the first target whose term is not finite and the numbers it was made of."""
     bad = torch.nonzero(~torch.isfinite(terms.loss_S.detach() * batch.loss_coef_S)).flatten().tolist()
     s = bad[0] if bad else 0
@@ -231,6 +249,6 @@ def non_finite_message(
     return (
         f"the loss is not finite at optimizer step {step}: {len(bad)} of {batch.num_targets} tokens of a "
         f"micro-batch, first token {int(batch.token_S[s])} of sample {'/'.join(map(str, sample.id))} with loss "
-        f"{terms.loss_S[s].item():g}, logprob {scores.logprobs_S[s].item():g}{numbers}; if the logprob is not finite "
+        f"{terms.loss_S[s].item():g}, logprob {terms.scores_S[s].item():g}{numbers}; if the logprob is not finite "
         "look at the parameters (loss/grad_norm and loss/lr of the steps before), otherwise at where it comes from"
     )

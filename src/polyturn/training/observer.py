@@ -23,7 +23,8 @@ from rich.console import Console
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.repeated import flat, repeated_metrics
 from polyturn.evaluation.report import EvalReport
-from polyturn.store.parquet_store import ParquetStore, StoreSettings
+from polyturn.store.options import StoreSettings
+from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import Trained
 from polyturn.tracking.alarms import Alarms
 from polyturn.tracking.base import RunInfo
@@ -55,6 +56,8 @@ class AlsoRecord:
     """Environment variables, for trackers whose settings are there."""
     has_many_sets: bool = False
     """Whether there are several evaluation sets, so that each has a folder of its own in `eval_dump`."""
+    on_step: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None
+    """Is told the numbers of each step once they are written."""
     eval_metrics: Callable[[str, Sequence[TrajectoryGroup]], Mapping[str, float]] = _no_metrics
     """Further numbers of an evaluation set, from its name and its groups."""
 
@@ -163,6 +166,7 @@ class RunObserver:
             logger.warning("%s", alarm.message)
             with (self._folder / "alarms.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "alarm": alarm.name, "message": alarm.message}) + "\n")
+        self._also.on_step(step, metrics)
 
     def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
         """An evaluation set is done: its numbers and its trajectories are written."""

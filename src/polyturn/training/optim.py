@@ -12,56 +12,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import Mean, Metrics, Sum
+from polyturn.training.options import OptimSettings
 
 logger = logging.getLogger(__name__)
-
-Schedule = Literal["constant", "linear", "cosine"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimSettings:
-    """How parameters are updated."""
-
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    """Not applied to norms, biases and other vectors."""
-    max_grad_norm: float | None = 1.0
-    """The gradient is scaled down to this norm; None never scales."""
-    warmup_steps: int = 0
-    """The rate rises linearly over so many steps; the first step already has lr / warmup_steps."""
-    schedule: Schedule = "constant"
-    """What follows the warm-up: constant, or a fall to `min_lr_ratio` at `total_steps`."""
-    total_steps: int | None = None
-    """The steps of the whole run; needed by linear and cosine."""
-    min_lr_ratio: float = 0.0
-    max_skipped: int = 3
-    """Steps in a row that are skipped and counted (`loss/skipped_steps`) because loss or gradient is not finite; one more
-    ends the run."""
-
-    def __post_init__(self) -> None:
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"the schedule is {self.schedule!r}; it must be 'constant', 'linear' or 'cosine'")
-        if self.schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
-            raise ConfigError(
-                f"a {self.schedule} schedule needs total_steps above warmup_steps ({self.warmup_steps}), "
-                f"not {self.total_steps}"
-            )
-        if self.max_skipped < 0:
-            raise ConfigError(f"max_skipped is {self.max_skipped}; it must be 0 (the first bad step ends the run) or more")
-        if not self.lr >= 0:
-            raise ConfigError(f"lr is {self.lr}; it must be 0 or more")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm is {self.max_grad_norm}; it must be positive, or None for no clipping")
 
 
 def lr_factor(step: int, settings: OptimSettings) -> float:
@@ -79,6 +39,13 @@ class Optimizer:
     """AdamW over a model's trainable parameters."""
 
     def __init__(self, model: nn.Module, settings: OptimSettings) -> None:
+        if settings.schedule != "constant" and (
+            settings.total_steps is None or settings.total_steps <= settings.warmup_steps
+        ):
+            raise ConfigError(
+                f"a {settings.schedule} schedule needs total_steps above warmup_steps ({settings.warmup_steps}), "
+                f"not {settings.total_steps}"
+            )
         self.settings = settings
         self.step_count = 0
         """Steps taken or skipped so far; the schedule's clock."""
@@ -172,6 +139,10 @@ class Optimizer:
         before = self.skipped_in_a_row - 1
         self.zero_grad()
         raise TrainingError(problem + (f"; skipped in a row before it: {before}" if before else ""))
+
+    def parameters_in_order(self) -> list[nn.Parameter]:
+        """Return the parameters by the numbers that the state gives them."""
+        return [p for group in self._adamw.param_groups for p in group["params"]]
 
     def take_parameters(self) -> None:
         """Let the masters be the parameters as they are now: those were loaded since this was made."""

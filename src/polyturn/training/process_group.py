@@ -46,6 +46,8 @@ class GroupTeam:
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._lost: str | None = None
         self._is_closed = False
+        self.last_word: Any = None
+        """What the followers are told when they may end."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Let every rank run `command` on its share, and return what each returned.
@@ -72,12 +74,12 @@ class GroupTeam:
         """Let the followers end; a second call does nothing."""
         if not self._is_closed and self._lost is None:
             self._is_closed = True
-            _scatter([(_CLOSE, ())] * self.num_ranks, self._control)
+            _scatter([(_CLOSE, self.last_word)] * self.num_ranks, self._control)
             dist.destroy_process_group()
 
 
-def follow(rank: RankWorker) -> None:
-    """Run what the leader says until it closes.
+def follow(rank: RankWorker) -> Any:
+    """Run what the leader says until it closes, and return its last word.
 
     Raises:
         RankLostError: the leader is gone.
@@ -90,7 +92,7 @@ def follow(rank: RankWorker) -> None:
             raise RankLostError(f"the leader is gone ({_first_line(problem)})") from problem
         if command == _CLOSE:
             dist.destroy_process_group()
-            return
+            return share
         _gather(rank.run(command, share), control)
 
 

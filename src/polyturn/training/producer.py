@@ -22,6 +22,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler, Visit
 from polyturn.rollout.group import GroupSpec, LiveGroup
 from polyturn.rollout.pool import RolloutPool
+from polyturn.training.state import LoopSettings
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,7 @@ class Producer:
         tasks: Sequence[Task],
         sampler: TaskSampler,
         drops: DropStats,
-        group_size: int,
-        has_baseline: bool,
-        seed: int,
-        max_attempts: int,
+        settings: LoopSettings,
         has_signal: Callable[[TrajectoryGroup], bool],
         on_group: Callable[[TrajectoryGroup], None],
     ) -> None:
@@ -63,10 +61,7 @@ class Producer:
             tasks: What the sampler's visits count.
             sampler: At the first visit that no step was trained on.
             drops: Is told what is not trained on.
-            group_size: Trajectories of a group.
-            has_baseline: Whether each group has a greedily decoded one beside them.
-            seed: The run's.
-            max_attempts: How many further tasks stand in for a group without signal.
+            settings: The loop's: the size of a group, the seed, how often a group without signal is replaced.
             has_signal: Whether a group has something to learn from.
             on_group: Is told every finished group that a step may train on.
         """
@@ -75,10 +70,7 @@ class Producer:
         self._tasks = tasks
         self._sampler = sampler
         self._drops = drops
-        self._group_size = group_size
-        self._has_baseline = has_baseline
-        self._seed = seed
-        self._max_attempts = max_attempts
+        self._settings = settings
         self._has_signal = has_signal
         self._on_group = on_group
         self._started: dict[int, _Started] = {}
@@ -110,21 +102,21 @@ class Producer:
 
     async def _fill(self, ticket: int, visit: Visit, live: LiveGroup) -> None:
         """Run groups until one has something to learn from, or too many had not, and hand the last one in."""
-        index, seed = visit.task, derive_seed(self._seed, visit.epoch)
+        index, seed = visit.task, derive_seed(self._settings.seed, visit.epoch)
         try:
-            for attempt in range(self._max_attempts + 1):
+            for attempt in range(self._settings.max_attempts + 1):
                 live.episodes.clear()
                 spec = GroupSpec(
                     id=f"g{ticket}" if attempt == 0 else f"g{ticket}r{attempt}",
                     task=self._tasks[index],
-                    size=self._group_size,
-                    has_baseline=self._has_baseline,
+                    size=self._settings.group_size,
+                    has_baseline=self._settings.has_baseline,
                     seed=seed if attempt == 0 else derive_seed(seed, ticket, attempt),
                 )
                 group = await self._pool.run_one(spec, live=live)
                 if live.is_cut:
                     return
-                if attempt == self._max_attempts or self._has_signal(group):
+                if attempt == self._settings.max_attempts or self._has_signal(group):
                     break
                 self._drops.add_group(group, reason="resampled")
                 index = self._sampler.instead(visit, number=ticket, attempt=attempt)

@@ -2,26 +2,22 @@
 
     leader   Team.call(command, a share for each rank)   ->   Rank.run(command, share) on every rank   ->   Answers
 
-What a command does is the rank's business: its policy's, or its critic's. How it travels is that of processes that torchrun
-started (`process_group`), or of Ray (`cluster`).
+A command names a network of the rank (its policy or its critic) and a method of that backend. How it travels is that of
+processes that torchrun started (`process_group`), or of Ray (`cluster`).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from polyturn.batching.microbatch import LayoutSettings, plan
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import PolyturnError
-from polyturn.core.metrics import Metrics
 from polyturn.core.sample import TrainSample
-
-if TYPE_CHECKING:
-    from polyturn.training.critic_shards import ShardedCritic
-    from polyturn.training.fsdp import ShardedPolicy
+from polyturn.training.model_backend import ModelBackend
 
 
 class RankGroup(Protocol):
@@ -52,55 +48,27 @@ class RankReply:
     error: PolyturnError | None = None
 
 
-@dataclass(slots=True)
 class RankWorker:
     """Runs the leader's commands on one rank."""
 
-    make: Callable[[Any], ShardedPolicy]
-    """Makes the policy from what the leader says about it; called again when training follows a warm start."""
-    make_critic: Callable[[], ShardedCritic]
-    _of_policy: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Name -> command; what it is done with lives as long as these do."""
-    _of_critic: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    def __init__(self, make: Mapping[str, Callable[[Any], ModelBackend]]) -> None:
+        """Take what makes each network, by its name, from what the leader says about it; called again when training follows
+        a warm start."""
+        self._make = dict(make)
+        self._backends: dict[str, ModelBackend] = {}
 
     def run(self, command: str, share: tuple[Any, ...]) -> RankReply:
-        """Run one command. What the library raises is an answer; anything else is a bug and ends the rank."""
+        """Run one command, `<network>.<method>`. What the library raises is an answer; anything else ends the rank."""
+        network, _, method = command.partition(".")
         try:
-            if command == "make":
-                self._of_policy = {}
+            if method == "make":
+                self._backends.pop(network, None)
                 gc.collect()  # frees the former one first: there may be no room for two
-                self._take(self.make(*share))
+                self._backends[network] = self._make[network](*share)
                 return RankReply()
-            if command == "make_critic":
-                self._take_critic(self.make_critic())
-                return RankReply()
-            return RankReply(value={**self._of_policy, **self._of_critic}[command](*share))
+            return RankReply(value=getattr(self._backends[network], method)(*share))
         except PolyturnError as problem:
             return RankReply(error=problem)
-
-    def _take(self, policy: ShardedPolicy) -> None:
-        def forward_backward(samples: Any, coefs: Any, kl_coef: float) -> tuple[Metrics, list[Floats] | None]:
-            policy.kl.load_state_dict({"coef": kl_coef})  # the leader's, which follows the KL of all ranks
-            return policy.forward_backward(samples, coefs=coefs), policy.last_logprobs
-
-        self._of_policy = {
-            "load": policy.load_whole,
-            "score": lambda samples, reference: policy.score(samples, reference=reference),
-            "forward_backward": forward_backward,
-            "sft": lambda samples, coefs: (policy.sft_forward_backward(samples, coefs=coefs), None),
-            "optim_step": policy.optim_step,
-            "state": policy.state_dict,
-            "weights": policy.whole_weights,
-        }
-
-    def _take_critic(self, critic: ShardedCritic) -> None:
-        self._of_critic = {
-            "critic_load": critic.load_whole,
-            "critic_score": critic.score,
-            "critic_forward_backward": lambda samples, coefs: critic.forward_backward(samples, coefs=coefs),
-            "critic_optim_step": critic.optim_step,
-            "critic_state": critic.state_dict,
-        }
 
 
 def values_of(answers: Sequence[RankReply]) -> list[Any]:

@@ -8,19 +8,21 @@ What belongs to the run and to no file is kept in its checkpoints: the copy, and
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import CheckpointError, ConfigError
-from polyturn.training.forward import TargetForward
-from polyturn.training.lora import adapter_off, adapter_replaced, adapter_tensors, has_lora
+from polyturn.training.lora import adapter_tensors
+from polyturn.training.network import Network, PolicyNetwork
 from polyturn.training.optim import clone_tensors
+
+Replaced = Callable[[nn.Module, Mapping[str, Tensor]], AbstractContextManager[None]]
 
 
 class Scorer(Protocol):
@@ -30,92 +32,79 @@ class Scorer(Protocol):
         """Return [S] the log-probability of each target."""
         ...
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return what a checkpoint must keep; None where there is nothing."""
+    def kept(self) -> dict[str, Tensor] | None:
+        """Return name -> live tensor of what a checkpoint must keep; None where a file holds it."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take what `kept` returned when the checkpoint was written.
+
+        Raises:
+            CheckpointError: it is another model's.
+        """
         ...
 
 
 class FrozenModel:
     """A module that stays as it is."""
 
-    def __init__(self, model: PreTrainedModel, *, is_kept: bool) -> None:
-        """Wrap `model`; `is_kept` says whether checkpoints hold it, because no file does."""
-        self._model = model.requires_grad_(False).eval()
-        self._forward = TargetForward(self._model)
-        self.is_kept = is_kept
+    def __init__(self, network: PolicyNetwork, *, is_kept: bool, release: Callable[[Network], object]) -> None:
+        """Score with `network`; `is_kept` says whether checkpoints hold it, because no file does, and `release` frees what a
+        pass gathered."""
+        self._network = network
+        self._is_kept = is_kept
+        self._release = release
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
         with torch.no_grad():
-            return self._forward(batch).logprobs_S
+            found = self._network.scores(batch)
+        self._release(self._network)
+        return found
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def kept(self) -> dict[str, Tensor] | None:
         """Return the weights where they are kept."""
-        if not self.is_kept:
-            return None
-        state: dict[str, Any] = clone_tensors(self._model.state_dict())
-        return state
+        return self._network.saved.state_dict() if self._is_kept else None
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Write the weights in place.
-
-        Raises:
-            CheckpointError: they are another model's.
-        """
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Write the weights in place."""
         try:
-            self._model.load_state_dict(dict(state))
+            self._network.saved.load_state_dict(dict(state))
         except RuntimeError as problem:
             raise CheckpointError(f"the checkpoint's reference does not fit this model: {problem}") from problem
 
 
 class AdapterReference:
-    """The trained model with its adapter as it was when this was made: off, if it was zero then."""
+    """The trained model with its adapter as it was when this was made."""
 
-    def __init__(self, model: PreTrainedModel, forward: TargetForward) -> None:
-        self._model = model
-        self._forward = forward
-        tensors = adapter_tensors(model)
-        is_zero = all(not tensor.any() for name, tensor in tensors.items() if ".lora_B." in name)
-        self._adapter: dict[str, Tensor] | None = None if is_zero else clone_tensors(tensors)
+    def __init__(self, network: PolicyNetwork, replaced: Replaced) -> None:
+        """Score with `network`, whose adapter `replaced` exchanges meanwhile."""
+        self._network = network
+        self._replaced = replaced
+        self._adapter: dict[str, Tensor] = clone_tensors(adapter_tensors(network.saved))
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
-        was_training = self._model.training
-        self._model.eval()
-        former = adapter_off(self._model) if self._adapter is None else adapter_replaced(self._model, self._adapter)
+        was_training = self._network.training
+        self._network.eval()
         try:
-            with torch.no_grad(), former:
-                return self._forward(batch).logprobs_S
+            with torch.no_grad(), self._replaced(self._network.saved, self._adapter):
+                return self._network.scores(batch)
         finally:
-            self._model.train(was_training)
+            self._network.train(was_training)
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the adapter of the start, if there was one."""
-        return clone_tensors(self._adapter) if self._adapter is not None else {}
+    def kept(self) -> dict[str, Tensor]:
+        """Return the adapter of the start."""
+        return self._adapter
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the adapter of the start."""
-        self._adapter = clone_tensors(state) or None
-
-
-def make_reference(model: PreTrainedModel, forward: TargetForward, source: bool | PreTrainedModel) -> Scorer | None:
-    """Return the reference that `source` asks for: none, the model as it is now, or another model.
-
-    Raises:
-        ConfigError: the other model has another vocabulary.
-    """
-    if source is False:
-        return None
-    if source is not True:
-        require_same_vocabulary(model, source, name="reference")
-        return FrozenModel(source, is_kept=False)
-    if has_lora(model):
-        return AdapterReference(model, forward)
-    return FrozenModel(copy.deepcopy(model), is_kept=True)
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take the adapter of the start; an empty state is one that was zero."""
+        with torch.no_grad():
+            for name, tensor in self._adapter.items():
+                if state:
+                    tensor.copy_(state[name])
+                elif ".lora_B." in name:
+                    tensor.zero_()
 
 
 def require_same_vocabulary(model: PreTrainedModel, other: PreTrainedModel, *, name: str) -> None:

@@ -7,7 +7,7 @@ The middle is what a single process would write, so a checkpoint does not know h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from polyturn.core.errors import CheckpointError
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Where a tensor stood."""
 
     number: int
@@ -59,13 +59,13 @@ def spread_whole(value: Any) -> Any:
     def take(part: Any) -> Any:
         if isinstance(part, Tensor):
             tensors.append(part.detach().cpu().contiguous())
-            return _Place(len(tensors) - 1, part.shape, part.dtype)
+            return _TensorPlace(len(tensors) - 1, part.shape, part.dtype)
         if isinstance(part, Mapping):
             return {k: take(v) for k, v in part.items()}
         return type(part)(take(v) for v in part) if isinstance(part, list | tuple) else part
 
     def put(part: Any) -> Any:
-        if isinstance(part, _Place):
+        if isinstance(part, _TensorPlace):
             tensor = tensors[part.number] if dist.get_rank() == 0 else torch.empty(part.shape, dtype=part.dtype)
             dist.broadcast(tensor, src=0)
             return tensor
@@ -88,6 +88,24 @@ def cut_like(whole: Tensor, like: Tensor | None) -> Tensor:
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def cut_optimizer(state: Mapping[str, Any], like: Mapping[str, Tensor], params: Sequence[Tensor]) -> dict[str, Any]:
+    """Return this rank's part of the whole state of an optimizer.
+
+    Args:
+        state: From `Optimizer.state_dict`, whole.
+        like: Name -> the model's own tensor.
+        params: The parameters by the numbers that the state gives them.
+    """
+
+    def moments(number: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        own = params[number] if number < len(params) else None
+        return {name: cut_like(v, own) if isinstance(v, Tensor) else v for name, v in values.items()}
+
+    adamw = {**state["adamw"], "state": {number: moments(number, v) for number, v in state["adamw"]["state"].items()}}
+    masters = {name: cut_like(tensor, like.get(name)) for name, tensor in state.get("masters", {}).items()}
+    return {**state, "adamw": adamw, "masters": masters}
 
 
 def require_same_shapes(found: Mapping[str, Tensor], own: Mapping[str, Tensor], *, whose: str = "checkpoint") -> None:

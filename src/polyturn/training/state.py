@@ -2,18 +2,26 @@
 
 LoopSettings    how long and how much          LoopState     where a run is, kept in every checkpoint
 TrainObserver   is told what happens           WeightChannel the way of new weights to the engine
+Data, EngineLink, Saving    the tasks, the engine and the checkpoints of a run, as the loop needs them
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.data.sampler import TaskSampler
+from polyturn.evaluation.evaluate import EvalSet
 from polyturn.evaluation.report import EvalReport
 from polyturn.store.schema import Trained
+from polyturn.training.checkpoint import Checkpoints
+from polyturn.training.journal_file import JournalFile
+from polyturn.training.policy_snapshots import PolicySnapshots
 
 
 class TrainObserver(Protocol):
@@ -82,6 +90,15 @@ class LoopState:
     """"before" and "after" -> evaluation set -> its numbers."""
 
 
+class Data(NamedTuple):
+    """What a run is trained and evaluated on."""
+
+    tasks: Sequence[Task]
+    eval_sets: Sequence[EvalSet] = ()
+    sampler: Callable[[], TaskSampler] | None = None
+    """Makes the order of the tasks; None takes the shuffled one of the settings."""
+
+
 class WeightChannel(Protocol):
     """The way of the policy's weights to the engine."""
 
@@ -94,3 +111,33 @@ class WeightChannel(Protocol):
         Raises:
             EngineError: they did not arrive.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLink:
+    """What the loop needs of the engine that its episodes ask."""
+
+    channel: WeightChannel
+    busy_s: Callable[[], float]
+    """How many seconds it spent generating so far."""
+    metrics: Callable[[], Mapping[str, float]] = dict
+    """How it fared since it was last asked."""
+    snapshots: PolicySnapshots = field(default_factory=PolicySnapshots)
+    """Copies of the trained policy that episodes also ask."""
+    trains_in_thread: bool = False
+    """Whether it has weights of its own, so that it samples while the trainer's change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """Where a run's state goes, and how its model is written there."""
+
+    checkpoints: Checkpoints
+    export: Callable[[Path], object]
+    """Writes the model as it is in the Hugging Face format."""
+    freeze: Callable[[Mapping[str, Any]], Callable[[Path], object] | None] = lambda policy: None
+    """Makes of the policy's copied state an export that a thread may write while training goes on, or None."""
+    journal: JournalFile | None = None
+    """Of conversations in flight."""
+    fingerprint: str = ""
+    """Of the tokenizer and its template."""

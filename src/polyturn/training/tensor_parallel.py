@@ -1,7 +1,7 @@
 """Tensor parallelism inside the decoder layers, after the plan that transformers ships with a model.
 
-    colwise   the outputs of a linear layer are split over the row   q, k, v, gate, up
-    rowwise   its inputs are split, its outputs summed               o, down
+    colwise   the outputs of a linear layer are split over the row   q, k, v, gate, up    of an adapter: its B
+    rowwise   its inputs are split, its outputs summed               o, down              of an adapter: its A
 
 Embedding and head stay whole within a row (they may be one tensor, and fully_shard spreads them over the rows); so does
 everything outside the plan. A parameter that is whole and yet sees only this rank's heads (`replicated_with_grad_allreduce`:
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import re
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
 from polyturn.core.errors import ConfigError
+from polyturn.training.lora import ADAPTER
 
 _SUMMED = "replicated_with_grad_allreduce"
 
@@ -45,9 +47,9 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
     for name, module in model.named_modules():
         style = next((s for pattern, s in plan.items() if _matches(pattern, name)), None)
         if style == "colwise":
-            styles[name] = ColwiseParallel()
+            styles |= dict.fromkeys(_split_parts(name, module, of_adapter="lora_B"), ColwiseParallel())
         elif style == "rowwise":
-            styles[name] = RowwiseParallel()
+            styles |= dict.fromkeys(_split_parts(name, module, of_adapter="lora_A"), RowwiseParallel())
         elif style == _SUMMED:
             partial += [f"{name}.{own}" for own, _ in module.named_parameters()]
         elif style is not None:
@@ -57,6 +59,16 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
             )
     parallelize_module(model, mesh, styles)
     return partial
+
+
+def _split_parts(name: str, module: nn.Module, *, of_adapter: str) -> list[str]:
+    """Return the linear layers that are split where a plan splits `module`: itself, or its own and one side of its adapter.
+
+    The other side is whole on every rank of a row, and sees what is whole there: its gradient needs no sum of its own.
+    """
+    if "base_layer" not in dict(module.named_children()):
+        return [name]
+    return [f"{name}.base_layer", f"{name}.{of_adapter}.{ADAPTER}"]
 
 
 def _matches(pattern: str, name: str) -> bool:

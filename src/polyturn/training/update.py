@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from polyturn.algorithms.advantages import Estimator, assign_advantages, components_of, traits_of
 from polyturn.algorithms.correction import CorrectionSettings, correct
 from polyturn.algorithms.kl import KlController
-from polyturn.batching.filters import filter_groups, filter_samples, has_signal
+from polyturn.batching.filters import FilteredGroups, filter_groups, filter_samples, has_signal
 from polyturn.batching.loss_scale import LossScale
 from polyturn.batching.samples import dropped_by_scale, to_samples
 from polyturn.core.arrays import Floats
@@ -28,7 +28,7 @@ from polyturn.core.protocols import Policy
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.schema import Trained
-from polyturn.training.critic import ValueFunction, value_metrics
+from polyturn.training.critic import Critic, value_metrics
 from polyturn.training.record import trained_of
 from polyturn.training.reward_kl import RewardKl
 from polyturn.training.rollout_metrics import greedy_metrics, rollout_metrics
@@ -68,6 +68,27 @@ class StepResult(NamedTuple):
     """Trajectory id -> what the step made of it, for the records."""
 
 
+class Revised(NamedTuple):
+    """What a step is to train on."""
+
+    groups: Sequence[TrajectoryGroup]
+    """Others than those of the step are credited again."""
+    samples: Sequence[TrainSample]
+    """Of the groups of the step, with their advantages."""
+
+
+Revise = Callable[[int, Sequence[TrajectoryGroup], Sequence[TrainSample], Mapping[str, float]], Revised]
+"""Is shown the number of steps taken, the groups of this one, their samples, and the metrics so far."""
+
+
+class _Credited(NamedTuple):
+    kept: FilteredGroups
+    samples: list[TrainSample]
+    parts: list[Metrics]
+    prepare_s: float
+    train_s: float
+
+
 class Update:
     """Takes the optimizer steps of a run, one call for each."""
 
@@ -78,7 +99,7 @@ class Update:
         estimator: Estimator,
         settings: UpdateSettings | None = None,
         kl: KlController | None = None,
-        critic: ValueFunction | None = None,
+        critic: Critic | None = None,
         reward_kl: RewardKl | None = None,
     ) -> None:
         """Train `policy`.
@@ -96,6 +117,8 @@ class Update:
         self._kl = kl
         self._reward_kl = reward_kl
         self.estimator = estimator
+        self.revise: Revise | None = None
+        """May change what a step trains on, once its advantages are known."""
         self.is_half_done = False
         """Whether some of a step's optimizer steps are taken and others are not: no state to go on from."""
         self._settings = settings or UpdateSettings()
@@ -115,6 +138,50 @@ class Update:
         Raises:
             TrainingError: the loss or the gradient is not finite, or the samples lack what the loss needs.
         """
+        settings = self._settings
+        kept, samples, parts, prepare_s, train_s = self._credit(groups, step=step)
+        if self.revise is not None:
+            revised = self.revise(step, groups, samples, reduce(merge(parts)))
+            if revised.groups is not groups:
+                groups = revised.groups
+                kept, samples, parts, prepare_s, train_s = self._credit(groups, step=step)
+            else:
+                samples = list(revised.samples)
+        began = time.perf_counter()
+        rejected: set[str] = set()
+        if settings.correction is not None:
+            before = {s.id.trajectory for s in samples if s.num_weighted}
+            samples, found = correct(samples, settings.correction, version=step)
+            rejected = before - {s.id.trajectory for s in samples if s.num_weighted}
+            parts.append(found)
+        filtered = filter_samples(samples, kept.groups, drop_truncated=settings.drop_truncated)
+        prepare_s += time.perf_counter() - began
+        parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
+        is_warm = step >= self._critic_warmup
+        logprobs: list[Floats] | None = [] if is_warm else None
+        shares = _shares(filtered.samples, settings.minibatches)
+        if filtered.samples:
+            began = time.perf_counter()
+            parts += self._train_critic(shares)
+            if is_warm:
+                trained, logprobs = self._train_policy(shares)
+                parts += trained
+            train_s += time.perf_counter() - began
+        else:
+            why = _nothing_left(kept.metrics)
+            logger.warning("step %d: no group has anything to learn from (%s); the weights stay as they are", step + 1, why)
+        parts.append({"time/train_s": Sum(train_s)})
+        order = [sample for share in shares for sample in share]
+        metrics = reduce(merge(parts))
+        self.is_half_done = False
+        if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
+            metrics["policy/kl_coef"] = self._kl.coef
+            self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
+        made = trained_of(groups, kept.groups, order, logprobs, rejected=rejected, drops_truncated=settings.drop_truncated)
+        return StepResult(metrics, made)
+
+    def _credit(self, groups: Sequence[TrajectoryGroup], *, step: int) -> _Credited:
+        """Make samples of the groups that have something to learn from, each with its advantages."""
         settings, began = self._settings, time.perf_counter()
         parts: list[Metrics] = [rollout_metrics(groups, version=step), greedy_metrics(groups)]
         min_members = self._min_members if settings.drop_small_groups else 1
@@ -138,43 +205,7 @@ class Update:
             has_scored=self._has_scored,
         )
         self._has_scored |= bool(samples)
-        rejected: set[str] = set()
-        if settings.correction is not None:
-            before = {s.id.trajectory for s in samples if s.num_weighted}
-            samples, found = correct(samples, settings.correction, version=step)
-            rejected = before - {s.id.trajectory for s in samples if s.num_weighted}
-            parts.append(found)
-        filtered = filter_samples(samples, kept.groups, drop_truncated=settings.drop_truncated)
-        prepare_s += time.perf_counter() - began
-        parts += [kept.metrics, filtered.metrics, {"time/prepare_s": Sum(prepare_s)}]
-        is_warm = step >= self._critic_warmup
-        logprobs: list[Floats] | None = [] if is_warm else None
-        shares = _shares(filtered.samples, settings.minibatches)
-        if filtered.samples:
-            began = time.perf_counter()
-            parts += self._train_critic(shares)
-            for number, share in enumerate(shares if is_warm else ()):
-                found = self.policy.forward_backward(share)
-                own = self.policy.last_logprobs
-                logprobs = None if own is None or logprobs is None else [*logprobs, *own]
-                if number and settings.uses_engine_logprobs:
-                    # Behind an update they say how far that went, and not whether trainer and engine agree.
-                    found = {name: value for name, value in found.items() if not name.startswith("policy/rollout_")}
-                parts += [found, self.policy.optim_step()]
-                self.is_half_done = True
-            train_s += time.perf_counter() - began
-        else:
-            why = _nothing_left(kept.metrics)
-            logger.warning("step %d: no group has anything to learn from (%s); the weights stay as they are", step + 1, why)
-        parts.append({"time/train_s": Sum(train_s)})
-        order = [sample for share in shares for sample in share]
-        metrics = reduce(merge(parts))
-        self.is_half_done = False
-        if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
-            metrics["policy/kl_coef"] = self._kl.coef
-            self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
-        made = trained_of(groups, kept.groups, order, logprobs, rejected=rejected, drops_truncated=settings.drop_truncated)
-        return StepResult(metrics, made)
+        return _Credited(kept, samples, parts, prepare_s + time.perf_counter() - began, train_s)
 
     def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Add the log-probabilities that the loss needs and that the forward pass of training does not give.
@@ -238,6 +269,20 @@ class Update:
             parts += [self.critic.forward_backward(share), self.critic.optim_step()]
             self.is_half_done = True
         return parts
+
+    def _train_policy(self, shares: Sequence[Sequence[TrainSample]]) -> tuple[list[Metrics], list[Floats] | None]:
+        """Take the policy's optimizer steps, one for each share; return their log-probabilities too, if they are kept."""
+        parts: list[Metrics] = []
+        logprobs: list[Floats] | None = []
+        for number, share in enumerate(shares):
+            found, own, _ = self.policy.forward_backward(share)
+            logprobs = None if own is None or logprobs is None else [*logprobs, *own]
+            if number and self._settings.uses_engine_logprobs:
+                # Behind an update they say how far that went, and not whether trainer and engine agree.
+                found = {name: value for name, value in found.items() if not name.startswith("policy/rollout_")}
+            parts += [found, self.policy.optim_step()]
+            self.is_half_done = True
+        return parts, logprobs
 
     def _engine_logprobs(self, samples: Sequence[TrainSample]) -> list[Floats]:
         missing = next((s.id for s in samples if s.rollout_logprobs is None), None)

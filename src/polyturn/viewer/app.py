@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import anyio
@@ -37,11 +37,14 @@ WATCH_S = 0.2
 """How often it is asked whether the client of a query is still there."""
 
 
-def create_app(runs: Sequence[RunView], *, rules: ServerRules | None = None) -> FastAPI:
+def create_app(
+    runs: Sequence[RunView], *, appeared: Callable[[], Iterable[RunView]] = tuple, rules: ServerRules | None = None
+) -> FastAPI:
     """Return the application.
 
     Args:
         runs: What is shown, in this order.
+        appeared: Gives the runs that began since the last call; they stand behind the others.
         rules: What is demanded of every request; the token may come as `?token=` once and is kept in a cookie then.
     """
     app = page_app(
@@ -52,6 +55,7 @@ def create_app(runs: Sequence[RunView], *, rules: ServerRules | None = None) -> 
         rules=rules or ServerRules(max_body_bytes=MAX_BODY_BYTES),
     )
 
+    runs, looking = list(runs), threading.Lock()
     queries = anyio.CapacityLimiter(MAX_QUERIES)
 
     def view(number: int) -> RunView:
@@ -61,11 +65,13 @@ def create_app(runs: Sequence[RunView], *, rules: ServerRules | None = None) -> 
 
     @app.get("/api/runs")
     def all_runs() -> list[dict[str, Any]]:
+        with looking:
+            runs.extend(appeared())
         return [{"index": i, **_summary(run)} for i, run in enumerate(runs)]
 
     @app.get("/api/runs/{number}/metrics")
-    def metrics(number: int, since: int = 0) -> dict[str, Any]:
-        return view(number).metrics(max(0, since))
+    def metrics(number: int, since: str = "") -> dict[str, Any]:
+        return view(number).metrics(since)
 
     @app.get("/api/runs/{number}/config")
     def config(number: int) -> Response:
@@ -100,8 +106,10 @@ def create_app(runs: Sequence[RunView], *, rules: ServerRules | None = None) -> 
         return JSONResponse(view(number).timeline(step=step, split=split))
 
     @app.get("/api/runs/{number}/trajectory")
-    def trajectory(number: int, id: str, step: int | None = None, split: str | None = None) -> Response:
-        return JSONResponse(view(number).trajectory(id, step=step, split=split))
+    def trajectory(number: int, id: str, request: Request, step: int | None = None, split: str | None = None) -> Response:
+        given = dict(request.query_params)
+        segment, start = _whole(given, "segment", 0), _whole(given, "start", 0)
+        return JSONResponse(view(number).trajectory(id, step=step, split=split, segment=segment, start=start))
 
     return app
 

@@ -53,7 +53,7 @@ MAX_ALIASES = 20
 """References of a config to parts of itself; each may double what it says."""
 
 
-class _Run(NamedTuple):
+class _ReportedRun(NamedTuple):
     name: str
     folder: Path
     store: StoredRun
@@ -77,7 +77,7 @@ def write_report(runs: Sequence[Path], out: Path, *, num_trajectories: int = NUM
     return out
 
 
-def _open(folder: Path) -> _Run:
+def _open(folder: Path) -> _ReportedRun:
     if not folder.is_dir():
         raise DataError(f"there is no folder {str(folder)!r}; name a run's folder")
     problems: list[str] = []
@@ -103,10 +103,10 @@ def _open(folder: Path) -> _Run:
     problems += [f"{name} is damaged and was left out ({reason})" for name, reason in store.problems.items()]
     if not len(store):
         problems.append("it has no trajectories")
-    return _Run(folder.resolve().name, folder, store, steps, config if isinstance(config, dict) else {}, problems)
+    return _ReportedRun(folder.resolve().name, folder, store, steps, config if isinstance(config, dict) else {}, problems)
 
 
-def _page(runs: Sequence[_Run], num: int) -> Sequence[str]:
+def _page(runs: Sequence[_ReportedRun], num: int) -> Sequence[str]:
     title = " and ".join(run.name for run in runs)
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -134,7 +134,7 @@ def _page(runs: Sequence[_Run], num: int) -> Sequence[str]:
     return parts
 
 
-def _charts(runs: Sequence[_Run]) -> str:
+def _charts(runs: Sequence[_ReportedRun]) -> str:
     charts = []
     for title, name in CHARTS:
         series: dict[str, list[tuple[float, float]]] = {}
@@ -151,7 +151,7 @@ def _charts(runs: Sequence[_Run]) -> str:
     return "".join(charts)
 
 
-def _table(title: str, runs: Sequence[_Run], read: Callable[[_Run], dict[str, str]]) -> str:
+def _table(title: str, runs: Sequence[_ReportedRun], read: Callable[[_ReportedRun], dict[str, str]]) -> str:
     columns = [read(run) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     if not names:
@@ -164,7 +164,7 @@ def _table(title: str, runs: Sequence[_Run], read: Callable[[_Run], dict[str, st
     return f"<section><h2>{escape(title)}</h2><table><tr><th></th>{head}</tr>{rows}</table></section>"
 
 
-def _facts(run: _Run) -> dict[str, str]:
+def _facts(run: _ReportedRun) -> dict[str, str]:
     facts = {"steps": str(max((s["step"] for s in run.steps), default=0)), "trajectories": f"{len(run.store):,}"}
     last = run.steps[-1] if run.steps else {}
     sampled = sum(s.get("tokens/sampled") or 0 for s in run.steps)
@@ -180,25 +180,26 @@ def _facts(run: _Run) -> dict[str, str]:
     return facts
 
 
-def _before_after(run: _Run) -> dict[str, str]:
+def _before_after(run: _ReportedRun) -> dict[str, str]:
     words = ("success", "first_turn_success", "mean_turns", "valid_tool_calls", "repaired", "mean_reward")
     out = {}
     names = {k for step in run.steps for k in step if k.startswith("eval/") and k.count("/") == 2 and k.endswith(words)}
     for name in sorted(names, key=lambda n: (n.split("/")[1], words.index(w) if (w := n.split("/")[2]) in words else 9)):
-        seen = [step[name] for step in run.steps if step.get(name) is not None]
+        seen = {step["step"]: step[name] for step in run.steps if step.get(name) is not None}
         if seen:
-            out[name.removeprefix("eval/").replace("/", ": ").replace("_", " ")] = f"{seen[0]:.3f} → {seen[-1]:.3f}"
+            before = f"{seen[0]:.3f}" if 0 in seen else "-"  # step 0 is the evaluation before any update
+            out[name.removeprefix("eval/").replace("/", ": ").replace("_", " ")] = f"{before} → {seen[max(seen)]:.3f}"
     return out
 
 
-def _stop_reasons(run: _Run) -> dict[str, str]:
+def _stop_reasons(run: _ReportedRun) -> dict[str, str]:
     counts = pc.value_counts(run.store.table(["stop_reason"])["stop_reason"]).to_pylist()
     total = max(1, len(run.store))
     ordered = sorted(counts, key=lambda c: -c["counts"])
     return {str(c["values"]): f"{c['counts']:,} ({100 * c['counts'] / total:.1f} %)" for c in ordered}
 
 
-def _tool_errors(run: _Run) -> dict[str, str]:
+def _tool_errors(run: _ReportedRun) -> dict[str, str]:
     """Count failed calls by tool and kind, reading nothing but their column."""
     counts: dict[str, int] = {}
     for part in list_parts(run.folder / FOLDER):
@@ -217,7 +218,7 @@ def _tool_errors(run: _Run) -> dict[str, str]:
     return {name: f"{number:,}" for name, number in ordered[:30]}
 
 
-def _settings(runs: Sequence[_Run]) -> str:
+def _settings(runs: Sequence[_ReportedRun]) -> str:
     flat = [_flat(run.config) for run in runs]
     names = list(dict.fromkeys(name for one in flat for name in one))
     body = ""

@@ -18,11 +18,11 @@ import pyarrow.compute as pc
 
 from polyturn.core.contained import contained, read_contained
 from polyturn.core.errors import DataError, did_you_mean, one_line
+from polyturn.core.metrics_file import MAX_BYTES, parse_line
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.parquet_store import FOLDER
 from polyturn.store.schema import INDEX_COLUMNS, SCHEMA
 from polyturn.store.stored_run import StoredRun
-from polyturn.tracking.jsonl import MAX_BYTES, parse_line
 from polyturn.viewer.tokens import TokenTexts
 from polyturn.viewer.trajectory_page import plain, trajectory_page
 
@@ -42,10 +42,8 @@ class RunView:
         self.name = folder.resolve().name
         self._store = StoredRun(folder)
         self._texts: TokenTexts | None = None
-        self._metrics: list[dict[str, Any]] = []
-        self._read_to = 0
-        self._bad_lines = 0
-        self._metrics_problem = ""
+        self._metrics = _Lines(folder, "metrics.jsonl")
+        self._warm_start = _Lines(folder, "sft_metrics.jsonl")
 
     def summary(self) -> dict[str, Any]:
         """Return what the list of runs shows."""
@@ -54,7 +52,7 @@ class RunView:
         def known(column: str) -> list[str]:
             return sorted(v for v in pc.unique(self._store.table([column])[column]).to_pylist() if v)
 
-        steps = [m["step"] for m in self._metrics if "step" in m]
+        steps = [m["step"] for m in self._metrics.read if "step" in m]
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -63,7 +61,7 @@ class RunView:
             "stop_reasons": known("stop_reason"),
             "data_sources": known("data_source"),
             "last_step": max(steps, default=None),
-            "num_metrics": len(self._metrics),
+            "num_metrics": len(self._metrics.read) + len(self._warm_start.read),
             "problems": self.problems(),
             "has_tokenizer": self._tokens().is_known,
         }
@@ -77,49 +75,43 @@ class RunView:
     def problems(self) -> list[str]:
         """Return a sentence for each thing of the run that cannot be read."""
         found = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
-        if not (self.folder / FOLDER).is_dir():
+        is_warming_up = bool(self._warm_start.read) and not self._metrics.is_there
+        if not (self.folder / FOLDER).is_dir() and not is_warming_up:
             found.append(f"the run recorded no trajectories (there is no {FOLDER}/)")
-        if self._metrics_problem:
-            found.append(self._metrics_problem)
-        if self._bad_lines:
-            found.append(f"{self._bad_lines} lines of metrics.jsonl are damaged and were skipped")
-        return found
+        if not self._metrics.is_there and not is_warming_up and not self._metrics.problem:
+            found.append("the run recorded no metrics (there is no metrics.jsonl)")
+        return found + self._metrics.problems() + self._warm_start.problems()
 
     def refresh(self) -> None:
         """Read what was written since the last time."""
         self._store.refresh()
-        try:
-            self._refresh_metrics()
-        except (DataError, OSError) as problem:
-            self._metrics_problem = str(problem)
+        self._metrics.refresh()
+        self._warm_start.refresh()
 
-    def _refresh_metrics(self) -> None:
-        path = contained(self.folder, "metrics.jsonl")
-        self._metrics_problem = ""
-        if path is None:
-            self._metrics_problem = "the run recorded no metrics (there is no metrics.jsonl)"
-            return
-        size = path.stat().st_size
-        if size < self._read_to:  # a resumed run drops the steps that it takes again
-            self._metrics, self._read_to, self._bad_lines = [], 0, 0
-        with path.open("rb") as file:
-            file.seek(self._read_to)
-            new = file.read(max(0, MAX_BYTES - self._read_to))
-        if size > MAX_BYTES:
-            self._metrics_problem = f"metrics.jsonl has {size} bytes, and only the first {MAX_BYTES} are shown"
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read_to += len(whole)
-        for line in whole.splitlines():
-            values = parse_line(line)
-            if values is None:
-                self._bad_lines += 1
-            else:
-                self._metrics.append(values)
+    def metrics(self, since: str = "") -> dict[str, Any]:
+        """Return the lines of metrics behind a cursor, those of the warm start with names under `warm_start/`.
 
-    def metrics(self, since: int = 0) -> dict[str, Any]:
-        """Return the lines of metrics from number `since` on."""
+        Args:
+            since: What an earlier answer called `next`; "" from the beginning.
+
+        Returns:
+            `lines`, `next`, `alarms`, and `is_new`: whether these lines stand in place of all that were read before.
+        """
         self.refresh()
-        return {"lines": self._metrics[since:], "next": len(self._metrics), "alarms": self._alarms()}
+        files = (self._metrics, self._warm_start)
+        known = [int(n) if n.isdecimal() else 0 for n in since.split(".")] + [0, 0]
+        is_new = any(n > len(file.read) for n, file in zip(known, files, strict=False))
+        begin, warm = (0, 0) if is_new else known[:2]
+        warming = [
+            {k if k == "step" else f"warm_start/{k}": v for k, v in line.items()} for line in self._warm_start.read[warm:]
+        ]
+        lines = self._metrics.read[begin:] + warming
+        return {
+            "lines": lines,
+            "next": ".".join(str(len(file.read)) for file in files),
+            "is_new": is_new,
+            "alarms": self._alarms(),
+        }
 
     def config(self) -> str:
         """Return the run's configuration as it was written; "" if it is not there.
@@ -213,13 +205,15 @@ class RunView:
         ]
         return {"episodes": lanes, "total": len(chosen)}
 
-    def trajectory(self, id: str, *, step: int | None, split: str | None) -> dict[str, Any]:
-        """Return one trajectory: as a conversation and as tokens.
+    def trajectory(
+        self, id: str, *, step: int | None, split: str | None, segment: int = 0, start: int = 0
+    ) -> dict[str, Any]:
+        """Return one trajectory: as a conversation and as tokens, those of one segment from number `start` on.
 
         Raises:
             DataError: there is none of this id.
         """
-        return trajectory_page(self._store.record(id, step=step, split=split), self._tokens())
+        return trajectory_page(self._store.record(id, step=step, split=split), self._tokens(), segment=segment, start=start)
 
     def _tokens(self) -> TokenTexts:
         if self._texts is None or not self._texts.is_known:
@@ -232,6 +226,51 @@ class RunView:
         except DataError as problem:
             return [_damaged(str(problem))]
         return [_alarm(line) for line in (text or "").splitlines()]
+
+
+class _Lines:
+    """A file of metrics that grows while it is read."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.read: list[dict[str, Any]] = []
+        self.problem = ""
+        self.is_there = True  # until it has been looked for
+        self._folder, self._name = folder, name
+        self._read_to = self._bad_lines = 0
+
+    def refresh(self) -> None:
+        """Read the lines that are whole by now."""
+        try:
+            self._refresh()
+        except (DataError, OSError) as problem:
+            self.problem = str(problem)
+
+    def _refresh(self) -> None:
+        path = contained(self._folder, self._name)
+        self.problem, self.is_there = "", path is not None
+        if path is None:
+            return
+        size = path.stat().st_size
+        if size < self._read_to:  # a resumed run drops the steps that it takes again
+            self.read, self._read_to, self._bad_lines = [], 0, 0
+        with path.open("rb") as file:
+            file.seek(self._read_to)
+            new = file.read(max(0, MAX_BYTES - self._read_to))
+        if size > MAX_BYTES:
+            self.problem = f"{self._name} has {size} bytes, and only the first {MAX_BYTES} are shown"
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read_to += len(whole)
+        for line in whole.splitlines():
+            values = parse_line(line)
+            if values is None:
+                self._bad_lines += 1
+            else:
+                self.read.append(values)
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each thing of the file that cannot be read."""
+        damaged = f"{self._bad_lines} lines of {self._name} are damaged and were skipped" if self._bad_lines else ""
+        return [text for text in (self.problem, damaged) if text]
 
 
 def _alarm(line: str) -> dict[str, Any]:

@@ -95,6 +95,11 @@ class TokenTexts:
         return out
 
 
+def is_trained(trajectory: Trajectory, trained: Trained, *, split: str) -> bool:
+    """Return whether the trajectory was in a loss at all; which of its tokens were is said by their weights."""
+    return split.startswith("train") and not trajectory.is_failed and trained.dropped is None
+
+
 def why(trajectory: Trajectory, segment: Segment, span: Span, trained: Trained, *, split: str) -> str:
     """Return why the tokens of a span were trained or not, in one sentence without its full stop."""
     if span.source is SpanSource.PROMPT:

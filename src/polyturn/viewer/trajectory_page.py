@@ -16,18 +16,25 @@ import numpy as np
 from polyturn.core.media import Source
 from polyturn.core.messages import Message
 from polyturn.core.serde import to_json
-from polyturn.core.trajectory import SpanSource, ToolResult, Trajectory
+from polyturn.core.trajectory import SpanSource, ToolResult, Trajectory, Turn
 from polyturn.store.schema import StoredTrajectory
-from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, why, why_weight
+from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, is_trained, why, why_weight
 
 MAX_TOKENS = 20_000
-"""Tokens of one segment that a page shows; the rest is counted."""
+"""Tokens of one segment that a page shows at once."""
 MAX_TEXT = 100_000
 """Characters of one text that a page shows."""
 
 
-def trajectory_page(record: StoredTrajectory, tokens: TokenTexts) -> dict[str, Any]:
-    """Return what the page of a trajectory shows; `tokens` are the texts of the run's ids."""
+def trajectory_page(record: StoredTrajectory, tokens: TokenTexts, *, segment: int = 0, start: int = 0) -> dict[str, Any]:
+    """Return what the page of a trajectory shows.
+
+    Args:
+        record: The trajectory and what training made of it.
+        tokens: The texts of the run's ids.
+        segment: Which segment is not shown from its beginning.
+        start: Its first token that is shown.
+    """
     one = record.trajectory
     reward = None if one.reward is None else plain(to_json(one.reward))
     task = {
@@ -50,50 +57,58 @@ def trajectory_page(record: StoredTrajectory, tokens: TokenTexts) -> dict[str, A
         "dropped_meaning": DROPPED.get(record.trained.dropped or "", record.trained.dropped),
         "metrics": plain(to_json(one.metrics)),
         "messages": list(_conversation(one)),
-        "segments": [_segment(record, number, tokens) for number in range(len(one.segments))],
+        "segments": [_segment(record, n, tokens, start if n == segment else 0) for n in range(len(one.segments))],
+        "page_size": MAX_TOKENS,
         "has_tokenizer": tokens.is_known,
     }
 
 
-def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts) -> dict[str, Any]:
+def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, start: int) -> dict[str, Any]:
     segment, trained = record.trajectory.segments[number], record.trained
-    ids = segment.token_ids[:MAX_TOKENS]
-    count = len(ids)
+    start = max(0, min(start, len(segment) - 1))
+    shown = slice(start, start + MAX_TOKENS)
+    ids = segment.token_ids[shown].tolist()
     made = {
         "advantages": trained.advantages,
         "policy_logprobs": trained.policy_logprobs,
         "trained_weights": trained.weights,
     }
     on_tokens = {k: None if v is None else record.on_tokens(number, v) for k, v in made.items()}
-    spans, start = [], 0
+    used = on_tokens.pop("trained_weights")
+    if used is None:
+        used = segment.loss_weights * is_trained(record.trajectory, trained, split=record.split)
+    used = np.where(segment.sampled_mask, used, 0.0)
+    spans, at = [], 0
     for span in segment.spans:
         spans.append(
             {
                 "source": span.source.value,
                 "turn": span.turn,
-                "start": start,
+                "start": at,
                 "length": len(span),
                 "version": span.policy_version,
                 "why": why(record.trajectory, segment, span, trained, split=record.split),
             }
         )
-        start += len(span)
+        at += len(span)
     notes = {}
-    if (used := on_tokens["trained_weights"]) is not None:
-        for t in np.flatnonzero(segment.sampled_mask[:count]).tolist():
-            if (note := why_weight(float(segment.loss_weights[t]), float(used[t]))) is not None:
-                notes[t] = note
+    if trained.weights is not None:
+        for t in np.flatnonzero(segment.sampled_mask[shown]).tolist():
+            if (note := why_weight(float(segment.loss_weights[shown][t]), float(used[shown][t]))) is not None:
+                notes[start + t] = note
     return {
         "agent": segment.agent,
         "parent": None if segment.parent is None else list(segment.parent),
         "num_tokens": len(segment),
-        "ids": ids.tolist(),
-        "texts": tokens.texts(ids.tolist()),
-        "weights": segment.loss_weights[:count].tolist(),
+        "start": start,
+        "ids": ids,
+        "texts": tokens.texts(ids),
+        "weights": segment.loss_weights[shown].tolist(),
+        "used_weights": used[shown].tolist(),
         "spans": spans,
         "notes": notes,
-        "logprobs": _numbers(np.where(segment.sampled_mask, segment.logprobs, np.nan)[:count]),
-        **{name: None if values is None else _numbers(values[:count]) for name, values in on_tokens.items()},
+        "logprobs": _numbers(np.where(segment.sampled_mask, segment.logprobs, np.nan)[shown]),
+        **{name: None if values is None else _numbers(values[shown]) for name, values in on_tokens.items()},
     }
 
 
@@ -111,9 +126,19 @@ def _conversation(trajectory: Trajectory) -> Any:
             "timings": plain(to_json(turn.timings)),
             "info": _cut(plain(to_json(turn.info))),
             "num_tokens": sum(len(s) for s in spans if s.source is SpanSource.SAMPLED),
+            "at": _first_token(trajectory, turn),
         }
         for message in turn.observation:
             yield _message(message, turn=number, results={})
+
+
+def _first_token(trajectory: Trajectory, turn: Turn) -> list[int] | None:
+    """Return the segment and the place in it where what the model said in a turn begins."""
+    for ref in turn.spans:
+        before = trajectory.segments[ref.segment].spans[: ref.span]
+        if trajectory.span(ref).source is SpanSource.SAMPLED:
+            return [ref.segment, sum(map(len, before))]
+    return None
 
 
 def _message(message: Message, *, turn: int, results: Mapping[str, ToolResult]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from polyturn.algorithms.correction import REJECTIONS, Bounds, CorrectionSettings, correct
+from polyturn.algorithms.correction import correct
+from polyturn.algorithms.options import REJECTIONS, Bounds, CorrectionSettings
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError
 from polyturn.core.metrics import reduce
 from polyturn.core.sample import SampleId, TrainSample

@@ -11,8 +11,8 @@ from polyturn.algorithms.advantages import advantages, assign_advantages
 from polyturn.batching.samples import to_samples
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rewards.router import RewardRouter
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers import Tree
 from polyturn.testing.episodes import scripted_context, task

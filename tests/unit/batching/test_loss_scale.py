@@ -14,7 +14,7 @@ from polyturn.batching.samples import dropped_by_scale, to_samples
 from polyturn.core.errors import AlignmentError, UnknownNameError
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import MathTips, ThinkingTips
 from polyturn.testing.episodes import scripted_context, task, tiny_codec

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import yaml
 
+from polyturn.api import console as console_module
+from polyturn.api import training
+from polyturn.api.folders import new_run_folder
 from polyturn.build import model_folder
-from polyturn.cli import console as console_module
 from polyturn.cli import train as train_command
 from polyturn.cli.main import main
-from polyturn.cli.runs import new_run_folder
 from polyturn.core.errors import CheckpointError
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import Called, call_command, write_tiny_run
 from polyturn.tracking.console import Progress
+from support.runs import Called, call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
 
@@ -257,7 +258,7 @@ def test_ctrl_c_outside_training_ends_quietly_with_130(tmp_path: Path, monkeypat
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_command, "run_sft", interrupted)
+    monkeypatch.setattr(training, "run_sft", interrupted)
     called = call("train", write_tiny_run(tmp_path), "warm_start.steps=5")
     assert called.code == 130 and "Traceback" not in called.err
 

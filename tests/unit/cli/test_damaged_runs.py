@@ -20,8 +20,8 @@ from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.parquet_store import ParquetStore, list_parts
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
-from polyturn.testing.runs import call_command
 from polyturn.viewer.run_view import RunView
+from support.runs import call_command
 
 call = functools.partial(call_command, main)
 HOSTILE = "a\x1b[31mred [bold]b[/] <b>"

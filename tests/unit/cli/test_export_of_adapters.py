@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyturn.cli.main import main
-from polyturn.testing.runs import call_command, write_tiny_run
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
 from polyturn.training.hf import save_model
+from support.runs import call_command, write_tiny_run
 
 
 def test_an_adapter_over_a_model_at_a_relative_path_is_merged_from_the_runs_folder(tmp_path: Path) -> None:

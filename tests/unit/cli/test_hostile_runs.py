@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 
-from polyturn.cli import console as console_module
+from polyturn.api import console as console_module
+from polyturn.cli.console import Output
 from polyturn.cli.main import main
 from polyturn.core.errors import DataError
 from polyturn.core.messages import Message
@@ -31,9 +32,9 @@ from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import NESTED, SCHEMA
 from polyturn.store.stored_run import StoredRun, open_store
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
-from polyturn.testing.runs import call_command
 from polyturn.viewer.app import create_app
 from polyturn.viewer.run_view import RunView
+from support.runs import call_command
 
 SECRET = "what only the owner of this machine may read"
 
@@ -89,7 +90,7 @@ def test_a_bad_line_of_metrics_costs_itself_alone(run: Path, line: bytes, tmp_pa
     assert listed.status_code == 200
     assert [one["last_step"] for one in listed.json()] == [3, 1]
     assert any("1 lines of metrics.jsonl" in p for p in listed.json()[0]["problems"])
-    assert client.get("/api/runs/0/metrics").json()["next"] == 2
+    assert len(client.get("/api/runs/0/metrics").json()["lines"]) == 2
     shown = call_command(main, "runs", run.parent)
     assert shown.code == 0 and "0.750" in shown.out, shown.err
     reported = call_command(main, "report", run, good, "-o", tmp_path / "report.html")
@@ -256,7 +257,7 @@ def test_lines_of_the_log_and_results_hold_no_markup_and_nothing_to_obey(capsys:
     console_module.stderr_console.cache_clear()
     record = logging.LogRecord("polyturn", logging.INFO, "", 0, "the tool said \x1b[2J[/red] [step, weight]", None, None)
     console_module.ConsoleHandler().emit(record)
-    console_module.Output().fact("name", "\x1b[2J[/red] [step, weight]")
+    Output().fact("name", "\x1b[2J[/red] [step, weight]")
     shown = capsys.readouterr()
     for text in (shown.out, shown.err):
         assert "\x1b" not in text and "\ufffd[2J[/red] [step, weight]" in text

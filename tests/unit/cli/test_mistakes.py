@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.testing.runs import call_command, write_tiny_run
+from support.runs import call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
 
@@ -112,7 +112,7 @@ def test_a_section_that_is_set_to_null_is_told_what_to_do(tmp_path: Path):
     ("override", "said"),
     [
         ("model=Qwen/x", "it must be a section, with keys of its own (path, revision, init, tokenizer, train_tokenizer, "),
-        ("data.train=rows.jsonl", "with keys of its own (files, generator, kwargs, limit, system)"),
+        ("data.train=rows.jsonl", "with keys of its own (files, dataset, subset, split, "),
         ("tracking=wandb", "it must be a list, such as [wandb]"),
         ("rollout.interactions={name: a}", "is {'name': 'a'} (from the override 'rollout.interactions={name: a}')"),
     ],

@@ -19,9 +19,9 @@ from polyturn.engines.http_client import HttpClient
 from polyturn.rewards.code import Sandbox
 from polyturn.serving.client import RolloutClient
 from polyturn.store.stored_run import open_store
-from polyturn.testing.runs import call_command, write_tiny_run
 from polyturn.tools.sandbox import SandboxFusionTool
 from polyturn.tools.search import SearchTool
+from support.runs import call_command, write_tiny_run
 
 WRITTEN, OF_ENV, IN_URL, SENT = "planted-written-1f3a", "planted-env-77c2", "planted-url-90bd", "planted-sent-5e5e"
 SECRETS = (WRITTEN, OF_ENV, IN_URL, SENT)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from polyturn.cli.main import main
-from polyturn.testing.runs import call_command, write_tiny_run
 from polyturn.tracking.jsonl import read_metrics
+from support.runs import call_command, write_tiny_run
 
 
 def test_dumps_and_repeated_evaluation(tmp_path: Path) -> None:

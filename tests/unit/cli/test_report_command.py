@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -120,3 +121,11 @@ async def test_the_commands_write_what_they_say(tmp_path: Path):
     assert page.is_file() and picture.read_bytes().startswith(b"\x89PNG")
     wrong = CliRunner().invoke(app, ["plot", *runs, "--metric", "rollout/sucess", "-o", str(picture)])
     assert isinstance(wrong.exception, DataError) and "rollout/success" in str(wrong.exception)
+
+
+def test_before_is_the_evaluation_before_any_update_and_no_later_one(tmp_path: Path):
+    begin(tmp_path / "run", "name: x\n")
+    lines = [{"step": 0, "eval/greedy/success": 0.1}, {"step": 15, "eval/greedy/success": 0.8, "eval/late/success": 0.9}]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert "<td>0.100 → 0.800</td>" in text and "<td>- → 0.900</td>" in text

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from polyturn.api.folders import new_run_folder
 from polyturn.cli import list_runs, rescore
-from polyturn.cli.runs import new_run_folder
 from polyturn.cli.view import find_runs
 from polyturn.config.load import load_config, write_resolved
 from polyturn.config.models import RunConfig
@@ -18,7 +18,7 @@ from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.testing.runs import write_tiny_run
+from support.runs import write_tiny_run
 
 LENGTH = """
 def length(data_source, solution_str, ground_truth, extra_info=None):

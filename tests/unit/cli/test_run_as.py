@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.cli.run_as import SHIMS, runtime_env, variables
-from polyturn.cli.verl import parse_arguments
+from polyturn.cli.run_as import find_stand_in, runtime_env, variables
+from polyturn.compat.verl_config.command import parse_arguments
 from polyturn.core.errors import ConfigError
-from polyturn.testing.runs import call_command
+from support.runs import call_command
+
+SHIMS = find_stand_in("verl").shims
 
 
 def test_the_shim_goes_before_whatever_is_on_the_path():

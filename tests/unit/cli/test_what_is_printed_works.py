@@ -19,8 +19,8 @@ from polyturn.cli.console import command, program
 from polyturn.cli.main import main
 from polyturn.cli.serve import ServeOptions
 from polyturn.core.errors import ConfigError
-from polyturn.testing.runs import call_command, write_tiny_run
 from polyturn.tokens.hub import only_cached, unreachable
+from support.runs import call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
 

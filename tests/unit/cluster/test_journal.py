@@ -14,7 +14,7 @@ from polyturn.cluster.journal import ResumeState, WorkerJournal, carry
 from polyturn.core.errors import SnapshotError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.training.journal_file import JournalFile

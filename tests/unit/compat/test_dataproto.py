@@ -16,7 +16,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup
 from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 
 PAD = 7

@@ -15,7 +15,7 @@ from polyturn.core.registry import import_attr
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.registry import initialize_interactions_from_config
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
 
 FILES = Path(__file__).parents[2] / "data" / "verl"

@@ -10,9 +10,9 @@ import numpy as np
 from polyturn import build
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
-from polyturn.rollout.lifespan import run_episode
-from polyturn.testing.runs import write_tiny_run
+from polyturn.rollout.run_episode import run_episode
 from polyturn.training.observer import RunObserver
+from support.runs import write_tiny_run
 
 LOOP = """
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, register

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyturn.testing.leaks import count_leaks
+from support.leaks import count_leaks
 
 
 async def test_nothing_is_left_after_errors_timeouts_and_cancellations() -> None:

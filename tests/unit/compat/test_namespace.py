@@ -16,6 +16,7 @@ import polyturn.interactions.gsm8k
 import polyturn.rewards.gsm8k
 import polyturn.tools.base
 from polyturn import compat
+from polyturn.compat.finder import AliasFinder, Namespace, digest
 from polyturn.compat.namespaces import NAMESPACES, VERL
 from polyturn.core.errors import ConfigError, UnknownNameError
 from polyturn.core.registry import import_attr
@@ -165,3 +166,33 @@ def test_a_plugin_that_misses_anything_else_still_fails(tmp_path: Path) -> None:
         import_attr("mine.py:Mine", base=tmp_path)
     with pytest.raises(ConfigError, match=r"verl.tools has base_tool"):
         import_attr("verl.tools.no_such_tool.Tool")
+
+
+def test_a_module_that_was_changed_in_a_checkout_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compat.uninstall("verl")
+    file = tmp_path / "verl" / "tools" / "gsm8k_tool.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("class Gsm8kTool: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    compat.install("verl")
+    importlib.import_module("verl.tools.gsm8k_tool")
+    assert f"{file} is as in no release of verl; polyturn.tools.gsm8k answers in its place" in caplog.text
+    importlib.import_module("verl.tools.geo3k_tool")
+    assert "geo3k" not in caplog.text
+
+
+def test_a_module_as_a_release_has_it_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "mine_in_test" / "thing.py"
+    file.parent.mkdir()
+    file.write_bytes(b"x = 1\n")
+    (tmp_path / "modules.txt").write_text(f"mine_in_test\nmine_in_test.thing {digest(b'x = 1' + bytes([10]))}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = Namespace(root="mine_in_test", modules={"mine_in_test.thing": "json"}, library=tmp_path / "modules.txt")
+    finder = AliasFinder(names)
+    assert finder.find_spec("mine_in_test.thing") is not None and caplog.text == ""
+    file.write_bytes(b"x = 2\n")
+    assert finder.find_spec("mine_in_test.thing") is not None and "is as in no release" in caplog.text

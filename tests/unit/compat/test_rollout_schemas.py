@@ -16,7 +16,7 @@ from polyturn.compat.verl.rollout_schemas import (
     Message,
     TokenizationSanityCheckModeEnum,
 )
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tools.schema import ToolResponse
 
 TOKENIZER = tiny_tokenizer()

@@ -16,11 +16,11 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.data.rows import task_from_row
 from polyturn.interactions.registry import initialize_interactions_from_config
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
-from polyturn.testing.services import serve
 from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
 from polyturn.tools.registry import initialize_tools_from_config
+from support.services import serve
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SERVICES = {

@@ -14,8 +14,6 @@ from polyturn.compat.swift.adapter import SwiftScheduler, to_request
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
 from polyturn.compat.swift.gym_env import ContextManager, Env, context_managers, envs
 from polyturn.compat.swift.orm import ORM, AsyncORM, orms
-from polyturn.compat.swift.outputs import reward_rows
-from polyturn.compat.swift.protocol import RolloutInferRequest, RolloutOutput
 from polyturn.compat.swift.reward_adapter import score
 from polyturn.compat.swift.schedulers import GYMScheduler
 from polyturn.compat.swift.turn_weights import OUTPUTS
@@ -23,8 +21,10 @@ from polyturn.core.errors import ConfigError, DataError, RewardError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
+from polyturn.serving.outputs import reward_rows
+from polyturn.serving.protocol import RolloutInferRequest, RolloutOutput
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from polyturn.cli.serve import read_swift
 from polyturn.compat.swift.args.arguments import (
     parse,
     read,
@@ -17,6 +16,7 @@ from polyturn.compat.swift.args.arguments import (
     table,
     to_native,
 )
+from polyturn.compat.swift.command import read_swift
 from polyturn.compat.verl_config.translate import Translation
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig

@@ -8,11 +8,11 @@ import numpy as np
 
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import MultiTurnScheduler
-from polyturn.compat.swift.outputs import rollout_outputs
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
+from polyturn.serving.outputs import rollout_outputs
 from polyturn.testing.episodes import task, tiny_codec
-from polyturn.testing.scripted_scheduler import SchedulerPlan, ScriptedScheduler, plan_context, random_plan
+from support.scripted_scheduler import SchedulerPlan, ScriptedScheduler, plan_context, random_plan
 
 NUM_PLANS = 200
 

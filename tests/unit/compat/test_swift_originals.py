@@ -24,9 +24,9 @@ from polyturn import compat
 compat.install("swift")
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import multi_turns
-from polyturn.compat.swift.outputs import rollout_outputs
+from polyturn.serving.outputs import rollout_outputs
 from polyturn.core.plugins import load_plugins
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 
 load_plugins([Path(sys.argv[1])])

@@ -28,7 +28,7 @@ from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.engines.scripted import ScriptedEngine
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
@@ -211,7 +211,7 @@ def test_an_openenv_reply_is_read_as_json_else_as_a_message() -> None:
 
 
 async def test_a_crop_is_given_to_the_next_turn_and_to_the_record() -> None:
-    vision = pytest.importorskip("polyturn.testing.vision")
+    vision = pytest.importorskip("support.vision")
     codec = Codec(vision.vision_tokenizer())
     media = MediaProcessor(vision.tiny_processor(codec.tokenizer), codec)
     image = to_source("image", np.zeros((64, 64, 3), np.uint8))

@@ -16,7 +16,7 @@ from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_sca
 from polyturn.compat.swift.template import ContextType
 from polyturn.core.plugins import load_plugins
 from polyturn.core.registry import import_attr
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 
 NAMES = {
@@ -87,7 +87,7 @@ def test_a_class_and_a_plug_in_that_need_swift_bring_it_along(tmp_path: object) 
 
 
 def test_requests_and_outputs_check_what_they_check_there() -> None:
-    from polyturn.compat.swift.protocol import (
+    from polyturn.serving.protocol import (
         ChatCompletionResponse,
         InferRequest,
         RequestConfig,
@@ -113,7 +113,7 @@ def test_requests_and_outputs_check_what_they_check_there() -> None:
 
 
 def test_a_request_can_be_printed_and_loses_its_reply() -> None:
-    from polyturn.compat.swift.protocol import InferRequest, RolloutInferRequest
+    from polyturn.serving.protocol import InferRequest, RolloutInferRequest
 
     said = [{"role": "user", "content": "x" * 1500}, {"role": "assistant", "content": "no"}]
     request = RolloutInferRequest(

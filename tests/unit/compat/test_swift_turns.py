@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
-from polyturn.compat.swift.outputs import reward_rows, rollout_outputs
-from polyturn.compat.swift.protocol import RolloutOutput
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
+from polyturn.serving.outputs import reward_rows, rollout_outputs
+from polyturn.serving.protocol import RolloutOutput
 from polyturn.testing.episodes import scripted_context, task
 
 REPLIES = ["a", "b a", "a a", "c b a", "a b"]

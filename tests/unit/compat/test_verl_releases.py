@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.cli.verl import parse_arguments
+from polyturn.compat.verl_config.command import parse_arguments
 from polyturn.compat.verl_config.compose import BACKENDS, compose_file, compose_name
 from polyturn.compat.verl_config.table import is_of_verl, release_keys, table
 from polyturn.compat.verl_config.translate import translate

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,9 +12,11 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from polyturn.config.load import load_config, read_yaml, schema_table, write_resolved
+from polyturn.config.load import load_config, schema_table, write_resolved
 from polyturn.config.models import RunConfig
+from polyturn.config.schema import RETIRED
 from polyturn.core.errors import ConfigError
+from polyturn.infra.yaml_file import read_yaml
 
 
 class Base(BaseModel):
@@ -363,3 +367,46 @@ def test_words_are_read_in_lists_and_unions_and_truth_values_stay_where_a_key_ta
 
     written = ["many=[on,off]", "either=yes", "truth=off"]
     assert load_config(Words, None, written).config == Words(many=["on", "off"], either="yes", truth=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.distributed.strategy=megatron", "unknown key 'train.distributed.strategy'.*no key any more.*FSDP2"),
+        ("+model.lora.rank_stabilized=true", "'model.lora.rank_stabilized'.*model.lora.alpha by the square root"),
+        ("policies.guest.train=true", "'policies.guest.train'.*a run trains one policy"),
+        ("policies.guest.model.reference=x", "'policies.guest.model.reference'.*leave it out"),
+        ("policies.guest.model.processor=none", "'policies.guest.model.processor'.*shown text only"),
+        ("policies.guest.model.gradient_checkpointing=true", "'policies.guest.model.gradient_ch.*not trained"),
+    ],
+)
+def test_a_retired_key_is_one_sentence_that_says_what_stands_in_its_place(override: str, says: str) -> None:
+    given = {"model": {"path": "x"}, "policies": {"guest": {"model": {"path": "y"}}}}
+    with pytest.raises(ConfigError, match=says) as problem:
+        load_config(RunConfig, None, [override], defaults=given)
+    assert len(str(problem.value).splitlines()) == 1
+
+
+def test_no_retired_key_is_one_that_there_is() -> None:
+    assert not set(RETIRED) & {row.key for row in schema_table(RunConfig)}
+
+
+def test_a_configuration_is_read_and_checked_without_torch_and_transformers() -> None:
+    """A process that neither trains nor serves, and the command line before it does, must start at once."""
+    script = """
+import sys
+from pathlib import Path
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+load_config(RunConfig, None, ["model.path=x", "train.optim.lr=1e-3", "algorithm.correction={cap: 3}", "model.lora.rank=4"])
+print(sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_table_shows_the_defaults_of_the_place_where_a_section_stands() -> None:
+    rows = {row.key: row.default for row in schema_table(RunConfig)}
+    found = [rows[f"{section}.optim.lr"] for section in ("train", "warm_start", "algorithm.critic")]
+    assert [float(text) for text in found] == [1e-6, 1e-4, 1e-5]
+    assert rows["rollout.limits.timeout_s"] == "7200.0"

@@ -14,7 +14,7 @@ import polyturn
 from polyturn.core.nesting import is_deep
 from polyturn.core.watchdog import Culprit, LoopWatchdog, calls_plugins
 from polyturn.interactions.base import BaseInteraction
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.deadline import CallWithDeadline

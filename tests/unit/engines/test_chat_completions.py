@@ -25,15 +25,16 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.chat_completions import ChatEngine, Endpoint
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import task
-from polyturn.testing.runs import call_command, write_tiny_run
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
 from polyturn.tokens.text_codec import read_chat, text_codec, write_turn
 from polyturn.tools.executor import ToolBox
+from polyturn.tools.options import ToolOptions
+from support.runs import call_command, write_tiny_run
 
 Reply = tuple[int, Any, dict[str, str]]
 
@@ -220,7 +221,7 @@ def test_a_server_that_hangs_is_left_at_the_deadline(serve: Any):
 def test_an_answer_without_end_is_not_read(serve: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("polyturn.core.answers.MAX_ANSWER_BYTES", 1000)
     server = serve(lambda body, number: says("x" * 100_000))
-    with pytest.raises(EngineError, match=r"/v1: the answer is larger than 1000 bytes"):
+    with pytest.raises(EngineError, match=r"/v1: HTTP 200: the answer is larger than 1000 bytes"):
         ask(ChatEngine(Endpoint(url=server.url, model="m")))
     assert len(server.asked) == 1
 
@@ -261,7 +262,7 @@ def context(url: str, *, limits: Limits | None = None) -> RolloutContext:
         engine=ChatEngine(Endpoint(url=url, model="m", backoff_s=0.01, max_tries=2)),
         codec=text_codec(),
         parser=HermesParser(),
-        tools=ToolBox([add], timeout_s=5.0),
+        tools=ToolBox([add], ToolOptions(timeout_s=5.0)),
         interactions={},
         rewarder=RewardRouter({}),
         scheduler=MultiTurnScheduler(),

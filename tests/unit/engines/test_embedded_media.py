@@ -18,11 +18,11 @@ from polyturn.core.media import Media
 from polyturn.core.messages import Message
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
+from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)
@@ -86,7 +86,7 @@ def trainer_logprobs(
         media=tuple(media),
         temperature=temperature,
     )
-    policy = LocalPolicy(model, optim=OptimSettings(), media=PROCESSOR)
+    policy = local_policy(model, optim=OptimSettings(), media=PROCESSOR)
     return policy.score([sample])[0][len(ids) :]
 
 

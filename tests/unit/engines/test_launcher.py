@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 
 from polyturn.core.errors import EngineError
-from polyturn.engines.launcher import LaunchSpec, Server, signal_session
+from polyturn.engines.launcher import LaunchSpec, Server
+from polyturn.infra.process import signal_session
 
 SERVE = """
 import http.server, subprocess, sys
@@ -45,7 +46,7 @@ async def test_a_server_answers_once_started_and_nothing_of_it_is_left_once_stop
     async with aiohttp.ClientSession() as session, session.get(server.url + "/health") as reply:
         assert await reply.text() == "ok"
     assert server.tail() == "serving"
-    members = server._members()
+    members = server._process.members()
     assert len(members) == 2  # the server, and the process that it started
     await server.stop()
     assert not any(map(is_running, members))
@@ -73,7 +74,7 @@ async def test_a_program_that_does_not_exist_is_named():
 async def test_a_server_that_ignores_the_polite_signal_is_killed():
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVE
     server = await Server.start(spec(code, stop_timeout_s=0.5))
-    members = server._members()
+    members = server._process.members()
     await server.stop()
     assert not any(map(is_running, members))
 
@@ -132,7 +133,7 @@ async def test_shared_memory_of_a_killed_server_is_removed_and_that_of_others_st
     names = server.tail().split()
     in_use = (SHM / names[0]).open("rb")
     signal_session(server.pid, signal.SIGKILL)
-    server._wait_for_end(60)
+    server._process._await_end(60)
     assert there(*names) == [True, True, True]  # what a kill leaves behind: of the server, of its child, and a semaphore
     await server.stop()
     assert there(*names) == [True, False, False]

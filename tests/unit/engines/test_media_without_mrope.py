@@ -14,13 +14,13 @@ from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.media_encoder import MediaEncoder
 from polyturn.tokens.multimodal import MediaProcessor, load_processor
 from polyturn.training import hf
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -90,7 +90,7 @@ async def test_two_turns_with_images_have_the_trainers_logprobs() -> None:
         advantages=np.ones(len(ids), np.float32),
         media=items,
     )
-    policy = LocalPolicy(model, optim=OptimSettings(), media=media)
+    policy = local_policy(model, optim=OptimSettings(), media=media)
     np.testing.assert_allclose(policy.score([sample])[0], np.concatenate(rollout), atol=1e-4)
     policy.forward_backward([sample, sample.replace(media=items[::-1])])
     assert all(p.grad is not None for name, p in model.named_parameters() if "patch_embedding" in name)

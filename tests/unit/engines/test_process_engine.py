@@ -6,6 +6,7 @@ The process takes seconds to start, so the tests share one where they can, and o
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from polyturn.core.protocols import Engine
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.process import ProcessEngine
 from polyturn.engines.weight_memory import WeightMemory, tensors_of
-from polyturn.testing.tiny import tiny_model
+from polyturn.testing.tiny_models import tiny_model
 
 VOCAB = 64
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -68,7 +69,7 @@ def gaps(of: PreTrainedModel, completion: Completion) -> np.ndarray:
 async def test_it_is_an_engine_and_answers_bit_for_bit_as_the_one_in_this_process(engine: ProcessEngine):
     assert isinstance(engine, Engine)
     here = EmbeddedEngine(MODEL, num_slots=8, deterministic=True)
-    assert engine.capabilities == here.capabilities
+    assert engine.capabilities == dataclasses.replace(here.capabilities, shares_loop=False)
     theirs, ours = [
         await asyncio.gather(*(e.generate(ask(f"r{i}", seed=i, max_tokens=20)) for i in range(12))) for e in (engine, here)
     ]
@@ -134,7 +135,7 @@ async def test_a_process_that_dies_fails_what_runs_with_its_last_words_and_stays
     engine = ProcessEngine(MODEL, num_slots=8)
     await engine.generate(ask("first", max_tokens=1))
     assert engine.pid is not None
-    os.write(engine._log.fileno(), b"a last word\n")
+    os.write(engine._process._log.fileno(), b"a last word\n")
     running = asyncio.create_task(engine.generate(ask("long", max_tokens=2000)))
     await asyncio.sleep(0.05)
     os.kill(engine.pid, signal.SIGKILL)

@@ -13,9 +13,9 @@ from polyturn.core.errors import ConfigError
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_transport import WAYS, address_towards, buckets, choose_way, is_here
-from polyturn.testing.vision import tiny_processor, vision_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
+from support.vision import tiny_processor, vision_tokenizer
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://localhost:1", f"http://{socket.gethostname()}:8000"])

@@ -25,8 +25,8 @@ from polyturn.environments.players import seat_players
 from polyturn.environments.registry import find_adapter
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.rollout.env import Seated
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
 from polyturn.training.journal_file import JournalFile
 

@@ -22,8 +22,8 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.environments import Adapter, find_adapter
 from polyturn.environments.base import OwnRandom
 from polyturn.environments.scheduler import EnvScheduler, Stage
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
 
 pytest.importorskip("gem", reason="pip install 'polyturn[environments]'")

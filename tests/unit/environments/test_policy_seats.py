@@ -18,7 +18,7 @@ from polyturn.environments.base import Adapter, at_stage
 from polyturn.environments.players import PlayerSlot, Recalls, seat_players
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.rollout.env import Seated
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, tiny_codec, turn_ids
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser

@@ -20,13 +20,13 @@ import pytest
 from polyturn.core.errors import ConfigError, MissingModuleError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.launcher import session_of
 from polyturn.environments import Adapter, find_adapter
 from polyturn.environments.openenv import OpenEnv
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.environments.verifiers import Verifiers
-from polyturn.rollout.lifespan import run_episode
+from polyturn.infra.process import session_of
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -197,7 +197,7 @@ def test_an_interpreter_without_the_package_is_a_sentence():
 
 async def test_a_scheduler_of_ms_swift_plays_one_episode_on_one_connection(guess: OpenEnv) -> None:
     from polyturn.compat.swift.adapter import SwiftScheduler
-    from polyturn.compat.swift.outputs import reward_rows
+    from polyturn.serving.outputs import reward_rows
 
     slot = await guess.take()
     number = random.Random(5).randint(1, 9)

@@ -23,12 +23,12 @@ from polyturn.environments.players import moves_in, seat_players
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.environments.scripted import play
 from polyturn.rollout.env import Seated
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, tiny_codec
-from polyturn.testing.tiny import tiny_model
-from polyturn.training.local import LocalPolicy
+from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
 from polyturn.training.update import Update, UpdateSettings
 
 CLOSED: list[int] = []
@@ -125,7 +125,7 @@ async def test_a_step_makes_what_the_winner_said_likelier_and_what_the_loser_sai
     g = await group(["[2]", "[1]"], ["[1]", "[2]"])
     estimator = bind_estimator(grpo, offered={}, kwargs={})
     samples = assign_advantages([g], to_samples(g, temperature=1.0), estimator=estimator)
-    policy = LocalPolicy(tiny_model(len(tiny_codec().tokenizer), hidden=16), optim=OptimSettings(lr=1e-3))
+    policy = local_policy(tiny_model(len(tiny_codec().tokenizer), hidden=16), optim=OptimSettings(lr=1e-3))
     before = policy.score(samples)
     Update(policy, estimator=estimator, settings=UpdateSettings()).run([g], step=0)
     for sample, old, new in zip(samples, before, policy.score(samples), strict=True):

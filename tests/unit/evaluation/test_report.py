@@ -8,8 +8,8 @@ import polyturn
 from polyturn.core.trajectory import Trajectory
 from polyturn.evaluation.report import is_success, report
 from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 
 

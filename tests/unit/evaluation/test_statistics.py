@@ -22,7 +22,7 @@ from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.testing.runs import call_command
+from support.runs import call_command
 
 
 def score(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]

@@ -23,7 +23,7 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.human_queue import HumanQueue, HumanReply
 from polyturn.interactions.human_user import HumanUser
 from polyturn.interactions.terminal import Terminal, read_answer
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.rules import ServerRules
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.viewer.human_queue_app import create_desk_app

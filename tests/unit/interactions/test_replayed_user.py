@@ -14,8 +14,8 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import InteractionRef, Task
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.interactions.replayed_user import ReplayedUser
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.suites.interaction import check_interaction
 

@@ -25,13 +25,13 @@ from polyturn.engines.scripted import ScriptedEngine
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.interactions.roles import OPENING, SILENCE, flipped
 from polyturn.interactions.simulated_user import SimulatedUser
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
-from polyturn.testing.services import serve
 from polyturn.testing.suites.interaction import check_interaction
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
+from support.services import serve
 
 GOAL = "Book a table for two."
 TALK = [{"role": "user", "content": "A table, please."}, {"role": "assistant", "content": "For how many?"}]

@@ -172,14 +172,21 @@ def test_an_index_that_cannot_be_read_is_said(tmp_path: Path):
     build_index(PASSAGES, folder)
     about = folder / "index.json"
     whole = about.read_text()
-    about.write_text(whole.replace('"version": 1', '"version": 9'))
+    about.write_text(whole.replace('"version": 2', '"version": 9'))
     with pytest.raises(ConfigError, match=r"is of version 9 .*Build it again"):
         SearchIndex.open(folder)
     about.write_text('{"kind": "recipe"}')
     with pytest.raises(ConfigError, match="does not describe a search index"):
         SearchIndex.open(folder)
     about.write_text(whole)
-    for name, left in (("scores.npy", b"\x93NUMPY"), ("words.json", b"["), ("passages.jsonl", b"{}\n"), ("starts.npy", b"")):
+    for name, left in (
+        ("data.csc.index.npy", b"\x93NUMPY"),
+        ("vocab.index.json", b"["),
+        ("params.index.json", b"[]"),
+        ("passages.jsonl", b"{}\n"),
+        ("starts.npy", b""),
+        ("params.index.json", b'{"backend": "pickle", "x": 1}'),
+    ):
         held = (folder / name).read_bytes()
         (folder / name).write_bytes(left)
         with pytest.raises(ConfigError, match=r"is damaged .*build it again"):

@@ -17,7 +17,7 @@ from polyturn.retrieval.embedders import EmbeddingError, FunctionEmbedder, read_
 from polyturn.retrieval.index import Mode, SearchIndex, build_index
 from polyturn.retrieval.passages import Passage
 from polyturn.retrieval.searcher import Searcher
-from polyturn.testing.services import serve
+from support.services import serve
 
 PASSAGES = [Passage(id=t, contents=f"{t}\nabout {t}") for t in ("cats", "dogs", "cars")]
 

@@ -75,7 +75,8 @@ def reference(text: str, method: str) -> str | None:
             i = start + (method == "flexible")
     if method == "strict":
         return found[-1].replace(",", "") if found else None
-    return next((f for f in reversed(found) if f not in ("", ".")), None)
+    # verl, too, gives a full stop where nothing else was found.
+    return next((f for f in reversed(found) if f not in ("", ".")), found[0] if found else None)
 
 
 @given(

@@ -17,11 +17,11 @@ from polyturn.engines.frozen_policy import FrozenPolicy
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rewards.judge import read_verdict
 from polyturn.rewards.router import RewardRef, RewardRouter
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
-from polyturn.testing.services import LocalService, serve
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
+from support.services import LocalService, serve
 
 
 def answers(*texts: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyturn.data.rows import task_from_row
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from typing import Any
 
 import pytest
 
 from polyturn.core.errors import RolloutError
+from polyturn.environments.scheduler import EnvScheduler
 from polyturn.interactions.base import BaseInteraction
+from polyturn.rollout import schedulers as shipped
+from polyturn.rollout.calls import has_own_deadlines
 from polyturn.rollout.env import envs
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
-from polyturn.rollout.schedulers.gym import Gym
+from polyturn.rollout.schedulers.environment import Gym
+from polyturn.serving.openai.scheduler import SessionScheduler
 from polyturn.testing.episodes import scripted_context, task
 
 
@@ -164,3 +169,17 @@ async def test_too_many_calls_left_behind_end_the_run():
             await run_episode(context, task(interaction="user"), id="one more")
     finally:
         done.set()
+
+
+SHIPPED = [getattr(shipped, name) for name in shipped.__all__ if name != "schedulers"]
+
+
+@pytest.mark.parametrize("ours", [*SHIPPED, SessionScheduler, EnvScheduler])
+def test_our_own_async_methods_are_called_directly_and_those_of_a_subclass_have_a_deadline(ours: type[MultiTurnScheduler]):
+    class Mine(ours):  # type: ignore[misc, valid-type]
+        async def step(self, episode: Any, turn: Any) -> Any:
+            return None
+
+    written = [method for _, method in inspect.getmembers(ours, inspect.iscoroutinefunction)]
+    assert len(written) > 2 and all(map(has_own_deadlines, written))
+    assert not has_own_deadlines(Mine.step) and has_own_deadlines(Mine.run)

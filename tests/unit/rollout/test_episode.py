@@ -18,8 +18,8 @@ from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 

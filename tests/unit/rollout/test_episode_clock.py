@@ -12,11 +12,15 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.lifecycle import StopReason
 from polyturn.interactions.base import BaseInteraction
-from polyturn.rollout.clock import EpisodeClock
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.resources import Resources
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
+
+
+def resources() -> Resources:
+    return Resources(scripted_context([]), task(), id="e")
 
 
 class Person(BaseInteraction):
@@ -59,11 +63,11 @@ async def test_a_person_counts_where_the_run_says_so():
 
 
 async def test_the_limit_goes_on_where_it_stood_when_the_person_has_answered():
-    clock, reached = EpisodeClock(), []
+    clock, reached = resources(), []
 
     async def waits() -> None:
         async with clock.within(0.5) as timeout:
-            with clock.still(), clock.still():
+            with clock.paused(), clock.paused():
                 await asyncio.sleep(0.6)
             reached.append(not timeout.expired())
             await asyncio.sleep(3600)
@@ -74,8 +78,8 @@ async def test_the_limit_goes_on_where_it_stood_when_the_person_has_answered():
 
 
 async def test_the_seconds_of_an_earlier_process_count():
-    clock = EpisodeClock()
-    clock.set(99.0)
+    clock = resources()
+    clock.spent(elapsed_s=99.0, duration_s=99.0)
     with pytest.raises(TimeoutError):
         async with clock.within(99.05):
             await asyncio.sleep(3600)
@@ -100,8 +104,8 @@ async def test_a_plain_run_that_never_returns_ends_with_the_limit():
 def test_a_server_for_agents_has_no_limit_that_nobody_asked_for():
     """Who asks it may be a person; silence ends their episode."""
     pytest.importorskip("aiohttp")
-    from polyturn.cli.serve_openai import _without_default_time
+    from polyturn.cli.serve_openai import UNTIMED
 
-    default = load_config(RunConfig, None, ["model.path=tiny"]).config.rollout.limits
-    asked = load_config(RunConfig, None, ["model.path=tiny", "rollout.limits.timeout_s=7200"]).config.rollout.limits
-    assert _without_default_time(default).timeout_s is None and _without_default_time(asked).timeout_s == 7200
+    asked = ["model.path=tiny", "rollout.limits.timeout_s=7200"]
+    assert load_config(RunConfig, None, asked[:1], defaults=UNTIMED).config.rollout.limits.timeout_s is None
+    assert load_config(RunConfig, None, asked, defaults=UNTIMED).config.rollout.limits.timeout_s == 7200

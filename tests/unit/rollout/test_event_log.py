@@ -11,13 +11,13 @@ import sys
 import pytest
 
 import polyturn
-from polyturn.compat.log_level import log_level
+from polyturn.cli.log_level import log_level
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout import event_log
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.testing.steps import num_steps
+from support.steps import num_steps
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "price"}}\n</tool_call>'
 

@@ -17,8 +17,8 @@ from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.env import envs
 from polyturn.rollout.journal_codec import JournalCodec
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import Gym
 from polyturn.rollout.schedulers.compaction import Compaction
@@ -189,6 +189,19 @@ async def test_what_an_earlier_version_of_the_library_kept_starts_from_its_task(
         await lives(tmp_path, says, die_at=die_at, tools=[add])
     whole, (asked, counts) = await lives(tmp_path, says, tools=[add])
     assert whole is not None and asked == [0, 1, 2] and counts == counted(restarted=1)
+
+
+async def test_a_history_that_is_not_kept_collects_no_events(tmp_path: Path):
+    """Else a long conversation whose plug-ins offer no snapshot would hold every edit of its history until its end."""
+    held: list[Any] = []
+
+    class Looks(MultiTurnScheduler):
+        async def step(self, episode: Any, turn: Any) -> str | None:
+            held.append(episode.history.events)
+            return None if "####" in turn.text else "go on"
+
+    await lives(tmp_path, ["a", "b", "#### 4"], scheduler=Looks())
+    assert held[0] is not None and held[1:] == [None, None]
 
 
 async def test_one_that_cannot_restarts_by_name_and_is_not_counted_as_failed(tmp_path: Path):

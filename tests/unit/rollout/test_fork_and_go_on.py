@@ -15,11 +15,11 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
-from polyturn.testing.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from polyturn.testing.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 from polyturn.tokens.codec import Codec
 
 TIP = " But wait, that is wrong:"
@@ -372,4 +372,4 @@ async def test_a_fork_needs_a_prompt_and_another_agent_messages():
     await episode.prepare()
     with pytest.raises(SchedulerError, match="the agent 'critic' needs messages of its own"):
         episode.fork(agent="critic")
-    await episode.backstage.close()
+    await episode.resources.close()

@@ -6,8 +6,8 @@ import numpy as np
 
 from polyturn.core.lifecycle import StopReason
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.open_turn import OpenTurn
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 

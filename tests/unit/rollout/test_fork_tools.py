@@ -17,15 +17,15 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.base import BaseInteraction
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.resources import ForkTools
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers.lookahead import Lookahead
-from polyturn.rollout.tool_branches import ToolBranch
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.testing.services import serve
 from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox
+from support.services import serve
 
 SCHEMA = {
     "type": "function",
@@ -167,7 +167,7 @@ async def test_a_fork_whose_tools_were_cut_off_at_their_beginning_begins_them_ag
     async with ToolBox([tool]).session("e") as session:
         await session.start(task(tools=("note",)))
         await session.call(note("root"))
-        branch = ToolBranch(session, id="e#1", states=None)
+        branch = ForkTools(session, id="e#1", states=None)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.005):
                 await branch.session()
@@ -187,7 +187,7 @@ async def test_a_fork_does_not_see_what_happens_while_its_tools_begin():
     tool = Slow()
     async with ToolBox([tool]).session("e") as session:
         await session.start(task(tools=("note",)))
-        branch = ToolBranch(session, id="e#1", states=None)
+        branch = ForkTools(session, id="e#1", states=None)
         beginning = asyncio.create_task(branch.session())
         await asyncio.sleep(0.001)
         await session.call([ToolCall(id="c", name="note", arguments={"text": "later"})])

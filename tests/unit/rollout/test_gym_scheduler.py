@@ -14,8 +14,8 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.env import Env, envs
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.schedulers import Gym
 from polyturn.testing.episodes import scripted_context, task
 

@@ -1,68 +1,155 @@
-"""What a full context does to the history: which messages go, which always stay."""
+"""A history is pure: what comes next is one value, and its events, replayed, leave it where it stood."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from polyturn.core.messages import Message
-from polyturn.rollout.history import LEFT_OUT, shorten
-from polyturn.rollout.limits import ContextPolicy
+from polyturn.core.errors import SchedulerError
+from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message, Origin
+from polyturn.rollout.history import History
+from polyturn.rollout.history_state import Append, Continue, Given, Render
+from polyturn.rollout.journal_codec import JournalCodec
+from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.open_turn import OpenTurn, Reply
+from polyturn.rollout.stop_strings import Stopped
+from polyturn.testing.episodes import tiny_codec, turn_ids
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tokens.parsers import HermesParser, PlainParser, ToolCallParser
 
-LONG = "a reply that is longer than the note that takes its place"
-
-
-def history(num_turns: int, reply: str = LONG) -> list[Message]:
-    messages = [Message(role="system", content="s"), Message(role="user", content="u")]
-    for i in range(num_turns):
-        messages += [Message(role="assistant", content=f"a{i}"), Message(role="user", content=reply)]
-    return messages
-
-
-def at_most(num: int):
-    return lambda messages: sum(len(m.text) for m in messages) <= num
+PROMPT = [Message(role="user", content="What is 2+2?", origin=Origin.OWNER)]
 
 
-def test_stop_shortens_nothing():
-    assert shorten(history(3), policy=ContextPolicy.STOP, num_prompt=2, fits=at_most(10_000)) is None
+def user(text: str) -> Message:
+    return Message(role="user", content=text, origin=Origin.ENVIRONMENT)
 
 
-def test_drop_oldest_leaves_out_whole_turns_until_the_rest_fits():
-    found = shorten(history(4), policy=ContextPolicy.DROP_OLDEST, num_prompt=2, fits=at_most(2 * 60 + 10))
-    assert found is not None
-    assert [m.text for m in found] == ["s", "u", "a2", LONG, "a3", LONG]
+def history(parser: ToolCallParser | None = None, **options: Any) -> History:
+    return History(DeltaEncoder(tiny_codec()), parser or HermesParser(), PROMPT, **options)
 
 
-def test_compact_replaces_old_observations_and_keeps_what_the_model_said():
-    found = shorten(history(3), policy=ContextPolicy.COMPACT, num_prompt=2, fits=at_most(2 * 60 + 40))
-    assert found is not None
-    assert [m.text for m in found] == ["s", "u", "a0", LEFT_OUT, "a1", LONG, "a2", LONG]
+def say(found: History, text: str, *, is_closed: bool = True) -> OpenTurn:
+    found.show(found.next_prompt())
+    ids = turn_ids(text, is_closed=is_closed)
+    completion = Completion(
+        token_ids=ids,
+        logprobs=-np.ones(len(ids), np.float32),
+        finish_reason=FinishReason.STOP,
+        policy_versions=((0, 3), (1, 4)) if len(ids) > 1 else ((0, 3),),
+        info={"prefilled_tokens": np.int64(7)},
+    )
+    return found.sample(Stopped(completion, None, 2), index=len(found.turns), cut_by=StopReason.LENGTH)
 
 
-def test_compact_leaves_short_observations_as_they_are():
-    found = shorten(history(2, "short"), policy=ContextPolicy.COMPACT, num_prompt=2, fits=at_most(10_000))
-    assert found is not None and [m.text for m in found] == ["s", "u", "a0", "short", "a1", "short"]
+def answers(found: History) -> None:
+    found.record(say(found, "<think>two</think>3"), Reply(messages=(user("No."),)))
 
 
-@pytest.mark.parametrize("policy", [ContextPolicy.COMPACT, ContextPolicy.DROP_OLDEST])
-def test_there_is_no_way_when_even_the_newest_turn_does_not_fit(policy: ContextPolicy):
-    assert shorten(history(3), policy=policy, num_prompt=2, fits=at_most(3)) is None
-    assert shorten(history(0), policy=policy, num_prompt=2, fits=at_most(10_000)) is None, "there is no turn to shorten"
+def edits(found: History) -> None:
+    turn = say(found, "<think>two</think>3")
+    found.rewrite([*PROMPT, turn.message])
+    found.record(turn, Reply(messages=(user("Again."),)))
 
 
-@given(
-    num_turns=st.integers(1, 8),
-    room=st.integers(0, 600),
-    policy=st.sampled_from([ContextPolicy.COMPACT, ContextPolicy.DROP_OLDEST]),
-)
-def test_the_prompt_and_the_newest_observation_always_stay_and_what_is_returned_fits(
-    num_turns: int, room: int, policy: ContextPolicy
+def goes_on(found: History) -> None:
+    say(found, "It is 3")
+    found.go_on(" no,", keep="It is", is_trusted=False)
+
+
+def prefills(found: History) -> None:
+    say(found, "It is 3")
+    found.rewrite([*PROMPT, Message(role="assistant", content="It is not", origin=Origin.OWNER)], goes_on=True)
+
+
+def gives_ids(found: History) -> None:
+    say(found, "It is 3")
+    found.show_ids(np.concatenate([found.context, turn_ids("so", is_closed=False)]))
+
+
+def shortens(found: History) -> None:
+    for _ in range(3):
+        found.record(say(found, "3"), Reply(messages=(user("No, it is not that, by far."),)))
+    limits = Limits(max_context=found.next_prompt().length, context_policy=ContextPolicy.DROP_OLDEST)
+    assert found.shorten(limits)
+
+
+def weighs(found: History) -> None:
+    turn = say(found, "It is 3")
+    found.weigh(turn, 0.5)
+    found.weigh(turn, np.arange(turn.num_tokens))
+    found.record(turn, Reply(messages=(user("No."),)))
+
+
+EDITS: list[tuple[Callable[[History], None], type[Any]]] = [
+    (answers, Append), (edits, Render), (goes_on, Continue), (prefills, Render), (gives_ids, Given), (shortens, Append),
+    (weighs, Append),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "coming"), EDITS)
+@pytest.mark.parametrize("renders_history", [False, True])
+def test_the_events_of_a_history_replayed_leave_it_where_it_stood(
+    edit: Callable[[History], None], coming: type[Any], renders_history: bool
 ):
-    messages = history(num_turns)
-    found: Sequence[Message] | None = shorten(messages, policy=policy, num_prompt=2, fits=at_most(room))
-    if found is not None:
-        assert at_most(room)(found)
-        assert list(found[:2]) == messages[:2] and found[-1] == messages[-1] and found[-2] == messages[-2]
+    first = history(renders_history=renders_history)
+    first.events = []
+    edit(first)
+    assert isinstance(first.next, coming)
+    writer, reader = JournalCodec(PROMPT), JournalCodec(PROMPT)
+    events = json.loads(json.dumps(writer.encode(first.events)))
+    reader.read(json.loads(json.dumps(writer.take_new())))
+    second = history(Refuses(), renders_history=renders_history)
+    second.replay(reader.decode(events))
+    second._parser = HermesParser()
+    for _ in range(2):
+        assert second.messages == first.messages and np.array_equal(second.context, first.context)
+        assert all(a.same_as(b) for a, b in zip(second.builder.build(), first.builder.build(), strict=True))
+        for one, other in zip(second.turns, first.turns, strict=True):
+            assert one.freeze().spans == other.freeze().spans and (one.message, one.text) == (other.message, other.text)
+            assert (one.num_tokens, one.is_continued) == (other.num_tokens, other.is_continued)
+            assert one.completion.policy_versions == other.completion.policy_versions
+        assert second.progress(elapsed_s=0.0) == first.progress(elapsed_s=0.0)
+        assert (second.num_cut, second.prompt, second.prompt_tokens) == (first.num_cut, first.prompt, first.prompt_tokens)
+        assert np.array_equal(second.next_prompt().ids, first.next_prompt().ids)
+        for found in (first, second):
+            say(found, "4")
+
+
+class Refuses(PlainParser):
+    """Is never asked while events are replayed."""
+
+    def parse(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a replay parses nothing")
+
+
+def test_a_fork_is_a_copy():
+    one = history()
+    answers(one)
+    other = one.fork()
+    say(other, "4")
+    assert len(one.turns) == 1 and len(one.messages) == 2 and isinstance(one.next, Append)
+    assert len(other.turns) == 2 and other.turns[0] is one.turns[0]
+
+
+def test_what_waits_to_be_shown_is_not_dropped_where_the_message_goes_on():
+    found = history()
+    answers(found)
+    with pytest.raises(SchedulerError, match="cannot answer it with messages as well"):
+        found.go_on("so", keep=None, is_trusted=False)
+    with pytest.raises(SchedulerError, match="cannot answer it with messages as well"):
+        found.rewrite([*PROMPT, Message(role="assistant", content="It is")], goes_on=True)
+
+
+def test_ids_that_an_agent_wrote_itself_are_not_replaced_by_a_shorter_history():
+    found = history()
+    answers(found)
+    answers(found)
+    found.show_ids(found.context)
+    limits = Limits(max_context=8, context_policy=ContextPolicy.DROP_OLDEST)
+    assert not found.shorten(limits) and isinstance(found.next, Given)

@@ -12,11 +12,11 @@ from polyturn.core.generation import GenerateRequest
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 
 WRITES = """\

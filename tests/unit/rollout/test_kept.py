@@ -7,7 +7,7 @@ import pytest
 
 from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import Completion, FinishReason
-from polyturn.rollout.kept import kept_of
+from polyturn.rollout.edits import kept_of
 from polyturn.testing.episodes import tiny_codec, turn_ids
 
 SAID = "The answer is eight, grüße."

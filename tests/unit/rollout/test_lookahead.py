@@ -17,11 +17,11 @@ from polyturn.core.trajectory import SpanSource, Trajectory, TrajectoryGroup
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.simulated_user import SimulatedUser
 from polyturn.rewards.router import RewardRouter
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.schedulers.lookahead import Lookahead
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.testing.services import LocalService, serve
+from support.services import LocalService, serve
 
 
 class Asker(BaseInteraction):

@@ -27,21 +27,22 @@ from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import ImageTools
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.stored_run import open_store
-from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers.base import ParsedTurn
 from polyturn.tools.executor import ToolBox
+from polyturn.tools.options import ToolOptions
 from polyturn.tools.schema import ToolResponse
 from polyturn.training.journal_file import JournalFile
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
+from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)
@@ -114,7 +115,7 @@ def context(model: torch.nn.Module, **options: Any) -> RolloutContext:
     return RolloutContext(
         engine=EmbeddedEngine(model, media=MEDIA, num_slots=4),
         codec=CODEC,
-        tools=ToolBox([look], timeout_s=5.0),
+        tools=ToolBox([look], ToolOptions(timeout_s=5.0)),
         interactions={"painter": Painter({"name": "painter"})},
         rewarder=RewardRouter({}),
         sampling=SamplingParams(temperature=1.0),
@@ -149,7 +150,7 @@ async def test_the_engines_logprobs_are_the_trainers_when_a_tool_and_an_interact
     assert [len(turn.observation) for turn in trajectory.turns] == [1, 1, 1]
     assert len(segment.media) == 4
     samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
-    (scores,) = LocalPolicy(model, optim=OptimSettings(), media=MEDIA).score(samples)
+    (scores,) = local_policy(model, optim=OptimSettings(), media=MEDIA).score(samples)
     assert np.count_nonzero(samples[0].loss_weights) == 24
     np.testing.assert_allclose(scores, segment.logprobs, atol=1e-4)
 
@@ -242,7 +243,7 @@ async def test_a_rewrite_that_swaps_an_image_opens_a_segment_although_the_ids_ar
     assert (first.media, second.media) == (task("red").prompt[0].media, task("blue").prompt[0].media)
     model = sharp_model()
     samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
-    for sample, scores in zip(samples, LocalPolicy(model, optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
+    for sample, scores in zip(samples, local_policy(model, optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
         np.testing.assert_allclose(scores, sample.rollout_logprobs * sample.loss_weights, atol=1e-4)
 
 
@@ -262,7 +263,7 @@ async def test_every_segment_lists_the_media_that_its_tokens_show(renders_histor
     for segment in trajectory.segments:
         assert num_features(segment) == sum(MEDIA.expansion(m).num_features for m in segment.media)
     samples = to_samples(TrajectoryGroup(id="g", task=task(), trajectories=(trajectory,)), temperature=1.0)
-    for sample, scores in zip(samples, LocalPolicy(model, optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
+    for sample, scores in zip(samples, local_policy(model, optim=OptimSettings(), media=MEDIA).score(samples), strict=True):
         np.testing.assert_allclose(scores, sample.rollout_logprobs * sample.loss_weights, atol=1e-4)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from polyturn.interactions.base import BaseInteraction
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 
 

@@ -11,13 +11,12 @@ import pytest
 
 from polyturn.core.errors import RolloutError
 from polyturn.core.generation import GenerateRequest
-from polyturn.core.lifecycle import RequestState
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.lifespan import run_and_score
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import FailureBudget, RolloutPool
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.gsm8k import Gsm8kTool
 
@@ -131,12 +130,9 @@ async def test_an_episode_that_has_ended_is_freed_at_once_and_not_by_the_garbage
     try:
         seen: list[weakref.ref[Episode]] = []
         for number in range(2):
-            episode = Episode(context, task(id=f"t{number}"), id=f"e{number}")
-            seen.append(weakref.ref(episode))
-            episode.backstage.bridge.enter()
-            await run_and_score(context, episode)
-            episode.end(RequestState.COMPLETED)
-            del episode
+            await run_episode(
+                context, task(id=f"t{number}"), id=f"e{number}", on_start=lambda episode: seen.append(weakref.ref(episode))
+            )
         await asyncio.sleep(0)
         assert [ref() for ref in seen] == [None, None]
     finally:

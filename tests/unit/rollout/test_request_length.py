@@ -10,7 +10,7 @@ import pytest
 from polyturn.core.messages import Message
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.request_length import LONG_CHARS, TooLongError, check_length
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 
 CODEC = Codec(tiny_tokenizer())

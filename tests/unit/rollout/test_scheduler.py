@@ -11,7 +11,7 @@ from polyturn.core.errors import SchedulerError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.interactions.base import BaseInteraction
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task
 

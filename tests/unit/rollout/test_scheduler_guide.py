@@ -19,8 +19,8 @@ from polyturn.config.models import RolloutConfig, RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rewards.router import RewardRouter
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import schedulers
 from polyturn.serving.openai.scheduler import BlackBox

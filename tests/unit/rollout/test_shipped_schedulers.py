@@ -12,8 +12,8 @@ from polyturn.core.errors import ConfigError, DataError, UnknownNameError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.schedulers import Compaction, MathTips, React, SingleTurn, ThinkingTips, Tree, schedulers
 from polyturn.rollout.schedulers.judge import build_judge, judge_math
 from polyturn.testing.episodes import scripted_context, task, tiny_codec

@@ -7,8 +7,8 @@ import numpy as np
 from polyturn.core.generation import FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.open_turn import OpenTurn
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.stop_strings import find_stop, generate_until
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids

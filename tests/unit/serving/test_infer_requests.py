@@ -9,10 +9,10 @@ import pytest
 
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import MultiTurnScheduler
-from polyturn.compat.swift.protocol import RequestConfig, RolloutInferRequest
 from polyturn.core.errors import ConfigError
 from polyturn.rollout.schedulers import SingleTurn
 from polyturn.serving import RolloutService
+from polyturn.serving.protocol import RequestConfig, RolloutInferRequest
 from polyturn.testing.episodes import scripted_context
 
 REQUEST = RolloutInferRequest(messages=[{"role": "user", "content": "What is 2+2?"}], uuid="a")

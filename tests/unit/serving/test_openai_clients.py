@@ -20,8 +20,8 @@ import pytest
 from polyturn.core.errors import ConfigError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.openai.chat_request import BadRequest
 from polyturn.serving.openai.http import read_reward
 from polyturn.serving.openai.scheduler import BlackBox

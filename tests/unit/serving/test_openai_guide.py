@@ -12,7 +12,7 @@ import yaml
 
 from polyturn.build import ConfigSource, build_scheduler
 from polyturn.config.models import RolloutConfig, RunConfig
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.address import bind
 from polyturn.serving.openai.endpoint import EndpointOptions
 from polyturn.serving.openai.service import OpenAIService

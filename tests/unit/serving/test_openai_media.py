@@ -17,15 +17,15 @@ from polyturn.core.task import Task
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox
-from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers import HermesParser
 from polyturn.tools.executor import ToolBox
+from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)

@@ -19,19 +19,20 @@ import pytest
 import torch
 
 from polyturn import build
-from polyturn.cli.serve import overrides_of, read_swift
+from polyturn.cli.serve import overrides_of
+from polyturn.compat.swift.command import read_swift
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, EngineError
-from polyturn.engines.launcher import free_port
+from polyturn.infra.process import free_port
 from polyturn.serving import RolloutClient, RolloutService
 from polyturn.serving.address import bind, check_exposure
 from polyturn.serving.app import create_app
 from polyturn.serving.rules import ServerRules
 from polyturn.serving.weight_receiver import TrainerGroup, flatten
-from polyturn.testing.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
 from polyturn.training import hf
+from support.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
 
 PLUGIN = """
 import asyncio

@@ -36,7 +36,7 @@ RULES = ServerRules(token=TOKEN, max_body_bytes=20_000)
 def rollout(rules: ServerRules) -> Any:
     from polyturn.serving import RolloutService
     from polyturn.serving.app import create_app
-    from polyturn.testing.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
+    from support.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
 
     plan = random_plan(0)
     return create_app(
@@ -85,13 +85,14 @@ def tools(rules: ServerRules) -> Any:
     from polyturn.serving.mcp import ToolServer
     from polyturn.tools.executor import ToolBox
     from polyturn.tools.function import tool
+    from polyturn.tools.options import ToolOptions
 
     @tool
     def shout() -> str:
         """Say something loudly."""
         return "A"
 
-    server = ToolServer(ToolBox([shout], timeout_s=5.0, max_result_chars=None))
+    server = ToolServer(ToolBox([shout], ToolOptions(timeout_s=5.0, max_result_chars=None)))
     app = server.http_app(idle_s=5.0, max_sessions=1000, max_body_bytes=rules.max_body_bytes)
     guarded(app, rules)
     return app

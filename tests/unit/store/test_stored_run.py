@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_is_read_as_far_as_it_is_written(tmp_path: Path) -> N
 def test_small_parts_are_joined_and_a_reader_that_listed_them_before_still_finds_each(tmp_path: Path) -> None:
     write(tmp_path, steps=3)
     before = open_store(tmp_path)
-    with ParquetStore(tmp_path, StoreSettings(join_at=2)) as store:
+    with ParquetStore(tmp_path, join_at=2) as store:
         for step in range(3, 7):
             store.add(group(f"g{step}", reward=1.0), step=step, split="train")
             store.flush()
@@ -104,7 +104,7 @@ def test_a_kill_between_joining_and_deleting_leaves_nothing_twice(tmp_path: Path
 
 
 def test_the_oldest_training_parts_go_when_the_store_is_too_large_and_evaluations_stay(tmp_path: Path) -> None:
-    with ParquetStore(tmp_path, StoreSettings(max_bytes=1)) as store:
+    with ParquetStore(tmp_path, StoreSettings(max_gb=1e-9)) as store:
         store.add(group("e0"), step=0, split="eval/greedy")
         store.flush()
         for step in range(3):

@@ -7,9 +7,9 @@ import pytest
 
 from polyturn.core.errors import ConfigError
 from polyturn.core.messages import Message
-from polyturn.testing.dialogues import KINDS, MARKERS, TOOL_KINDS, dialogue, dialogues, hostile_text
-from polyturn.testing.oracle import Oracle, RefusedError, tame
-from polyturn.testing.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from polyturn.testing.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
+from support.dialogues import KINDS, MARKERS, TOOL_KINDS, dialogue, dialogues, hostile_text
+from support.oracle import Oracle, RefusedError, tame
 
 
 def test_the_same_seed_gives_the_same_dialogue_and_another_one_does_not() -> None:

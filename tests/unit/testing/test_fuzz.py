@@ -25,7 +25,7 @@ from polyturn.core.nesting import is_deep
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import task_from_row
 from polyturn.interactions.human_queue import HumanQueue, HumanReply
-from polyturn.testing.corruption import as_json, damaged, damaged_bytes, damaged_words
+from support.corruption import as_json, damaged, damaged_bytes, damaged_words
 
 ROOT = Path(__file__).parents[3]
 

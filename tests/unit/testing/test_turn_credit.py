@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from polyturn.testing.turn_credit import TURN_LEVEL, Game, Learner, best_median
+from support.turn_credit import TURN_LEVEL, Game, Learner, best_median
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from polyturn.core.errors import TemplateError
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.markers import add_template_markers

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.core.messages import Message, ToolCall
-from polyturn.testing.tiny import TAG_TOKENS, TURN_TOKENS, tiny_tokenizer
+from polyturn.testing.tiny_models import TAG_TOKENS, TURN_TOKENS, tiny_tokenizer
 from polyturn.tokens.codec import Codec, load_codec
 
 CODEC = Codec(tiny_tokenizer())

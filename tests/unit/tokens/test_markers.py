@@ -3,7 +3,7 @@
 import pytest
 
 from polyturn.core.errors import TemplateError
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.markers import add_template_markers, template_markers
 

@@ -18,12 +18,12 @@ from polyturn.core.arrays import Ids
 from polyturn.core.errors import ConfigError, DataError, TemplateError
 from polyturn.core.media import Media
 from polyturn.core.messages import Message, ToolCall
-from polyturn.testing.tiny import tiny_tokenizer
-from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.media_encoder import MediaEncoder
 from polyturn.tokens.multimodal import Expansion, MediaProcessor, load_image, load_processor, load_samples
 from polyturn.tokens.positions import MediaRows
+from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)

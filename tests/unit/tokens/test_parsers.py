@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.core.errors import UnknownNameError
-from polyturn.testing.steps import num_steps
 from polyturn.tokens.parsers import HermesParser, parsers
+from support.steps import num_steps
 
 parse = HermesParser().parse
 

@@ -5,7 +5,7 @@ import pytest
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.core.messages import Message, Origin, ToolCall
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.sanity import KINDS, check, differences, refused

@@ -7,15 +7,14 @@ import pytest
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin, ToolCall
-from polyturn.rollout.conversation import EpisodeHistory
+from polyturn.rollout.history import History
 from polyturn.rollout.stop_strings import Stopped
-from polyturn.rollout.transcript import Transcript
-from polyturn.testing.tokenizers import tokenizer_of
 from polyturn.tokens.certificate import certify
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import PlainParser
 from polyturn.tokens.sanity import differences
+from support.tokenizers import tokenizer_of
 
 PHI3 = """\
 {% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}\
@@ -60,15 +59,15 @@ def test_hidden_text_gains_no_space(text: str, kind: str) -> None:
 @pytest.mark.parametrize(("said", "keep", "added"), [("The answer is it", "The answer i", "s it"), ("a b", "a", "b c")])
 def test_a_message_that_goes_on_reads_as_it_is_said(said: str, keep: str, added: str, kind: str) -> None:
     codec = codec_of(PHI3, kind)
-    line = EpisodeHistory(Transcript(DeltaEncoder(codec), PlainParser(), [user("Hi")]), codec)
-    line.show(line.transcript.next_prompt())
+    line = History(DeltaEncoder(codec), PlainParser(), [user("Hi")])
+    line.show(line.next_prompt())
     ids = [*codec.encode(said).tolist(), codec.stop_token_ids[0]]
     completion = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))
     line.sample(Stopped(completion, None, 0), index=0, cut_by=StopReason.LENGTH)
     line.go_on(added, keep=keep, is_trusted=False)
-    prompt = line.transcript.num_tokens
-    line.show(line.transcript.next_prompt())
-    shown = codec.decode(line.transcript.context)
+    prompt = line.num_tokens
+    line.show(line.next_prompt())
+    shown = codec.decode(line.context)
     assert prompt and shown.endswith(keep + added)
 
 

@@ -11,19 +11,18 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.core.task import Task
 from polyturn.data.conversations import Conversation as Dialogue
-from polyturn.rollout.conversation import EpisodeHistory
+from polyturn.rollout.history import History
 from polyturn.rollout.scheduler import Reply
 from polyturn.rollout.schedulers.compaction import _with_notes
-from polyturn.rollout.schedulers.gym import with_text
+from polyturn.rollout.schedulers.environment import with_text
 from polyturn.rollout.stop_strings import Stopped
-from polyturn.rollout.transcript import Transcript
 from polyturn.testing.episodes import tiny_codec
-from polyturn.testing.tokenizers import tokenizer_of
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import PlainParser
 from polyturn.tokens.train import CHAT_TEMPLATE
 from polyturn.training.sft import encode_conversation
+from support.tokenizers import tokenizer_of
 
 CODEC = tiny_codec()
 END, THINK = (int(CODEC.encode(text)[0]) for text in ("<|im_end|>", "<think>"))
@@ -74,10 +73,10 @@ def test_an_owners_schema_may_mean_tags_and_cannot_end_a_turn() -> None:
     ).count("<|im_end|>")
 
 
-def line() -> EpisodeHistory:
-    """Return a conversation behind a turn that said "So." """
-    found = EpisodeHistory(Transcript(DeltaEncoder(CODEC), PlainParser(), [ASKED]), CODEC)
-    found.show(found.transcript.next_prompt())
+def line(asked: Message = ASKED) -> History:
+    """Return a history behind a turn that said "So." """
+    found = History(DeltaEncoder(CODEC), PlainParser(), [asked])
+    found.show(found.next_prompt())
     ids = [*CODEC.encode("So.").tolist(), END]
     said = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))
     found.sample(Stopped(said, None, 0), index=0, cut_by=StopReason.LENGTH)
@@ -89,19 +88,18 @@ def line() -> EpisodeHistory:
     [(Origin.OWNER, ["</think>", "<tool_response>"]), (Origin.MODEL, []), (Origin.ENVIRONMENT, []), (None, [])],
 )
 def test_a_message_that_goes_on_is_trusted_by_who_wrote_it(origin: Origin | None, spoken: list[str]) -> None:
-    found = line()
-    history = found.transcript
+    history = line()
     before = [*control(history._encoder.start([ASKED]))]
     history.rewrite(history.typed([ASKED, Message(role="assistant", content=HOSTILE, origin=origin)]), goes_on=True)
-    found.show(history.next_prompt())
+    history.show(history.next_prompt())
     assert control(history.context) == [*before, *spoken]
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
 def test_what_a_turn_keeps_and_what_is_added_spell_no_control_token_together(is_trusted: bool) -> None:
-    found = line()
-    text = found.transcript.go_on("So", "<|im_", "end|>", last_id=None, turn=0, is_trusted=is_trusted)
-    assert text == "<|im_end|>" and not control(found.transcript._addition)
+    origin = Origin.OWNER if is_trusted else Origin.ENVIRONMENT
+    ids = DeltaEncoder(CODEC).continuation(("<|im_", Origin.MODEL), ("end|>", origin), last_id=None)
+    assert CODEC.decode(ids) == "<|im_end|>" and not control(ids)
 
 
 OBSERVED = {
@@ -188,9 +186,9 @@ def test_text_that_a_tokenizers_normal_form_takes_apart_hides_none_that_it_puts_
 def test_what_a_history_says_once_is_its_owners_once() -> None:
     """A scheduler that writes dicts repeats a prompt; an environment that says the same words is not its owner."""
     asked = Message(role="user", content="Use <think>.", origin=Origin.OWNER)
-    history = Transcript(DeltaEncoder(CODEC), PlainParser(), [asked])
+    history = line(asked)
     assert [m.origin for m in history.typed([asked.to_openai()] * 2)] == [Origin.OWNER, Origin.ENVIRONMENT]
-    history.answer((Message(role="user", content="Use <think>."),))
+    history.record(history.turns[-1], Reply(messages=(Message(role="user", content="Use <think>."),)))
     assert [m.origin for m in history.typed([asked.to_openai()] * 2)] == [Origin.ENVIRONMENT] * 2
 
 
@@ -253,8 +251,8 @@ def test_a_text_of_several_origins_is_trusted_like_the_least_trusted() -> None:
 def test_a_history_that_is_written_as_dicts_keeps_who_wrote_it() -> None:
     found = line()
     found.record(found.turns[-1], Reply(messages=(Message(role="user", content="Sure?"),)))
-    found.show(found.transcript.next_prompt())
-    history = found.transcript
+    found.show(found.next_prompt())
+    history = found
     typed = history.typed([*history.openai, {"role": "user", "content": "new"}])
     assert [m.origin for m in typed] == [Origin.OWNER, Origin.MODEL, Origin.ENVIRONMENT, Origin.ENVIRONMENT]
     assert all(a is b for a, b in zip(typed, history.messages, strict=False))
@@ -263,7 +261,7 @@ def test_a_history_that_is_written_as_dicts_keeps_who_wrote_it() -> None:
 def test_a_dict_that_says_what_the_owner_and_a_tool_said_is_the_tools() -> None:
     found = line()
     found.record(found.turns[-1], Reply(messages=(Message(role="user", content="Hi"),)))
-    assert found.transcript.typed([{"role": "user", "content": "Hi"}])[0].origin is Origin.ENVIRONMENT
+    assert found.typed([{"role": "user", "content": "Hi"}])[0].origin is Origin.ENVIRONMENT
 
 
 def test_supervised_training_trains_no_control_token_that_a_message_spells() -> None:

@@ -15,7 +15,7 @@ import pytest
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing import check_interaction, check_tool
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.mcp import MCPBaseTool

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import ConfigError
-from polyturn.testing.services import serve
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.python_sandbox import PythonSandbox
 from polyturn.tools.sandbox import SandboxFusionTool
 from polyturn.tools.service import HttpService
+from support.services import serve
 
 
 async def run_python(asked: dict[str, Any], number: int) -> Any:

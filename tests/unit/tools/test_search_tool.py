@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import ConfigError
-from polyturn.testing.services import serve
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.search import SearchTool
+from support.services import serve
 
 
 def passages(asked: dict[str, Any], number: int) -> Any:

@@ -25,6 +25,7 @@ from polyturn.engines.virtual_time import run_virtual
 from polyturn.tools import FromTask
 from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox, ToolStartError
+from polyturn.tools.options import ToolOptions
 from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
 from polyturn.tools.truncate import truncate
@@ -129,7 +130,7 @@ def act_sync(what: str) -> None:
 
 
 async def answer(tool: Any, *calls: ToolCall, of: Task | None = None, **options: Any) -> tuple:
-    box = ToolBox([tool], **{"timeout_s": 5.0, **options})
+    box = ToolBox([tool], ToolOptions(**{"timeout_s": 5.0, **options}))
     async with box.session("e") as session:
         await session.start(of or task())
         return await session.call(calls)
@@ -372,7 +373,7 @@ async def test_plain_methods_run_in_threads_one_at_a_time() -> None:
 @pytest.mark.parametrize("do", ["raise", "hang", "cancel", "tell"])
 async def test_a_create_that_fails_ends_the_episode_and_releases_the_others(do: str) -> None:
     good, bad = Recorder("good"), Recorder("bad")
-    box = ToolBox([good, bad], timeout_s=0.05)
+    box = ToolBox([good, bad], ToolOptions(timeout_s=0.05))
     async with box.session("e") as session:
         with pytest.raises(ToolStartError, match="'bad': create failed for episode 'e'"):
             await session.start(task(bad={"create_kwargs": {"do": do}}))
@@ -395,7 +396,7 @@ async def test_a_reward_that_is_no_number_is_an_error(value: Any) -> None:
 
 async def test_a_failing_release_is_returned_never_raised() -> None:
     one, two = Recorder("one"), Recorder("two")
-    box = ToolBox([one, two], timeout_s=0.05)
+    box = ToolBox([one, two], ToolOptions(timeout_s=0.05))
     session = box.session("e")
     await session.start(task(one={"release_kwargs": {"do": "raise"}}, two={"release_kwargs": {"do": "hang"}}))
     problems = await session.close()
@@ -429,7 +430,7 @@ async def test_calls_that_outlive_their_deadline_are_counted_and_capped() -> Non
             self.gate.wait(10)
 
     tool = Stuck()
-    box = ToolBox([tool], timeout_s=0.02, max_abandoned=1)
+    box = ToolBox([tool], ToolOptions(timeout_s=0.02, max_abandoned=1))
     try:
         async with box.session("e") as session:
             await session.start(task())
@@ -463,7 +464,7 @@ async def test_a_cancellation_is_passed_on_after_the_release() -> None:
 
 async def test_a_plain_create_that_comes_back_after_the_end_is_released() -> None:
     tool = SyncRecorder()
-    box = ToolBox([tool], timeout_s=0.02)
+    box = ToolBox([tool], ToolOptions(timeout_s=0.02))
     async with box.session("e") as session:
         with pytest.raises(ToolStartError):
             await session.start(task(rec={"create_kwargs": {"do": "hang"}}))
@@ -485,7 +486,7 @@ async def test_a_plain_create_that_comes_back_after_the_end_is_released() -> Non
 )
 def test_a_box_that_cannot_work_is_a_config_error(tools: list, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ToolBox(tools, **options)
+        ToolBox(tools, ToolOptions(**options))
 
 
 DO = st.sampled_from(["ok", "ok", "raise", "hang", "stubborn", "cancel", "exit", "tell"])
@@ -504,7 +505,7 @@ def test_every_create_has_exactly_one_release(
 ) -> None:
     """I9, under failures, time-outs and cancellation, for async and plain tools."""
     first, second = Recorder("a"), SyncRecorder("s")
-    box = ToolBox([first, second], timeout_s=0.02)
+    box = ToolBox([first, second], ToolOptions(timeout_s=0.02))
     row = task(
         a={"create_kwargs": {"do": creates[0]}, "release_kwargs": {"do": releases[0]}},
         s={"create_kwargs": {"do": creates[1]}, "release_kwargs": {"do": releases[1]}},

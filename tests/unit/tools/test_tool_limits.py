@@ -21,6 +21,7 @@ from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import Breaker, BreakerSettings
 from polyturn.tools.concurrency import ConcurrencyLimits, FairLimit
 from polyturn.tools.executor import ToolBox
+from polyturn.tools.options import ToolOptions
 from polyturn.tools.result_shape import MAX_DATA, MAX_DEPTH, MAX_MEDIUM
 from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
@@ -183,7 +184,7 @@ def test_zero_failures_turn_it_off_and_senseless_settings_are_refused():
 )
 async def test_a_tool_that_is_gone_is_not_asked_any_more(problem: Exception, kind: str):
     tool = Obeys()
-    box = ToolBox([tool], breaker=BreakerSettings(failures=2, cooldown_s=60.0))
+    box = ToolBox([tool], ToolOptions(breaker=BreakerSettings(failures=2, cooldown_s=60.0)))
     seen = [(await ask(box, call("tool", **{"raise": problem}), episode=f"e{i}"))[0] for i in range(4)]
     assert [r.error for r in seen] == [kind, kind, "circuit_open", "circuit_open"]
     assert tool.num_asked == 2
@@ -199,7 +200,7 @@ async def test_a_tool_that_is_gone_is_not_asked_any_more(problem: Exception, kin
 async def test_what_a_policy_writes_never_opens_it(made: ToolCall):
     """Else a policy could switch off the tool that charges it."""
     tool = Obeys()
-    box = ToolBox([tool], breaker=BreakerSettings(failures=1, min_episodes=1))
+    box = ToolBox([tool], ToolOptions(breaker=BreakerSettings(failures=1, min_episodes=1)))
     for i in range(5):
         await ask(box, made, episode=f"e{i}")
     assert (await ask(box, call("tool")))[0].content == "fine"
@@ -211,7 +212,7 @@ async def test_a_tool_may_say_in_its_metrics_that_its_service_is_gone(told: dict
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             return "Search error: unreachable", None, told
 
-    box = ToolBox([Says()], breaker=BreakerSettings(failures=2))
+    box = ToolBox([Says()], ToolOptions(breaker=BreakerSettings(failures=2)))
     seen = [(await ask(box, call("tool"), episode=f"e{i}"))[0] for i in range(3)]
     assert [r.error for r in seen] == ["connection", "connection", "circuit_open"]
     assert seen[0].content == "Search error: unreachable", "in the tool's own words"
@@ -232,7 +233,7 @@ async def test_a_tool_tells_only_failures_that_are_its_own(told: Any):
 
 def test_a_tools_calls_wait_for_their_turn_and_the_wait_is_not_part_of_the_deadline():
     tool = Obeys({"max_concurrency": 1})
-    box = ToolBox([tool], timeout_s=5.0)
+    box = ToolBox([tool], ToolOptions(timeout_s=5.0))
     found = run_virtual(ask(box, *[call("tool", wait_s=2.0) for _ in range(4)]))
     assert [r.error for r in found] == [None] * 4
     assert tool.most_running == 1
@@ -243,7 +244,7 @@ def test_tools_of_one_host_share_its_limit():
     one = Obeys({"url": "http://h:1/a"}, name="one")
     two = Obeys({"service": "http://h:1/b"}, name="two")
     other = Obeys({"url": "http://else/"}, name="other")
-    box = ToolBox([one, two, other], max_per_host=1)
+    box = ToolBox([one, two, other], ToolOptions(max_per_host=1))
     found = run_virtual(ask(box, call("one", wait_s=2.0), call("two", wait_s=2.0), call("other", wait_s=2.0)))
     assert [r.metrics["waited_s"] for r in found] == [0.0, 2.0, 0.0]
 
@@ -289,7 +290,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_leaves_its_place():
 @pytest.mark.parametrize("options", [{"max_concurrency": {"tool": 0}}, {"max_concurrency": {"tol": 1}}])
 def test_a_limit_that_cannot_work_is_refused(options: dict[str, Any]):
     with pytest.raises(ConfigError, match="max_concurrency"):
-        ToolBox([Obeys()], **options)
+        ToolBox([Obeys()], ToolOptions(**options))
     with pytest.raises(ConfigError, match="max_concurrency of tool is 'two'"):
         ToolBox([Obeys({"max_concurrency": "two"})])
 
@@ -346,7 +347,7 @@ async def test_a_hundred_megabytes_cost_no_copy():
         """Answer too much."""
         return answer
 
-    box = ToolBox([huge], max_result_tokens=64, codec=tiny_codec())
+    box = ToolBox([huge], ToolOptions(max_result_tokens=64), codec=tiny_codec())
     tracemalloc.start()
     try:
         (result,) = await ask(box, call("huge"))
@@ -419,4 +420,4 @@ async def test_an_answer_that_holds_itself_is_refused():
 
 def test_tokens_without_a_tokenizer_are_refused():
     with pytest.raises(ConfigError, match="max_result_tokens is 5 and there is no tokenizer"):
-        ToolBox([], max_result_tokens=5)
+        ToolBox([], ToolOptions(max_result_tokens=5))

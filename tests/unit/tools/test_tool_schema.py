@@ -14,7 +14,7 @@ from polyturn.tools.schema import (
     OpenAIFunctionToolSchema,
     ToolResponse,
 )
-from polyturn.tools.validate import arguments_problem
+from polyturn.tools.validate import ArgumentSchema
 
 RAW = {
     "type": "function",
@@ -109,7 +109,7 @@ PARAMETERS = {
     ],
 )
 def test_arguments_that_fit(more: dict[str, Any]) -> None:
-    assert arguments_problem({"text": "t", **more}, PARAMETERS) is None
+    assert ArgumentSchema(PARAMETERS).problem({"text": "t", **more}) is None
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,105 @@ def test_arguments_that_fit(more: dict[str, Any]) -> None:
     ],
 )
 def test_arguments_that_do_not_fit_are_told_in_one_sentence(arguments: dict[str, Any], message: str) -> None:
-    assert arguments_problem(arguments, PARAMETERS) == message
+    assert ArgumentSchema(PARAMETERS).problem(arguments) == message
 
 
 def test_a_schema_that_allows_further_arguments_gets_them() -> None:
-    assert arguments_problem({"x": 1}, {"properties": {}, "additionalProperties": True}) is None
-    assert arguments_problem({"x": 1}, {"additionalProperties": {"type": "string"}}) == "'x' must be a string, not 1"
+    assert ArgumentSchema({"properties": {}, "additionalProperties": True}).problem({"x": 1}) is None
+    strings = ArgumentSchema({"additionalProperties": {"type": "string"}})
+    assert strings.problem({"x": 1}) == "'x' must be a string, not 1"
+    named = ArgumentSchema({"additionalProperties": False, "properties": {}}, also=["x"])
+    assert named.problem({"x": 1}) is None
+    assert named.problem({"y": 1}) == "there is no argument 'y'. It takes none."
+
+
+WHOLE = {
+    "type": "object",
+    "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    "properties": {
+        "at": {"$ref": "#/$defs/point"},
+        "count": {"type": "integer", "minimum": 1, "multipleOf": 2},
+        "shape": {"oneOf": [{"type": "string"}, {"$ref": "#/$defs/point"}]},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}$"},
+        "some": {"type": "array", "maxItems": 2, "uniqueItems": True},
+        "tagged": {
+            "type": "object",
+            "properties": {"a": {}},
+            "patternProperties": {"^x-": {"type": "string"}},
+            "additionalProperties": False,
+        },
+        "fixed": {"const": 7},
+        "odd": {"type": "float"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"at": {"x": 1}, "count": 4, "shape": "dot", "code": "AB", "some": [1, 2], "fixed": 7, "odd": "?"}, None),
+        ({"shape": {"x": 3}, "tagged": {"a": 0, "x-1": "t"}}, None),
+        ({"at": {"x": "1"}}, "'at.x' must be an integer, not \"1\""),
+        ({"at": {}}, "the argument 'at.x' is missing"),
+        ({"count": 0}, "'count': 0 is less than the minimum of 1"),
+        ({"count": 3}, "'count': 3 is not a multiple of 2"),
+        ({"count": 10**400 + 1}, "..."),
+        ({"count": 4.0}, "'count' must be an integer, not 4.0"),
+        ({"shape": {"x": "far"}}, "'shape.x' must be an integer, not \"far\""),
+        ({"code": "abc"}, "'code' must match the pattern '^[A-Z]{2}$', not \"abc\""),
+        ({"some": [1, 2, 3]}, "'some': [1, 2, 3] is too long"),
+        ({"some": [{"a": 1, "b": 2}, {"b": 2, "a": 1}]}, "'some' must not hold one value twice"),
+        ({"tagged": {"x-1": 1}}, "'tagged.x-1' must be a string, not 1"),
+        ({"tagged": {"y": 1}}, "there is no argument 'tagged.y'"),
+        ({"fixed": 8}, "'fixed': 7 was expected"),
+    ],
+)
+def test_the_whole_of_json_schema_is_checked(arguments: dict[str, Any], message: str | None) -> None:
+    found = ArgumentSchema(WHOLE).problem(arguments)
+    assert found == message or (message == "..." and "is not a multiple of 2" in str(found) and len(str(found)) < 300)
+
+
+def test_arguments_named_by_a_reference_are_arguments() -> None:
+    schema = ArgumentSchema({"$ref": "#/$defs/args", "$defs": {"args": WHOLE["$defs"]["point"]}})
+    assert schema.problem({"x": 1}) is None
+    assert schema.problem({"x": None}) == "'x' must be an integer, not null"
+
+
+def _doubling(depth: int) -> dict[str, Any]:
+    """Return a schema that is small and takes 2^depth steps."""
+    defs: dict[str, Any] = {
+        f"n{i}": {"anyOf": [{"$ref": f"#/$defs/n{i + 1}"}, {"$ref": f"#/$defs/n{i + 1}"}]} for i in range(depth)
+    }
+    return {"properties": {"x": {"$ref": "#/$defs/n0"}}, "$defs": {**defs, f"n{depth}": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"properties": {"x": {"$ref": "https://127.0.0.1:1/schema.json"}}}, 1),
+        ({"properties": {"x": {"$ref": "#/$defs/none"}}}, 1),
+        ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "properties": {"x": {"$ref": "#/$defs/a"}}}, 1),
+        ({"properties": {"x": {"minimum": "three"}}}, 1),
+        ({"properties": {"x": {"pattern": "(?=a)b"}}}, "text"),
+        ({"properties": {"x": 7}}, 1),
+        (_doubling(60), "text"),
+    ],
+    ids=["remote", "nowhere", "endless", "no number", "look-ahead", "no schema", "doubling"],
+)
+def test_a_schema_that_cannot_judge_leaves_the_call_to_the_tool_and_says_so_once(
+    schema: dict[str, Any], value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    check = ArgumentSchema(schema, tool="theirs")
+    assert check.problem({"x": value}) is None
+    assert check.problem({"x": value}) is None
+    (said,) = caplog.messages
+    assert said.startswith("the schema of tool 'theirs' cannot judge a call, which is left to the tool: ")
+
+
+@pytest.mark.parametrize("where", ["pattern", "patternProperties", "additionalProperties", "unevaluatedProperties"])
+def test_a_pattern_takes_linear_time(where: str) -> None:
+    hostile, text = "^(a+)+$", "a" * 5000 + "b"
+    patterns = {"patternProperties": {hostile: {"type": "integer"}}}
+    of = {"pattern": hostile} if where == "pattern" else {**patterns, **({where: False} if where[0] in "au" else {})}
+    found = ArgumentSchema({"properties": {"x": of}}).problem({"x": text if where == "pattern" else {text: "?"}})
+    assert (found is not None) == (where in ("pattern", "additionalProperties"))

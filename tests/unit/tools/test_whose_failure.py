@@ -13,11 +13,12 @@ import pytest
 import polyturn
 from polyturn.core.errors import ToolConnectionError, ToolUnavailableError
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import BreakerSettings
 from polyturn.tools.executor import ToolBox
+from polyturn.tools.options import ToolOptions
 from polyturn.tools.python_sandbox import PythonSandbox, SandboxLimits, WarmPool
 from polyturn.tools.python_sandbox import tool as sandbox_tool
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
@@ -160,12 +161,13 @@ SCHEMA = {
 async def test_a_service_that_is_down_is_an_observation_unless_the_run_says_otherwise():
     trajectory = await play(ToolBox([Gone()]), "gone")
     assert not trajectory.is_failed and trajectory.turns[0].tool_results[0].error == "connection"
-    trajectory = await play(ToolBox([Gone()], fails_unreachable=True), "gone")
+    trajectory = await play(ToolBox([Gone()], ToolOptions(fails_unreachable=True)), "gone")
     assert trajectory.error == "ToolUnavailableError: tool 'gone' cannot be reached: Error (connection): nobody listens"
 
 
 async def test_an_open_breaker_is_a_failure_where_a_lost_connection_is_one():
-    box = ToolBox([Gone()], fails_unreachable=True, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60))
+    options = ToolOptions(fails_unreachable=True, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60))
+    box = ToolBox([Gone()], options)
     first, second = [await play(box, "gone") for _ in range(2)]
     assert "nobody listens" in str(first.error)
     assert second.error == "ToolUnavailableError: tool 'gone' cannot be reached; its breaker is open"
@@ -175,7 +177,7 @@ async def test_a_tool_of_ones_own_can_say_that_it_is_not_the_models_fault():
     assert polyturn.ToolUnavailableError is ToolUnavailableError
     trajectory = await play(ToolBox([Gone(ToolUnavailableError)]), "gone")
     assert (trajectory.error or "").startswith("ToolUnavailableError: tool 'gone': nobody listens")
-    refused = await play(ToolBox([Gone(polyturn.ToolError)], fails_unreachable=True), "gone")
+    refused = await play(ToolBox([Gone(polyturn.ToolError)], ToolOptions(fails_unreachable=True)), "gone")
     assert not refused.is_failed, "a refusal is the model's to mend"
 
 
@@ -197,7 +199,7 @@ def test_a_machine_without_threads_is_said_and_nobody_is_counted(monkeypatch: py
 
 async def test_an_endless_program_ends_as_its_own_failure_before_the_tools_deadline(caplog: pytest.LogCaptureFixture):
     tool = PythonSandbox({"warm": 0, "allow_unsafe": True, "timeout": 3600})
-    box = ToolBox([tool], timeout_s=8, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60))
+    box = ToolBox([tool], ToolOptions(timeout_s=8, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60)))
     trajectory = await play(box, tool.name, "while True: pass")
     assert trajectory.turns[0].tool_results[0].error is None, "it is what the program did"
     assert trajectory.turns[0].tool_results[0].metrics["status"] == "timeout"
@@ -210,5 +212,5 @@ async def test_an_endless_program_ends_as_its_own_failure_before_the_tools_deadl
 
 def test_code_in_a_sandbox_service_is_compiled_and_run_before_the_tools_deadline():
     tool = SandboxFusionTool({"sandbox_fusion_url": "http://127.0.0.1:1/run_code", "default_timeout": 60})
-    ToolBox([tool], timeout_s=60)
+    ToolBox([tool], ToolOptions(timeout_s=60))
     assert tool.default_timeout == 30

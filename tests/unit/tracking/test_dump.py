@@ -11,7 +11,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.reward import Reward
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tracking.dump import TrajectoryDump
 

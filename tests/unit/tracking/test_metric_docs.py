@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from polyturn.cli.main import main
-from polyturn.testing.runs import call_command, write_tiny_run
 from polyturn.tracking.metric_docs import MEANINGS, meaning
+from support.runs import call_command, write_tiny_run
 
 SOURCE = Path(__file__).parents[3] / "src" / "polyturn"
 SECTIONS = "rollout|reward|tokens|policy|loss|critic|buffer|engine|time|tool"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from polyturn.build.config_source import ConfigSource
-from polyturn.build.tasks import build_store_settings, build_trackers
+from polyturn.build.tasks import build_trackers
 from polyturn.config.models import RunConfig
 from polyturn.rollout.group import GroupSpec
 from polyturn.rollout.pool import RolloutPool
@@ -42,8 +42,8 @@ async def test_the_notebook_reads_a_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_configs_mean_what_the_page_says(tmp_path: Path):
-    settings = build_store_settings(place(tmp_path, **CONFIG[0]))
-    assert (settings.share, settings.max_bytes) == (0.25, 20_000_000_000)
+    settings = place(tmp_path, **CONFIG[0]).config.store
+    assert (settings.share, settings.max_gb) == (0.25, 20)
     known = [entry if isinstance(entry, str) else entry["name"] for entry in CONFIG[1]["tracking"]]
     named = re.findall(r"^\| `(\w+)` \| `polyturn\[(\w+)\]`", PAGE, re.MULTILINE)
     assert [name for name, _ in named] == known and all(name == extra for name, extra in named)

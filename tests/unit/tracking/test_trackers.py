@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -117,10 +118,11 @@ def test_a_tracker_may_be_a_class_in_a_file(tmp_path: Path):
 
 
 def test_what_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match=r"there is no tracker 'tensorbord'.*tensorboard"):
+    with pytest.raises(ConfigError, match=r"tracking: there is no 'tensorbord'.*tensorboard"):
         tracker_spec("tensorbord")
-    monkeypatch.setattr("polyturn.tracking.manager._is_installed", lambda module: False)
-    with pytest.raises(ConfigError, match=r"wandb needs wandb.*pip install 'polyturn\[wandb\]'"):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delitem(sys.modules, "polyturn.tracking.to_wandb", raising=False)
+    with pytest.raises(ConfigError, match=r"'wandb'.* needs wandb, which is not installed; .*'polyturn\[wandb\]'"):
         tracker_spec("wandb")
     monkeypatch.undo()
     pytest.importorskip("tensorboard")

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from polyturn.core.metrics import merge, reduce
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny import tiny_model
+from polyturn.testing.tiny_models import tiny_model
 from polyturn.tracking.alarms import Alarms, diagnose
 from polyturn.training.agreement import agreement
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
 
 TURNS, LENGTH = 5, 12
 
@@ -138,7 +138,7 @@ def peaked_model(seed: int = 0) -> PreTrainedModel:
 
 
 def engine_logprobs(model: PreTrainedModel, batch: list[TrainSample]) -> list[np.ndarray]:
-    policy = LocalPolicy(copy.deepcopy(model), optim=OptimSettings())
+    policy = local_policy(copy.deepcopy(model), optim=OptimSettings())
     return policy.score([s.replace(rollout_logprobs=None) for s in batch])
 
 
@@ -184,7 +184,7 @@ def test_a_fault_planted_in_a_real_model_is_named_from_the_training_forward_alon
             for weight in engine.parameters():
                 weight.add_(torch.randn_like(weight) * 0.05 * weight.std())
     batch = [s.replace(rollout_logprobs=lp) for s, lp in zip(batch, engine_logprobs(engine, seen), strict=True)]
-    policy = LocalPolicy(model, optim=OptimSettings())
-    metrics = reduce(policy.forward_backward(batch)) | {"buffer/staleness": float(fault == "stale")}
+    policy = local_policy(model, optim=OptimSettings())
+    metrics = reduce(policy.forward_backward(batch).metrics) | {"buffer/staleness": float(fault == "stale")}
     found = diagnose(metrics)
     assert (found and found.name) == name, (found, {k: v for k, v in metrics.items() if "rollout_diff" in k})

@@ -13,8 +13,8 @@ import pytest
 
 from polyturn.core.aio import OneThread, finish
 from polyturn.core.lifecycle import Lifecycle, RequestState, suspended
-from polyturn.testing.asynchrony import run_simulated
 from polyturn.training.state import LoopSettings
+from support.asynchrony import run_simulated
 
 MODES = ["in_flight", "wait", "abort_resume"]
 

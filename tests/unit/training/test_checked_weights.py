@@ -11,8 +11,8 @@ from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.server_side.polyturn_weights import checksums
 from polyturn.engines.weight_checksums import Checked, ServerChecksums
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.weight_sync import WeightSync
 
 VOCAB = 64
@@ -20,19 +20,19 @@ SMALL = {"vocab_size": VOCAB, "num_prompts": 2, "num_tokens": 16}
 NORM = "model.norm.weight"
 
 
-def make_policy() -> LocalPolicy:
+def make_policy() -> ModelPolicy:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "max_position_embeddings": 128}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.1, "tie_word_embeddings": True}
-    return LocalPolicy(LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, **heads)), optim=OptimSettings(lr=1e-3))
+    return local_policy(LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, **heads)), optim=OptimSettings(lr=1e-3))
 
 
 class Server:
     """An engine with weights of its own, which may keep one tensor of those it is sent; it can say what it holds."""
 
-    def __init__(self, policy: LocalPolicy) -> None:
-        self.model = copy.deepcopy(policy.model).eval()
+    def __init__(self, policy: ModelPolicy) -> None:
+        self.model = copy.deepcopy(policy.backend.model).eval()
         self._engine = EmbeddedEngine(self.model, num_slots=4)
         self.keeps = ""
 
@@ -47,7 +47,7 @@ class Server:
         return ServerChecksums.read([checksums(self.model.named_parameters())])
 
 
-def step(policy: LocalPolicy) -> None:
+def step(policy: ModelPolicy) -> None:
     """Change one value by one bit, as an optimizer step at the end of a schedule may."""
     with torch.no_grad():
         policy.weights()[NORM].view(torch.int32)[3] ^= 1
@@ -97,6 +97,6 @@ async def test_the_log_says_how_many_tensors_are_compared_or_that_none_are(caplo
     policy = make_policy()
     await WeightSync(Server(policy), policy, **SMALL).start(0)
     assert "checksums of 11 of 11 tensors are compared after every sync, of the engine" in caplog.text
-    silent = EmbeddedEngine(copy.deepcopy(policy.model).eval(), num_slots=4)
+    silent = EmbeddedEngine(copy.deepcopy(policy.backend.model).eval(), num_slots=4)
     await WeightSync(silent, policy, **SMALL).start(0)
     assert "no checksums are compared of the engine, which gives none" in caplog.text

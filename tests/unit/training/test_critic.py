@@ -13,8 +13,8 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import merge, reduce
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny import tiny_model
-from polyturn.training.critic import Critic, CriticSettings, value_metrics
+from polyturn.testing.tiny_models import tiny_model
+from polyturn.training.critic import Critic, CriticSettings, local_critic, value_metrics
 from polyturn.training.optim import OptimSettings
 from polyturn.training.reward_kl import RewardKl
 
@@ -42,7 +42,7 @@ def samples(num: int = 4, **changes: Any) -> list[TrainSample]:
 
 
 def critic(*, seed: int = 0, lr: float = 1e-2, tokens: int = 4096, **settings: Any) -> Critic:
-    return Critic(
+    return local_critic(
         tiny_model(VOCAB, hidden=16, seed=seed),
         optim=OptimSettings(lr=lr, weight_decay=0.0),
         settings=CriticSettings(**settings),
@@ -57,7 +57,7 @@ def train(made: Critic, batch: list[TrainSample]) -> dict[str, float]:
 def test_every_value_is_0_at_first_and_the_policy_is_left_alone() -> None:
     model = tiny_model(VOCAB, hidden=16)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    made = Critic(model, optim=OptimSettings(lr=1e-2))
+    made = local_critic(model, optim=OptimSettings(lr=1e-2))
     assert all(not v.any() for v in made.score(samples()))
     for _ in range(2):
         train(made, samples())
@@ -99,9 +99,9 @@ def test_the_loss_is_the_mean_over_targets_of_half_the_squared_error_clipped_aro
 def test_the_gradient_does_not_depend_on_micro_batches_and_nan_returns_teach_nothing() -> None:
     def gradient(batch: list[TrainSample], tokens: int) -> torch.Tensor:
         made = critic(tokens=tokens)
-        torch.nn.init.normal_(made.model.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.normal_(made.backend.model.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
         made.forward_backward(batch)
-        return torch.cat([p.grad.flatten() for p in made.model.parameters() if p.grad is not None])
+        return torch.cat([p.grad.flatten() for p in made.backend.model.parameters() if p.grad is not None])
 
     batch = samples()
     torch.testing.assert_close(gradient(batch, 4096), gradient(batch, 16))
@@ -127,8 +127,8 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
         train(one, samples())
         train(two, samples())
     assert all(np.array_equal(a, b) for a, b in zip(one.score(samples()), two.score(samples()), strict=True))
-    other = Critic(tiny_model(VOCAB, hidden=32), optim=OptimSettings())
-    with pytest.raises(CheckpointError, match="critic does not fit this model"):
+    other = local_critic(tiny_model(VOCAB, hidden=32), optim=OptimSettings())
+    with pytest.raises(CheckpointError, match="checkpoint's critic is of another model"):
         other.load_state_dict(one.state_dict())
 
 

@@ -6,7 +6,7 @@ import torch
 
 from polyturn.batching.layout import LayoutSettings, MicroBatch, layout
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny import tiny_model
+from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.forward import TargetForward
 from polyturn.training.hf import build_model
 

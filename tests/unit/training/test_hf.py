@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from polyturn.core.errors import ConfigError
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
-from polyturn.testing.vision import tiny_vision_model, vision_tokenizer
-from polyturn.training.hf import as_checkpoint, build_model, count_parameters, load_model, save_model
+from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.training.hf import as_checkpoint, build_model, choose_kernels, count_parameters, load_model, save_model
+from support.vision import tiny_vision_model, vision_tokenizer
 
 torch.set_num_threads(1)
 
@@ -129,3 +129,14 @@ def test_weights_whose_names_are_those_of_the_checkpoint_are_sent_without_a_copy
     assert {name: value.data_ptr() for name, value in sent.items()}.items() <= {
         name: value.data_ptr() for name, value in weights.items()
     }.items()
+
+
+def test_kernels_that_are_not_there_are_refused_with_what_to_install() -> None:
+    fields = {"model_type": "qwen3", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    fields |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
+    model = build_model(fields, seed=0)
+    assert choose_kernels(model, attention="eager").config._attn_implementation == "eager"
+    with pytest.raises(ConfigError, match=r"is 'flash_attention_2', which cannot be used here: .*set sdpa"):
+        choose_kernels(model, attention="flash_attention_2")
+    with pytest.raises(ConfigError, match=r"model.liger is true and .*pip install liger-kernel"):
+        choose_kernels(model, liger=True)

@@ -19,6 +19,7 @@ from polyturn.core.errors import CheckpointError, EngineError, RolloutError, Tra
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
 from polyturn.core.metrics import Mean, Metrics
+from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.evaluate import EvalSet
@@ -27,10 +28,10 @@ from polyturn.rollout.pool import RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.store.schema import Trained
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.training.checkpoint import Checkpoints, Saver
+from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.loop import Trainer
-from polyturn.training.state import LoopSettings
+from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
 from polyturn.training.update import Update, UpdateSettings
 from polyturn.training.weight_sync import SharedWeights
 
@@ -42,7 +43,6 @@ class NotingPolicy:
 
     def __init__(self, events: list[Event], fail_at: int | None = None) -> None:
         self.steps = 0
-        self.last_logprobs: list[np.ndarray] | None = None
         self.batches: list[list[TrainSample]] = []
         self._events = events
         self._fail_at = fail_at
@@ -51,12 +51,12 @@ class NotingPolicy:
         self._events.append(("score", reference))
         return [np.zeros(len(s), np.float32) for s in samples]
 
-    def forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
+    def forward_backward(self, samples: Sequence[TrainSample]) -> PassResult:
         if self.steps == self._fail_at:
             raise TrainingError("the loss is not finite at optimizer step 1")
         self._events.append(("train", sorted({s.id.group for s in samples})))
         self.batches.append(list(samples))
-        return {"loss/total": Mean(0.5)}
+        return PassResult({"loss/total": Mean(0.5)})
 
     def optim_step(self) -> Metrics:
         self.steps += 1
@@ -110,13 +110,16 @@ class Rig:
         scheduler: MultiTurnScheduler | None = None,
         max_failed_share: float = 0.1,
         flights: JournalFile | None = None,
+        fingerprint: str = "f",
+        checkpoints: Checkpoints | None = None,
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
         self.events: list[Event] = []
         self.policy = NotingPolicy(self.events, fail_at)
         self.observer = NotingObserver(self.events)
-        self.checkpoints = Checkpoints(folder, keep=keep)
+        self.checkpoints = checkpoints or Checkpoints(folder, keep=keep)
+        self.export: Callable[[Path], object] = Path.mkdir
         self.version = -1
 
         def says(request: GenerateRequest) -> Any:
@@ -145,19 +148,22 @@ class Rig:
         self.trainer = Trainer(
             LoopSettings(**values),
             update=Update(self.policy, estimator=partial(grpo), settings=steps),  # type: ignore[arg-type]
-            channel=SharedWeights(context.engine),
+            engine=EngineLink(channel=SharedWeights(context.engine), busy_s=lambda: 0.0),
             pool=RolloutPool(context, max_failed_share=max_failed_share),
-            tasks=[task(f"What is 2+2 ({i})?", id=f"t{i}") for i in range(num_tasks)],
-            eval_sets=[
-                EvalSet(name=name, tasks=[task(id=f"e{i}") for i in range(4)], sampling=SamplingParams(temperature=0))
-                for name in eval_sets
-            ],
-            checkpoints=self.checkpoints,
-            export=lambda path: path.mkdir(),
+            data=Data(
+                [task(f"What is 2+2 ({i})?", id=f"t{i}") for i in range(num_tasks)],
+                [
+                    EvalSet(name=name, tasks=[task(id=f"e{i}") for i in range(4)], sampling=SamplingParams(temperature=0))
+                    for name in eval_sets
+                ],
+            ),
+            saving=Saving(
+                checkpoints=self.checkpoints,
+                export=lambda path: self.export(path),
+                fingerprint=fingerprint,
+                journal=flights,
+            ),
             observer=self.observer,
-            engine_busy_s=lambda: 0.0,
-            fingerprint="f",
-            flights=flights,
             clock=clock,
         )
 
@@ -316,7 +322,7 @@ def test_an_error_while_the_last_checkpoint_is_written_does_not_hide_what_ended_
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    rig.trainer._export = full
+    rig.export = full
     rig.trainer.state.step, rig.policy.steps = 1, 1  # no first save
     with pytest.raises(TrainingError):
         rig.run()
@@ -376,8 +382,7 @@ def test_after_a_resume_tasks_come_in_exactly_the_order_of_a_run_that_was_never_
 def test_a_resume_refuses_another_tokenizer_and_another_dataset(tmp_path: Path):
     latest = Rig(tmp_path, steps=1).run().checkpoints.latest()
     assert latest is not None
-    other = Rig(tmp_path, steps=2)
-    other.trainer._fingerprint = "g"
+    other = Rig(tmp_path, steps=2, fingerprint="g")
     with pytest.raises(CheckpointError, match="made with another tokenizer or chat template"):
         other.trainer.resume(latest)
     with pytest.raises(CheckpointError, match="task order has size 5 and this run has 6"):
@@ -490,7 +495,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_or_is_warned_of(
             raise OSError(28, "No space left on device")
         path.mkdir()
 
-    rig.trainer._export = export
+    rig.export = export
     if needs_checkpoints:
         with pytest.raises(CheckpointError, match=r"the checkpoint of step 1 cannot be written .*step-000000"):
             rig.run()
@@ -512,9 +517,7 @@ def test_checkpoints_keep_a_time_apart(tmp_path: Path, every_s: float | None, ex
             return super().save(step, *args, **kwargs)
 
     saved: list[int] = []
-    rig = Rig(tmp_path, steps=6, checkpoint_every_s=every_s, clock=lambda: now[0])
-    rig.trainer.checkpoints = Counting(tmp_path)
-    rig.trainer._saver = Saver(rig.trainer.checkpoints)
+    rig = Rig(tmp_path, steps=6, checkpoint_every_s=every_s, checkpoints=Counting(tmp_path), clock=lambda: now[0])
     on_step = rig.observer.on_step
 
     def moved_on(*args: Any, **kwargs: Any) -> None:

@@ -13,11 +13,11 @@ from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.testing.tiny import tiny_model
+from polyturn.testing.tiny_models import tiny_model
 from polyturn.training import hf, lora
-from polyturn.training.local import LocalPolicy
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy
 
 torch.set_num_threads(1)
 VOCAB = 48
@@ -44,11 +44,11 @@ def adapted(seed: int = 0, **settings: object) -> PreTrainedModel:
     return model
 
 
-def policy(model: PreTrainedModel, *, kl: float = 0.0) -> LocalPolicy:
-    return LocalPolicy(model, optim=OptimSettings(lr=0.05), loss=LossSettings(kl_coef=kl), reference=kl > 0)
+def policy(model: PreTrainedModel, *, kl: float = 0.0) -> ModelPolicy:
+    return local_policy(model, optim=OptimSettings(lr=0.05), loss=LossSettings(kl_coef=kl), reference=kl > 0)
 
 
-def train(made: LocalPolicy, steps: int = 3, first: int = 0) -> LocalPolicy:
+def train(made: ModelPolicy, steps: int = 3, first: int = 0) -> ModelPolicy:
     for step in range(first, first + steps):
         made.forward_backward(samples(step))
         made.optim_step()
@@ -126,11 +126,11 @@ def test_the_reference_is_the_model_without_its_adapter():
     found = made.score(samples(), reference=True)
     assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
     assert not all(np.allclose(a, b, atol=1e-3) for a, b in zip(made.score(samples()), found, strict=True))
-    assert sum(p.numel() for p in made.model.parameters()) < 1.5 * sum(p.numel() for p in plain.parameters())
+    assert sum(p.numel() for p in made.backend.model.parameters()) < 1.5 * sum(p.numel() for p in plain.parameters())
 
 
 def test_after_a_warm_start_the_reference_is_the_adapter_of_that_moment():
-    model = train(policy(adapted())).model
+    model = train(policy(adapted())).backend.model
     expected = policy(copy.deepcopy(model)).score(samples())
     made = train(policy(model, kl=0.1), first=5)
     resumed = policy(adapted(), kl=0.1)
@@ -146,8 +146,8 @@ def test_servers_get_merged_weights_under_the_models_own_names():
     plain = tiny_model(VOCAB, hidden=16, seed=3)
     assert made.weights().keys() == plain.state_dict().keys() == made.live_weights().keys()
     plain.load_state_dict(made.weights())
-    made.model.eval()
-    assert torch.allclose(logits(plain.eval()), logits(made.model), atol=1e-5)
+    made.backend.model.eval()
+    assert torch.allclose(logits(plain.eval()), logits(made.backend.model), atol=1e-5)
 
 
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened():
@@ -156,24 +156,24 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened():
     second = policy(adapted(), kl=0.1)
     second.load_state_dict(first.state_dict())
     train(second, 3, first=3)
-    pairs = zip(straight.model.parameters(), second.model.parameters(), strict=True)
+    pairs = zip(straight.backend.model.parameters(), second.backend.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_a_checkpoint_holds_the_adapter_alone_and_fits_no_other():
     made = train(policy(adapted()))
     state = made.state_dict()
-    assert sum(t.numel() for t in state["model"].values()) < 0.5 * sum(p.numel() for p in made.model.parameters())
+    assert sum(t.numel() for t in state["model"].values()) < 0.5 * sum(p.numel() for p in made.backend.model.parameters())
     other = tiny_model(VOCAB, hidden=16)
     lora.add_lora(other, lora.LoraSettings(rank=2))
     with pytest.raises(CheckpointError, match="must be what it was"):
         policy(other).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="does not fit this model"):
+    with pytest.raises(CheckpointError, match="is of another model"):
         policy(tiny_model(VOCAB, hidden=16)).load_state_dict(state)
 
 
 def test_it_is_saved_merged_or_alone(tmp_path: Path):
-    model = train(policy(adapted())).model.eval()
+    model = train(policy(adapted())).backend.model.eval()
     merged = AutoModelForCausalLM.from_pretrained(hf.save_model(model, tmp_path / "merged"))
     assert not lora.has_lora(merged)
     assert torch.allclose(logits(merged), logits(model), atol=1e-5)

@@ -15,13 +15,13 @@ from polyturn.core.errors import AlignmentError, TemplateError
 from polyturn.core.messages import Message
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.data.conversations import read_conversations
-from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.media_encoder import MediaEncoder
 from polyturn.tokens.multimodal import MediaProcessor
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.sft import encode_conversation
+from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)
@@ -77,9 +77,9 @@ def samples() -> list[TrainSample]:
     ]
 
 
-def policy(*, dtype: torch.dtype = torch.float32, settings: LayoutSettings | None = None) -> LocalPolicy:
+def policy(*, dtype: torch.dtype = torch.float32, settings: LayoutSettings | None = None) -> ModelPolicy:
     model = tiny_vision_model(TOKENIZER).to(dtype)
-    return LocalPolicy(model, optim=OptimSettings(lr=1e-2), layout=settings, media=MEDIA)
+    return local_policy(model, optim=OptimSettings(lr=1e-2), layout=settings, media=MEDIA)
 
 
 def alone(model: torch.nn.Module, one: TrainSample) -> np.ndarray:
@@ -101,7 +101,7 @@ def alone(model: torch.nn.Module, one: TrainSample) -> np.ndarray:
 def test_logprobs_equal_a_plain_pass_of_processor_and_model_over_each_row_alone() -> None:
     trainer, rows = policy(), samples()
     for one, scores in zip(rows, trainer.score(rows), strict=True):
-        np.testing.assert_allclose(scores, alone(trainer.model, one), atol=1e-5)
+        np.testing.assert_allclose(scores, alone(trainer.backend.model, one), atol=1e-5)
 
 
 def test_another_picture_of_the_same_size_changes_the_logprobs_and_not_the_ids() -> None:
@@ -116,7 +116,7 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches() -> None:
     for tokens in (4096, 64, 1):
         trainer = policy(dtype=torch.float64, settings=LayoutSettings(max_tokens_per_batch=tokens))
         trainer.forward_backward(samples())
-        gradients.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
+        gradients.append(torch.cat([p.grad.flatten() for p in trainer.backend.model.parameters() if p.grad is not None]))
     assert gradients[0].abs().sum() > 0
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], rtol=1e-9, atol=1e-9)
@@ -125,7 +125,7 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches() -> None:
 def test_the_gradient_reaches_the_part_that_sees() -> None:
     trainer = policy()
     trainer.forward_backward(samples())
-    vision = [p.grad for name, p in trainer.model.named_parameters() if "visual" in name]
+    vision = [p.grad for name, p in trainer.backend.model.named_parameters() if "visual" in name]
     assert all(grad is not None and grad.abs().sum() > 0 for grad in vision)
 
 
@@ -145,7 +145,7 @@ def test_what_is_shown_behind_the_last_weighted_token_is_left_out() -> None:
 
 
 def test_samples_that_show_media_need_a_processor() -> None:
-    trainer = LocalPolicy(tiny_vision_model(TOKENIZER), optim=OptimSettings())
+    trainer = local_policy(tiny_vision_model(TOKENIZER), optim=OptimSettings())
     with pytest.raises(AlignmentError, match="shows 1 media and the policy was given no processor"):
         trainer.score([sample(0, prompt(picture("red")))])
 
@@ -165,4 +165,4 @@ def test_a_conversation_that_shows_images_is_trained_as_it_is_rolled_out(tmp_pat
     one = encode_conversation(conversation, MediaEncoder(CODEC, media=MEDIA), id="0")
     assert (len(one.media), int(MEDIA.types(one.token_ids).sum())) == (2, 4)
     trainer = policy()
-    np.testing.assert_allclose(trainer.score([one])[0], alone(trainer.model, one), atol=1e-5)
+    np.testing.assert_allclose(trainer.score([one])[0], alone(trainer.backend.model, one), atol=1e-5)

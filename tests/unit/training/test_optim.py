@@ -123,7 +123,6 @@ def test_a_state_loads_into_other_settings_and_not_into_other_parameters():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "cosine"}, "needs total_steps above warmup_steps"),
         ({"schedule": "exponential"}, "'exponential'; it must be 'constant'"),
         ({"lr": -1.0}, "lr is -1.0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
@@ -132,3 +131,12 @@ def test_a_state_loads_into_other_settings_and_not_into_other_parameters():
 def test_settings_that_cannot_work_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
         OptimSettings(**options)
+
+
+def test_a_schedule_needs_an_end_above_its_warm_up_and_takes_that_of_the_run():
+    with pytest.raises(ConfigError, match="needs total_steps above warmup_steps"):
+        Optimizer(Net(), OptimSettings(schedule="cosine"))
+    found = OptimSettings(schedule="cosine", warmup_ratio=0.1).over(50)
+    assert (found.warmup_steps, found.total_steps) == (5, 50)
+    assert OptimSettings(warmup_steps=9).over(3).total_steps == 10
+    assert OptimSettings(total_steps=80, warmup_ratio=0.1).over(50).warmup_steps == 8

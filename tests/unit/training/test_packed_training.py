@@ -17,13 +17,13 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.batching.packing import common_prefix, pack, sorted_rows
 from polyturn.core.errors import CheckpointError
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny import tiny_model
+from polyturn.testing.tiny_models import tiny_model
 from polyturn.training.forward import TargetForward
 from polyturn.training.hf import build_model, checkpoint_activations
-from polyturn.training.local import LocalPolicy
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.packed_attention import BLOCK, PackedView, attend_flex, attend_rows, why_not_packed
+from polyturn.training.policy import ModelPolicy, local_policy
 
 VOCAB = 50
 
@@ -76,17 +76,17 @@ def branching(seed: int, *, members: int = 6) -> list[TrainSample]:
     return samples
 
 
-def policy_of(kind: str, layout: LayoutSettings, *, checkpointing: bool = False) -> LocalPolicy:
+def policy_of(kind: str, layout: LayoutSettings, *, checkpointing: bool = False) -> ModelPolicy:
     model = copy.deepcopy(MODELS[kind])
     if checkpointing:
         checkpoint_activations(model)
     loss = LossSettings(kl_coef=0.1, entropy_coef=0.01)
-    return LocalPolicy(model, optim=OptimSettings(), loss=loss, layout=layout, reference=True)
+    return local_policy(model, optim=OptimSettings(), loss=loss, layout=layout, reference=True)
 
 
-def gradient(policy: LocalPolicy, samples: list[TrainSample]) -> dict[str, Tensor]:
+def gradient(policy: ModelPolicy, samples: list[TrainSample]) -> dict[str, Tensor]:
     policy.forward_backward(samples)
-    return {n: p.grad for n, p in policy.model.named_parameters()}
+    return {n: p.grad for n, p in policy.backend.model.named_parameters()}
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-9) -> None:
@@ -113,8 +113,8 @@ def test_target_logprobs_agree_in_float64():
     found = {}
     for name, layout in {"rows": ROWS, "packed": PACKED, "shared": SHARED}.items():
         policy = policy_of("qwen3", layout)
-        forward, values = TargetForward(policy.model), {}
-        for batch in policy._lay_out(samples, [s.loss_weights for s in samples]):
+        forward, values = TargetForward(policy.backend.model), {}
+        for batch in policy.backend.lay_out(samples, [s.loss_weights for s in samples]):
             places = zip(batch.sample_S.tolist(), batch.token_S.tolist(), strict=True)
             values |= dict(zip(places, forward(batch).logprobs_S.tolist(), strict=True))
         found[name] = values
@@ -132,8 +132,8 @@ def test_layers_that_are_computed_again_in_the_backward_pass_attend_by_rows_too(
 
 def test_a_prefix_that_is_shared_is_counted():
     samples = branching(5)
-    metrics = policy_of("qwen3", SHARED).forward_backward(samples)
-    plain = policy_of("qwen3", ROWS).forward_backward(samples)
+    metrics = policy_of("qwen3", SHARED).forward_backward(samples).metrics
+    plain = policy_of("qwen3", ROWS).forward_backward(samples).metrics
     assert plain["tokens/shared_prefix"].value == 0
     shared = metrics["tokens/shared_prefix"].value
     assert shared > 0 and metrics["tokens/processed"].value + shared == plain["tokens/processed"].value
@@ -143,7 +143,7 @@ def test_a_prefix_that_is_shared_is_counted():
 def test_the_model_is_left_as_it_was():
     policy = policy_of("qwen3", SHARED)
     policy.forward_backward(branching(6))
-    assert policy.model.config._attn_implementation == "sdpa"
+    assert policy.backend.model.config._attn_implementation == "sdpa"
 
 
 def test_long_rows_behind_a_prefix_go_in_blocks():
@@ -188,9 +188,9 @@ OTHER = {
 def test_a_model_that_cannot_be_packed_is_trained_in_rows_and_that_is_said_once(name, caplog):
     model = build_model({"num_key_value_heads": 1, **SMALL, **OTHER[name]}, seed=0)
     assert why_not_packed(model)
-    with caplog.at_level(logging.WARNING, logger="polyturn.training.local"):
-        policy = LocalPolicy(model, optim=OptimSettings(), layout=SHARED)
-        metrics = policy.forward_backward(branching(8))
+    with caplog.at_level(logging.WARNING, logger="polyturn.training.policy"):
+        policy = local_policy(model, optim=OptimSettings(), layout=SHARED)
+        metrics = policy.forward_backward(branching(8)).metrics
         policy.forward_backward(branching(8))
     assert metrics["tokens/packing_refused"].value == 1 and metrics["tokens/shared_prefix"].value == 0
     assert len([r for r in caplog.records if "cannot be packed, because" in r.message]) == 1
@@ -214,14 +214,14 @@ def test_logits_in_chunks_give_the_same_numbers_and_gradient(entropy_grad):
     found = []
     for max_logits in (None, 7 * VOCAB):
         policy = policy_of("qwen3", PACKED)
-        forward = TargetForward(policy.model, max_logits=max_logits)
-        (batch,) = policy._lay_out(samples, [s.loss_weights for s in samples])
+        forward = TargetForward(policy.backend.model, max_logits=max_logits)
+        (batch,) = policy.backend.lay_out(samples, [s.loss_weights for s in samples])
         scores = forward(batch, entropy_grad=entropy_grad)
         total = (scores.logprobs_S * batch.advantages_S).sum()
         if entropy_grad:
             total = total + scores.entropy_S.square().sum()
         total.backward()
-        gradients = {n: p.grad for n, p in policy.model.named_parameters()}
+        gradients = {n: p.grad for n, p in policy.backend.model.named_parameters()}
         found.append((scores, gradients))
     (whole, a), (chunked, b) = found
     torch.testing.assert_close(chunked.logprobs_S, whole.logprobs_S, atol=1e-12, rtol=0)
@@ -234,41 +234,41 @@ def test_logits_in_chunks_give_the_same_numbers_and_gradient(entropy_grad):
 def test_logits_of_all_targets_are_never_held_at_once():
     samples = branching(10)
     policy = policy_of("qwen3", PACKED)
-    forward = TargetForward(policy.model, max_logits=5 * VOCAB)
-    (batch,) = policy._lay_out(samples, [s.loss_weights for s in samples])
+    forward = TargetForward(policy.backend.model, max_logits=5 * VOCAB)
+    (batch,) = policy.backend.lay_out(samples, [s.loss_weights for s in samples])
     sizes: list[int] = []
-    policy.model.lm_head.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
+    policy.backend.model.lm_head.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
     forward(batch).logprobs_S.sum().backward()
     assert max(sizes) == 5
     assert sum(sizes) == 2 * batch.num_targets  # once forward, once in the backward pass
 
 
-def bf16_policy(**optim: Any) -> LocalPolicy:
+def bf16_policy(**optim: Any) -> ModelPolicy:
     model = copy.deepcopy(MODELS["qwen3"]).to(torch.bfloat16)
-    return LocalPolicy(model, optim=OptimSettings(**optim), layout=SHARED)
+    return local_policy(model, optim=OptimSettings(**optim), layout=SHARED)
 
 
 def test_parameters_in_bfloat16_learn_by_less_than_they_can_show():
     """A step of 1e-4 of a weight is lost in bfloat16; in the masters many of them add up."""
     policy = bf16_policy(lr=2e-5, weight_decay=0.0, max_grad_norm=None)
-    start = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    start = {n: p.detach().clone() for n, p in policy.backend.model.named_parameters()}
     samples = branching(11)
     for _ in range(30):
         policy.forward_backward(samples)
         policy.optim_step()
-    name, parameter = next((n, p) for n, p in policy.model.named_parameters() if "q_proj" in n)
+    name, parameter = next((n, p) for n, p in policy.backend.model.named_parameters() if "q_proj" in n)
     assert parameter.dtype == torch.bfloat16
-    moved = (policy.optimizer._masters[name] - start[name].float()).abs()
+    moved = (policy.backend.optimizer._masters[name] - start[name].float()).abs()
     assert float(moved.detach().median()) > 1e-4
-    assert torch.equal(parameter, policy.optimizer._masters[name].to(torch.bfloat16))
+    assert torch.equal(parameter, policy.backend.optimizer._masters[name].to(torch.bfloat16))
 
 
 def test_gradients_of_many_micro_batches_are_summed_in_float32():
     samples = branching(12)
     policy = bf16_policy()
     policy.forward_backward(samples)
-    assert all(p.grad is None for p in policy.model.parameters())
-    assert all(m.grad.dtype == torch.float32 for m in policy.optimizer._masters.values())
+    assert all(p.grad is None for p in policy.backend.model.parameters())
+    assert all(m.grad.dtype == torch.float32 for m in policy.backend.optimizer._masters.values())
 
 
 def test_masters_survive_a_checkpoint():
@@ -281,11 +281,11 @@ def test_masters_survive_a_checkpoint():
     for policy in (one, other):
         policy.forward_backward(samples)
         policy.optim_step()
-    for name, master in one.optimizer._masters.items():
-        assert torch.equal(master, other.optimizer._masters[name])
-    plain = LocalPolicy(copy.deepcopy(MODELS["qwen3"]).float(), optim=OptimSettings())
+    for name, master in one.backend.optimizer._masters.items():
+        assert torch.equal(master, other.backend.optimizer._masters[name])
+    plain = local_policy(copy.deepcopy(MODELS["qwen3"]).float(), optim=OptimSettings())
     with pytest.raises(CheckpointError, match=r"float32 copies of .* another model\.dtype"):
-        plain.optimizer.load_state_dict(one.optimizer.state_dict())
+        plain.backend.optimizer.load_state_dict(one.backend.optimizer.state_dict())
 
 
 def _fields(layout: LayoutSettings) -> dict[str, Any]:

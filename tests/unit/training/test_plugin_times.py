@@ -9,7 +9,7 @@ import pytest
 from polyturn.core.metrics import reduce
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import ToolResult, Trajectory
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.training.rollout_metrics import plugin_times
 

@@ -9,7 +9,7 @@ import pytest
 from polyturn.core.metrics import reduce
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 from polyturn.tools.gsm8k import Gsm8kTool

@@ -13,7 +13,7 @@ from polyturn.core.messages import Message, ToolCall
 from polyturn.core.metrics import Mean, Metrics
 from polyturn.core.sample import TrainSample
 from polyturn.data.conversations import Conversation
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.training.sft import SftSettings, encode_conversation, run_sft, trajectory_samples

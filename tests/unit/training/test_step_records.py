@@ -6,7 +6,7 @@ import numpy as np
 from test_loop import NotingPolicy
 
 from polyturn.algorithms.advantages import grpo
-from polyturn.algorithms.correction import Bounds, CorrectionSettings
+from polyturn.algorithms.options import Bounds, CorrectionSettings
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
@@ -20,8 +20,8 @@ class Scoring(NotingPolicy):
     """Says that every token has the log-probability -2."""
 
     def forward_backward(self, samples):
-        self.last_logprobs = [np.full(len(s), -2.0, np.float32) for s in samples]
-        return super().forward_backward(samples)
+        logprobs = [np.full(len(s), -2.0, np.float32) for s in samples]
+        return super().forward_backward(samples)._replace(logprobs=logprobs)
 
 
 def trajectory(

@@ -16,10 +16,10 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.group import GroupSpec, run_group
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
-from polyturn.testing.tiny import tiny_model
-from polyturn.training.critic import Critic, CriticSettings
-from polyturn.training.local import LocalPolicy
+from polyturn.testing.tiny_models import tiny_model
+from polyturn.training.critic import CriticSettings, local_critic
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
 from polyturn.training.reward_kl import RewardKl
 from polyturn.training.update import Update, UpdateSettings
 
@@ -52,16 +52,16 @@ def update(
     model = tiny_model(vocab, hidden=16)
     optim = OptimSettings(lr=1e-2)
     return Update(
-        LocalPolicy(model, optim=optim, reference=coef > 0),
+        local_policy(model, optim=optim, reference=coef > 0),
         estimator=bind_estimator(advantages.resolve(name), offered={}, kwargs=kw),
         settings=UpdateSettings(drop_zero_variance=False, minibatches=minibatches),
-        critic=Critic(model, optim=optim, settings=CriticSettings(warmup=warmup)) if critic else None,
+        critic=local_critic(model, optim=optim, settings=CriticSettings(warmup=warmup)) if critic else None,
         reward_kl=RewardKl(FixedKl(coef=coef)) if coef else None,
     )
 
 
 def parameters(made: Update) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in made.policy.model.parameters()]).clone()  # type: ignore[attr-defined]
+    return torch.cat([p.detach().flatten() for p in made.policy.backend.model.parameters()]).clone()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["gae", "turn_gae", "bilevel_gae"])

@@ -10,15 +10,15 @@ from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.weight_files import WeightFolder
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.weight_sync import WeightSync, _groups
 
 VOCAB = 64
 SMALL = {"vocab_size": VOCAB, "num_prompts": 2, "num_tokens": 16}
 
 
-def make_policy(*, tied: bool, seed: int = 0) -> LocalPolicy:
+def make_policy(*, tied: bool, seed: int = 0) -> ModelPolicy:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -34,14 +34,14 @@ def make_policy(*, tied: bool, seed: int = 0) -> LocalPolicy:
         attention_bias=True,
         mlp_bias=True,
     )
-    return LocalPolicy(LlamaForCausalLM(config), optim=OptimSettings(lr=1e-3))
+    return local_policy(LlamaForCausalLM(config), optim=OptimSettings(lr=1e-3))
 
 
 class Leaky:
     """An engine with weights of its own, which says that it took new weights and keeps some of the old ones."""
 
-    def __init__(self, policy: LocalPolicy, *, keeps: str = "") -> None:
-        model = copy.deepcopy(policy.model).eval()
+    def __init__(self, policy: ModelPolicy, *, keeps: str = "") -> None:
+        model = copy.deepcopy(policy.backend.model).eval()
         self._engine = EmbeddedEngine(model, num_slots=4)
         self._keeps = keeps
 

@@ -23,21 +23,20 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import PolyturnError
 from polyturn.core.messages import Message
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.testing.tiny import tiny_model
-from polyturn.testing.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from polyturn.testing.tiny_models import tiny_model
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
-from polyturn.training.critic import Critic, CriticSettings, first_weights, value_coefs
-from polyturn.training.critic_shards import ShardedCritic
-from polyturn.training.distributed import DistributedPolicy
-from polyturn.training.fsdp import ShardedPolicy, make_mesh
-from polyturn.training.local import LocalPolicy
+from polyturn.training.critic import Critic, CriticSettings, critic_backend, first_weights, local_critic, value_coefs
+from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.lora import LoraSettings, adapter_tensors, add_lora
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
 from polyturn.training.process_group import GroupTeam, follow
 from polyturn.training.rank_group import RankWorker, assign
+from polyturn.training.ranked import RankedBackend
 from polyturn.training.shards import local_part
+from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 VOCAB = 48
 CPU = torch.device("cpu")
@@ -73,6 +72,16 @@ def samples_of(seed, size):
     return out
 
 
+def sharded_policy(model, mesh, **options):
+    """A policy of this rank, over its shards; its calls are collective."""
+    backend = policy_backend(model, placement=Sharded(mesh, CPU), **options)
+    return ModelPolicy(backend, loss=options.get("loss"))
+
+
+def sharded_critic(model, mesh, *, settings=None, **options):
+    return Critic(critic_backend(model, placement=Sharded(mesh, CPU), settings=settings, **options), settings=settings)
+
+
 def largest(pairs):
     return max((float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs), default=0.0)
 
@@ -99,8 +108,8 @@ def compare(tp):
         "reference": True,
     }
     model = exact_model()
-    one = LocalPolicy(copy.deepcopy(model), teacher=exact_model(1), **options)
-    many = ShardedPolicy(copy.deepcopy(model), teacher=exact_model(1), mesh=mesh, device=CPU, **options)
+    one = local_policy(copy.deepcopy(model), teacher=exact_model(1), **options)
+    many = sharded_policy(copy.deepcopy(model), mesh, teacher=exact_model(1), **options)
     found = {}
     for name, size, last in (("uneven", 3, 0), ("idle_rank", 2, rows)):
         samples = samples_of(len(name), size)
@@ -112,10 +121,10 @@ def compare(tp):
             found[f"{name}/score{reference}"] = largest([(a[i], b[k]) for k, i in enumerate(mine)])
         one.forward_backward(samples)
         many.forward_backward(share, coefs=[coefs[i] for i in mine])
-        whole = {n: p.grad.full_tensor() for n, p in many.model.named_parameters()}
+        whole = {n: p.grad.full_tensor() for n, p in many.backend.model.named_parameters()}
         # The norms of queries and keys are summed over a row later, before the optimizer uses them.
         names = [n for n in whole if tp == 1 or not n.endswith(("q_norm.weight", "k_norm.weight"))]
-        grads = {n: p.grad for n, p in one.model.named_parameters()}
+        grads = {n: p.grad for n, p in one.backend.model.named_parameters()}
         found[f"{name}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in names)
         norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
         found[f"{name}/norm"] = abs(norms[0] - norms[1])
@@ -123,25 +132,25 @@ def compare(tp):
     state = many.state_dict()
     if dist.get_rank() == 0:
         found["state"] = same_parts(one.state_dict(), state)
-    fresh = ShardedPolicy(exact_model(), teacher=exact_model(1), mesh=mesh, device=CPU, **options)
-    fresh.load_whole(one.state_dict() if dist.get_rank() == 0 else None)
+    fresh = sharded_policy(exact_model(), mesh, teacher=exact_model(1), **options)
+    fresh.backend.load_state_dict(one.state_dict() if dist.get_rank() == 0 else None)
     again = fresh.state_dict()
     if dist.get_rank() == 0:
         found["loaded"] = same_parts(one.state_dict(), again)
     # A loss that is not finite on one rank alone.
     samples = samples_of(7, 2 * rows)
     bad = samples[0].replace(advantages=np.full(len(samples[0]), np.nan, np.float32))
-    before = many.whole_weights()
+    before = many.backend.whole_weights()
     share = [bad if i == 0 else samples[i] for i in range(len(samples)) if i % rows == row]
     many.forward_backward(share, coefs=[np.full(len(s), 0.1, np.float32) for s in share])
     found["skipped"] = many.optim_step()["loss/skipped_steps"].value
-    after = many.whole_weights()
+    after = many.backend.whole_weights()
     if dist.get_rank() == 0:
         found["skipped_changed"] = same_parts(before, after)
     # Then a gradient that is not, on one rank alone, while the loss is: one bad step more than are skipped.
     many.forward_backward([samples[row]], coefs=[np.full(len(samples[row]), 0.1, np.float32)])
     if dist.get_rank() == 1:
-        local_part(next(p.grad for p in many.model.parameters() if p.grad is not None)).fill_(torch.inf)
+        local_part(next(p.grad for p in many.backend.model.parameters() if p.grad is not None)).fill_(torch.inf)
     found["ended"] = error_of_all(many.optim_step)
     return found
 
@@ -170,9 +179,9 @@ def compare_critic(tp):
         "layout": LayoutSettings(max_tokens_per_batch=20),
     }
     model = exact_model(layers=1)
-    one = Critic(copy.deepcopy(model), **options)
-    many = ShardedCritic(exact_model(layers=1), mesh=mesh, device=CPU, **options)
-    many.load_whole({"model": first_weights(model)} if rank == 0 else None)
+    one = local_critic(copy.deepcopy(model), **options)
+    many = sharded_critic(exact_model(layers=1), mesh, **options)
+    many.backend.load_state_dict({"model": first_weights(model)} if rank == 0 else None)
     found = {}
     for step, (size, last) in enumerate(((5, 0), (2, rows))):
         rng = np.random.default_rng(step)
@@ -185,16 +194,16 @@ def compare_critic(tp):
         coefs = value_coefs(samples)
         one.forward_backward(samples)
         many.forward_backward([samples[i] for i in mine], coefs=[coefs[i] for i in mine])
-        whole = {n: p.grad.full_tensor() for n, p in many.model.named_parameters()}
+        whole = {n: p.grad.full_tensor() for n, p in many.backend.model.named_parameters()}
         names = [n for n in whole if tp == 1 or not n.endswith(("q_norm.weight", "k_norm.weight"))]
-        grads = {n: p.grad for n, p in one.model.named_parameters()}
+        grads = {n: p.grad for n, p in one.backend.model.named_parameters()}
         assert max(float(g.abs().max()) for n, g in grads.items()) > 1e-3
         found[f"{step}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in names)
         norms = [made.optim_step()["critic/grad_norm"].value for made in (one, many)]
         found[f"{step}/norm"] = abs(norms[0] - norms[1])
     state = many.state_dict()
-    fresh = ShardedCritic(exact_model(layers=1), mesh=mesh, device=CPU, **options)
-    fresh.load_whole(one.state_dict() if rank == 0 else None)
+    fresh = sharded_critic(exact_model(layers=1), mesh, **options)
+    fresh.backend.load_state_dict(one.state_dict() if rank == 0 else None)
     again = fresh.state_dict()
     if rank == 0:
         found["state"] = same_parts(one.state_dict(), state)
@@ -209,8 +218,8 @@ def compare_critic(tp):
     after = many.state_dict()
     if rank == 0:
         found["skipped_changed"] = same_parts(state["model"], after["model"])
-    other = Critic(tiny_model(VOCAB, hidden=32, layers=1), **options).state_dict()
-    found["refused"] = error_of_all(lambda: many.load_whole(other if rank == 0 else None))
+    other = local_critic(tiny_model(VOCAB, hidden=32, layers=1), **options).state_dict()
+    found["refused"] = error_of_all(lambda: many.backend.load_state_dict(other if rank == 0 else None))
     return found
 
 
@@ -218,9 +227,9 @@ def compare_bfloat16():
     """Return how far two ranks and one process are apart, in bfloat16, that begin with weights which were loaded."""
     options = {"optim": OptimSettings(lr=1e-3, max_grad_norm=None), "layout": LayoutSettings(max_tokens_per_batch=20)}
     start = tiny_model(VOCAB, hidden=16, layers=1, heads=2, kv_heads=2, seed=3).bfloat16()
-    one = LocalPolicy(copy.deepcopy(start), **options)
-    many = ShardedPolicy(exact_model(layers=1).bfloat16(), mesh=make_mesh(CPU), device=CPU, **options)
-    many.load_whole({"model": start.state_dict()} if dist.get_rank() == 0 else None)
+    one = local_policy(copy.deepcopy(start), **options)
+    many = sharded_policy(exact_model(layers=1).bfloat16(), make_mesh(CPU), **options)
+    many.backend.load_state_dict({"model": start.state_dict()} if dist.get_rank() == 0 else None)
     samples = samples_of(1, 2)
     coefs = loss_coefs(samples, mode="token-mean")
     one.forward_backward(samples, coefs=coefs)
@@ -228,12 +237,12 @@ def compare_bfloat16():
     many.forward_backward([samples[rank]], coefs=[coefs[rank]])
     for made in (one, many):
         made.optim_step()
-    whole = many.whole_weights()
-    found = {"policy": same_parts(one.model.state_dict(), whole) if rank == 0 else None}
+    whole = many.backend.whole_weights()
+    found = {"policy": same_parts(one.backend.model.state_dict(), whole) if rank == 0 else None}
     # The critic, whose head is float32 on a backbone of bfloat16.
-    one = Critic(copy.deepcopy(start), **options)
-    many = ShardedCritic(exact_model(layers=1).bfloat16(), mesh=make_mesh(CPU), device=CPU, **options)
-    many.load_whole({"model": first_weights(start)} if rank == 0 else None)
+    one = local_critic(copy.deepcopy(start), **options)
+    many = sharded_critic(exact_model(layers=1).bfloat16(), make_mesh(CPU), **options)
+    many.backend.load_state_dict({"model": first_weights(start)} if rank == 0 else None)
     samples = [s.replace(values=np.zeros(len(s)), returns=np.ones(len(s))) for s in samples]
     coefs = value_coefs(samples)
     one.forward_backward(samples)
@@ -245,8 +254,9 @@ def compare_bfloat16():
     return found
 
 
-def compare_lora():
-    """Return how far two ranks and one process differ that train an adapter which was not zero at the start."""
+def compare_lora(tp):
+    """Return how far two ranks, of which rows of `tp` split the layers, and one process differ that train an adapter which
+    was not zero at the start."""
     model = exact_model(layers=1)
     add_lora(model, LoraSettings(rank=2, alpha=4))
     torch.manual_seed(1)
@@ -259,34 +269,35 @@ def compare_lora():
         "layout": LayoutSettings(max_tokens_per_batch=20),
         "reference": True,
     }
-    mesh, rank = make_mesh(CPU), dist.get_rank()
-    one = LocalPolicy(copy.deepcopy(model), **options)
-    many = ShardedPolicy(copy.deepcopy(model), mesh=mesh, device=CPU, **options)
+    mesh, rank = make_mesh(CPU, tensor_parallel=tp), dist.get_rank()
+    row, rows = rank // tp, dist.get_world_size() // tp
+    one = local_policy(copy.deepcopy(model), **options)
+    many = sharded_policy(copy.deepcopy(model), mesh, **options)
     found = {}
     for step in range(2):
         samples = samples_of(step, 5)
         coefs = loss_coefs(samples, mode="token-mean")
-        mine = [i for i in range(5) if i % 2 == rank]
+        mine = [i for i in range(5) if i % rows == row]
         share = [samples[i] for i in mine]
         for reference in (False, True):
             a, b = one.score(samples, reference=reference), many.score(share, reference=reference)
             found[f"{step}/score{reference}"] = largest([(a[i], b[k]) for k, i in enumerate(mine)])
         one.forward_backward(samples)
         many.forward_backward(share, coefs=[coefs[i] for i in mine])
-        grads = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
-        whole = {n: p.grad.full_tensor() for n, p in many.model.named_parameters() if p.grad is not None}
+        grads = {n: p.grad for n, p in one.backend.model.named_parameters() if p.grad is not None}
+        whole = {n: p.grad.full_tensor() for n, p in many.backend.model.named_parameters() if p.grad is not None}
         assert grads.keys() == whole.keys() == adapter_tensors(model).keys()
         assert max(float(g.abs().max()) for g in grads.values()) > 1e-4
         found[f"{step}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in grads)
         norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
         found[f"{step}/norm"] = abs(norms[0] - norms[1])
-    state, weights = many.state_dict(), many.whole_weights()
-    fresh = ShardedPolicy(copy.deepcopy(model), mesh=mesh, device=CPU, **options)
-    fresh.load_whole(one.state_dict() if rank == 0 else None)
+    state, weights = many.state_dict(), many.backend.whole_weights()
+    fresh = sharded_policy(copy.deepcopy(model), mesh, **options)
+    fresh.backend.load_state_dict(one.state_dict() if rank == 0 else None)
     again = fresh.state_dict()
     if rank == 0:
         found["state"] = same_parts(one.state_dict(), state)
-        found["weights"] = same_parts(adapter_tensors(one.model), weights)
+        found["weights"] = same_parts(adapter_tensors(one.backend.model), weights)
         found["loaded"] = same_parts(one.state_dict(), again)
     return found
 
@@ -321,17 +332,17 @@ def compare_vision():
     share = samples[:2] if rank == 0 else samples[2:]
     found = {}
     for name, alone, sharded, coefs in (
-        ("policy", LocalPolicy, ShardedPolicy, loss_coefs(samples, mode="token-mean")),
-        ("critic", Critic, ShardedCritic, value_coefs(samples)),
+        ("policy", local_policy, sharded_policy, loss_coefs(samples, mode="token-mean")),
+        ("critic", local_critic, sharded_critic, value_coefs(samples)),
     ):
         one = alone(copy.deepcopy(model), **options)
-        many = sharded(copy.deepcopy(model), mesh=mesh, device=CPU, **options)
+        many = sharded(copy.deepcopy(model), mesh, **options)
         a, b = one.score(samples), many.score(share)
         found[f"{name}/score"] = largest([(a[i + 2 * rank], b[i]) for i in range(len(share))])
         one.forward_backward(samples, coefs=coefs)
         many.forward_backward(share, coefs=coefs[:2] if rank == 0 else coefs[2:])
-        grads = {n: p.grad for n, p in one.model.named_parameters()}
-        whole = {n: p.grad.full_tensor() for n, p in many.model.named_parameters()}
+        grads = {n: p.grad for n, p in one.backend.model.named_parameters()}
+        whole = {n: p.grad.full_tensor() for n, p in many.backend.model.named_parameters()}
         found[f"{name}/gradient"] = max(float((grads[n] - whole[n]).abs().max()) for n in grads if grads[n] is not None)
         for made in (one, many):
             made.optim_step()
@@ -345,13 +356,11 @@ def refusals():
     """Return what is said of models that layers cannot be split of, by the first rank."""
     mesh = make_mesh(CPU, tensor_parallel=2)
     few_heads = tiny_model(VOCAB, hidden=16, layers=1, heads=2, kv_heads=1)
-    adapted = exact_model()
-    add_lora(adapted, LoraSettings(rank=2))
     unknown = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=1, n_head=2))
     unknown.tp_plan = {}
     return [
-        error_of_all(lambda model=model: ShardedPolicy(model, mesh=mesh, device=CPU, optim=OptimSettings()))[0]
-        for model in (few_heads, adapted, unknown)
+        error_of_all(lambda model=model: sharded_policy(model, mesh, optim=OptimSettings()))[0]
+        for model in (few_heads, unknown)
     ]
 
 
@@ -375,21 +384,14 @@ def compare_losses():
         selection = selection_of(loss.policy_loss, kwargs={})
         marks = [np.zeros(len(s)) for s in samples] if selection is None else mark(samples, selection, seed=0)
         marked = [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
-        one = LocalPolicy(exact_model(layers=1), optim=OptimSettings(), loss=loss, reference=True)
+        one = local_policy(exact_model(layers=1), optim=OptimSettings(), loss=loss, reference=True)
         one.forward_backward(marked, coefs=coefs)
-        many = ShardedPolicy(
-            exact_model(layers=1),
-            mesh=mesh,
-            device=CPU,
-            optim=OptimSettings(),
-            loss=loss,
-            layout=LAYOUTS[kind],
-            reference=True,
-        )
+        options = {"optim": OptimSettings(), "loss": loss, "layout": LAYOUTS[kind], "reference": True}
+        many = sharded_policy(exact_model(layers=1), mesh, **options)
         mine = assign(marked, settings=LAYOUTS[kind], num_shares=2)[dist.get_rank()]
         many.forward_backward([marked[i] for i in mine], coefs=[coefs[i] for i in mine])
-        grads = {n: p.grad for n, p in one.model.named_parameters()}
-        whole = {n: p.grad.full_tensor() for n, p in many.model.named_parameters()}
+        grads = {n: p.grad for n, p in one.backend.model.named_parameters()}
+        whole = {n: p.grad.full_tensor() for n, p in many.backend.model.named_parameters()}
         found[f"{name}, {kind}"] = max(float((grads[n] - whole[n]).abs().max()) for n in grads)
         assert name == "none" or max(float(g.abs().max()) for g in grads.values()) > 1e-4
     return found
@@ -404,16 +406,16 @@ def compare_leader():
     loss = LossSettings(kl_coef=0.1, entropy_coef=0.01)
 
     def make(spec):
-        return ShardedPolicy(exact_model(), mesh=make_mesh(CPU), device=CPU, loss=loss, reference=True, **options)
+        return policy_backend(exact_model(), placement=Sharded(make_mesh(CPU), CPU), loss=loss, reference=True, **options)
 
-    rank = RankWorker(make=make, make_critic=lambda: None)
+    rank = RankWorker({"policy": make})
     if dist.get_rank():
         follow(rank)
         return None
-    many = DistributedPolicy(
-        GroupTeam(rank, tensor_parallel=1), None, mirror=exact_model(), loss=loss, layout=options["layout"]
-    )
-    one = LocalPolicy(exact_model(), loss=loss, reference=True, **options)
+    mirror, team = exact_model(), GroupTeam(rank, tensor_parallel=1)
+    backend = RankedBackend(team, "policy", layout=options["layout"], start=mirror.state_dict(), mirror=mirror)
+    many = ModelPolicy(backend, loss=loss)
+    one = local_policy(exact_model(), loss=loss, reference=True, **options)
     found = {}
     for name, size, method in (
         ("uneven", 5, "forward_backward"),
@@ -422,12 +424,14 @@ def compare_leader():
     ):
         samples = samples_of(len(name), size)
         samples[0] = samples[0].replace(loss_weights=samples[0].loss_weights * 7)
-        losses = [getattr(policy, method)(samples)["loss/total"].value for policy in (one, many)]
+        passes = [getattr(policy, method)(samples) for policy in (one, many)]
+        metrics = [made if method.startswith("sft") else made.metrics for made in passes]
+        losses = [made["loss/total"].value for made in metrics]
         found[f"{name}/loss"] = abs(losses[0] - losses[1])
         norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
         found[f"{name}/norm"] = abs(norms[0] - norms[1]) / norms[0]
-        many.gather()
-        found[f"{name}/weights"] = same_parts(one.model.state_dict(), many.weights())
+        many.backend.gather()
+        found[f"{name}/weights"] = same_parts(one.backend.model.state_dict(), many.weights())
     many.close()
     return found
 
@@ -436,7 +440,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results = {"shards": compare(1), "tensor_parallel": compare(2), "losses": compare_losses()}
-    results["lora"] = compare_lora()
+    results["lora"], results["lora_tensor_parallel"] = compare_lora(1), compare_lora(2)
     results["critic"], results["critic_tensor_parallel"] = compare_critic(1), compare_critic(2)
     results["bfloat16"], results["vision"] = compare_bfloat16(), compare_vision()
     results["refused"] = refusals()

@@ -83,13 +83,18 @@ def assign_advantages(
     out = list(samples)
     for index in alone:
         out[index] = samples[index].replace(advantages=on_weighted(samples[index], 0.0))
+    _put(found, out, owned)
+    return out
+
+
+def _put(found: BatchAdvantages, samples: list[TrainSample], owned: Sequence[Sequence[int]]) -> None:
+    """Write what an estimator found onto the samples of each member, `owned` by their places."""
     arrays = [member for group in found.advantages for member in group]
     targets = None if found.returns is None else [member for group in found.returns for member in group]
     for number, own in enumerate(owned):
         for place, index in enumerate(own):
             returns = {} if targets is None else {"returns": targets[number][place]}
-            out[index] = samples[index].replace(advantages=arrays[number][place], **returns)
-    return out
+            samples[index] = samples[index].replace(advantages=arrays[number][place], **returns)
 
 
 def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Estimator:

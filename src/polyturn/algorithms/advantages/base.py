@@ -29,7 +29,7 @@ Estimator = Callable[..., Any]
 weighted. A trajectory may have no sample (no turn fitted) and still counts in the group's statistics. Declared with
 `scope="batch"`: (batch, **options) -> Estimate."""
 
-advantages: Registry[Estimator] = Registry("advantages")
+advantages: Registry[Estimator] = Registry("estimators")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,42 +57,14 @@ class Traits:
     takes_penalties: bool = True
     """Whether it knows what to do with rewards on single tokens (`TrainSample.rewards`), such as a KL penalty."""
 
+    def __call__(self, estimator: Estimator) -> Estimator:
+        """Say that this is what `estimator` needs, and return it: `@declare(needs_values=True)`."""
+        _traits[estimator] = self
+        return estimator
 
+
+declare = Traits
 _traits: dict[Estimator, Traits] = {}
-
-
-def declare(
-    *,
-    scope: Literal["group", "batch"] = "group",
-    min_group: int = 1,
-    compares: bool | str = False,
-    draws: str | None = None,
-    only_compares: bool = False,
-    needs_turn_scores: bool = False,
-    needs_values: bool = False,
-    needs_states: bool = False,
-    needs_greedy: bool = False,
-    takes_penalties: bool = True,
-) -> Callable[[Estimator], Estimator]:
-    """Return a decorator that says what an estimator needs (see `Traits`)."""
-    traits = Traits(
-        scope=scope,
-        min_group=min_group,
-        compares=compares,
-        draws=draws,
-        only_compares=only_compares,
-        needs_turn_scores=needs_turn_scores,
-        needs_values=needs_values,
-        needs_states=needs_states,
-        needs_greedy=needs_greedy,
-        takes_penalties=takes_penalties,
-    )
-
-    def add(fn: Estimator) -> Estimator:
-        _traits[fn] = traits
-        return fn
-
-    return add
 
 
 def traits_of(estimator: Estimator) -> Traits:

@@ -15,7 +15,6 @@ from polyturn.algorithms.advantages.base import (
     BatchAdvantages,
     GroupView,
     Outcome,
-    advantages,
     declare,
     rewards_at_ends,
     spread,
@@ -25,7 +24,6 @@ from polyturn.algorithms.advantages.base import (
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 
 
-@advantages.register("reinforce_plus_plus")
 @declare(scope="batch")
 def reinforce_plus_plus(
     batch: Sequence[GroupView], *, gamma: float = 1.0, outcome: Outcome = "end", eps: float = 1e-8
@@ -51,7 +49,6 @@ def reinforce_plus_plus(
     return whiten(batch, BatchAdvantages(found), eps=eps)
 
 
-@advantages.register("reinforce_plus_plus_baseline")
 @declare(scope="batch", min_group=2)
 def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-8) -> BatchAdvantages:
     """Centre rewards in their group, then normalise over all trained tokens of the batch.
@@ -63,7 +60,6 @@ def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-
     return whiten(batch, spread(batch, [c.tolist() for c in centred]), eps=eps)
 
 
-@advantages.register("gpg")
 @declare(scope="batch", min_group=2)
 def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> BatchAdvantages:
     """Centre rewards in their group and make up for the groups that teach nothing: A = alpha (r - mean) / f_norm.
@@ -79,7 +75,6 @@ def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> BatchAdvantages:
     return spread(batch, [(alpha * (t - t.mean()) / f_norm).tolist() for t in totals])
 
 
-@advantages.register("remax")
 @declare(scope="batch", needs_greedy=True)
 def remax(batch: Sequence[GroupView]) -> BatchAdvantages:
     """Compare each trajectory with a greedy one of the same task: A = r - r_greedy.
@@ -101,7 +96,6 @@ _RARE = ("interaction", "turns", "overlong")
 """Components that a step may do without: no episode was talked to, or none had a turn that was scored."""
 
 
-@advantages.register("gdpo")
 @declare(scope="batch", min_group=2, takes_penalties=False)
 def gdpo(
     batch: Sequence[GroupView],

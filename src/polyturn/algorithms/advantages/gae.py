@@ -22,7 +22,6 @@ from polyturn.algorithms.advantages.base import (
     MemberView,
     Outcome,
     Stream,
-    advantages,
     declare,
     rewards_at_ends,
     stream,
@@ -33,7 +32,6 @@ from polyturn.algorithms.advantages.batch import check_outcome
 Numbers = NDArray[np.float64]
 
 
-@advantages.register("gae")
 @declare(scope="batch", needs_values=True)
 def gae(
     batch: Sequence[GroupView],
@@ -49,16 +47,15 @@ def gae(
     tokens unless `whiten_batch` is false. Source: Schulman et al. 2016 (GAE), equation 16.
     """
 
-    def one(member: MemberView, at: Stream, values_N: Numbers) -> _Found:
+    def one(member: MemberView, at: Stream, values_N: Numbers) -> _Estimates:
         rewards_N = at.gather([s.rewards for s in member.samples])
         rewards_N[at.ends] += rewards_at_ends(member, at, outcome)
         found_N = _gae(rewards_N, values_N, gamma, lam)
-        return _Found(found_N, found_N + values_N)
+        return _Estimates(found_N, found_N + values_N)
 
     return _estimate(batch, one, outcome, whiten_batch)
 
 
-@advantages.register("turn_gae")
 @declare(scope="batch", needs_values=True)
 def turn_gae(
     batch: Sequence[GroupView],
@@ -75,7 +72,7 @@ def turn_gae(
     Schulman et al. 2016, equation 16.
     """
 
-    def one(member: MemberView, at: Stream, values_N: Numbers) -> _Found:
+    def one(member: MemberView, at: Stream, values_N: Numbers) -> _Estimates:
         ends = at.ends
         starts = np.append(0, ends[:-1] + 1) if len(ends) else ends
         rewards_U = rewards_at_ends(member, at, outcome)
@@ -84,12 +81,11 @@ def turn_gae(
         found_U = _gae(rewards_U, values_N[starts], gamma, lam)
         returns_N = np.full(len(values_N), np.nan)
         returns_N[starts] = found_U + values_N[starts]
-        return _Found(np.repeat(found_U, ends - starts + 1), returns_N)
+        return _Estimates(np.repeat(found_U, ends - starts + 1), returns_N)
 
     return _estimate(batch, one, outcome, whiten_batch)
 
 
-@advantages.register("bilevel_gae")
 @declare(scope="batch", needs_values=True)
 def bilevel_gae(
     batch: Sequence[GroupView],
@@ -108,7 +104,7 @@ def bilevel_gae(
     delta_i = r_i + gamma v_{i+1} - v_i. Source: Wang et al. 2025 (VAGEN), Bi-Level GAE; its code has one lambda for both.
     """
 
-    def one(member: MemberView, at: Stream, values_N: Numbers) -> _Found:
+    def one(member: MemberView, at: Stream, values_N: Numbers) -> _Estimates:
         ends = at.ends
         rewards_N = at.gather([s.rewards for s in member.samples])
         turn_U = _gae(rewards_at_ends(member, at, outcome) + rewards_N[ends], values_N[ends], turn_gamma, turn_lam)
@@ -120,12 +116,12 @@ def bilevel_gae(
             if not is_end[n]:
                 delta = rewards_N[n] + gamma * values_N[n + 1] - values_N[n]
                 found_N[n] = delta + gamma * lam * found_N[n + 1]
-        return _Found(found_N, found_N + values_N)
+        return _Estimates(found_N, found_N + values_N)
 
     return _estimate(batch, one, outcome, whiten_batch)
 
 
-class _Found(NamedTuple):
+class _Estimates(NamedTuple):
     """[N] over the stream of one trajectory."""
 
     advantages_N: Numbers
@@ -144,7 +140,7 @@ def _gae(rewards_U: Numbers, values_U: Numbers, gamma: float, lam: float) -> Num
 
 
 def _estimate(
-    batch: Sequence[GroupView], one: Callable[[MemberView, Stream, Numbers], _Found], outcome: Outcome, is_whitened: bool
+    batch: Sequence[GroupView], one: Callable[[MemberView, Stream, Numbers], _Estimates], outcome: Outcome, is_whitened: bool
 ) -> BatchAdvantages:
     check_outcome(outcome)
     found: list[list[list[NDArray[np.float32]]]] = []

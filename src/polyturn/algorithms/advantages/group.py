@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polyturn.algorithms.advantages.base import Rewards, advantages, declare, on_weighted
+from polyturn.algorithms.advantages.base import Rewards, declare, on_weighted
 from polyturn.core.arrays import Floats
 from polyturn.core.sample import TrainSample
 
 Samples = Sequence[Sequence[TrainSample]]
 
 
-@advantages.register("grpo")
 @declare(min_group=2, only_compares=True)
 def grpo(rewards_G: Rewards, samples_G: Samples, *, norm_by_std: bool = True, eps: float = 1e-6) -> list[list[Floats]]:
     """Compare each trajectory with its group: A = (r - mean) / (std + eps), the same on all its tokens.
@@ -31,7 +30,6 @@ def grpo(rewards_G: Rewards, samples_G: Samples, *, norm_by_std: bool = True, ep
     return _on_all(samples_G, centred / (values.std(ddof=1) + eps) if norm_by_std and len(values) > 1 else centred)
 
 
-@advantages.register("dr_grpo")
 @declare(min_group=2, only_compares=True)
 def dr_grpo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """Centre the rewards of the group without dividing by their spread: A = r - mean.
@@ -41,7 +39,6 @@ def dr_grpo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     return grpo(rewards_G, samples_G, norm_by_std=False)
 
 
-@advantages.register("rloo")
 @declare(min_group=2, only_compares=True)
 def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """Compare each trajectory with the others: A_i = r_i - mean of r_j over j != i.
@@ -54,7 +51,6 @@ def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     return _on_all(samples_G, (values - values.mean()) * n / max(n - 1, 1))
 
 
-@advantages.register("opo")
 @declare(min_group=2, only_compares=True)
 def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """Subtract the mean weighted by length: A_i = r_i - sum(l_j r_j) / sum(l_j), l the number of trained tokens.
@@ -68,7 +64,6 @@ def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     return _on_all(samples_G, values - baseline)
 
 
-@advantages.register("grpo_passk")
 @declare(min_group=2, draws="k", only_compares=True)
 def grpo_passk(
     rewards_G: Rewards, samples_G: Samples, *, k: int | None = None, norm_by_std: bool = True, eps: float = 1e-6

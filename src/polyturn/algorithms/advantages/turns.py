@@ -18,7 +18,6 @@ from polyturn.algorithms.advantages.base import (
     GroupView,
     MemberView,
     Outcome,
-    advantages,
     declare,
     on_turns,
     turn_penalties,
@@ -27,7 +26,6 @@ from polyturn.algorithms.advantages.base import (
 from polyturn.algorithms.advantages.batch import check_outcome
 
 
-@advantages.register("return_to_go")
 @declare(scope="batch", compares="baseline", needs_turn_scores=True)
 def return_to_go(
     batch: Sequence[GroupView],
@@ -61,7 +59,6 @@ def return_to_go(
     return BatchAdvantages(found)
 
 
-@advantages.register("mt_grpo")
 @declare(scope="batch", min_group=2, needs_turn_scores=True)
 def mt_grpo(
     batch: Sequence[GroupView],
@@ -99,7 +96,6 @@ def mt_grpo(
     return BatchAdvantages(found)
 
 
-@advantages.register("gigpo")
 @declare(scope="batch", min_group=2, needs_states=True)
 def gigpo(
     batch: Sequence[GroupView],

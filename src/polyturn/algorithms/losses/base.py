@@ -43,7 +43,7 @@ PolicyLoss = Callable[..., TokenLoss]
 which tokens belong together: equal numbers for the tokens of one sample (a segment, never cut by a micro-batch). One with
 `marks_T` is told which tokens its selection chose (`marks`)."""
 
-policy_losses: Registry[PolicyLoss] = Registry("policy_losses")
+policy_losses: Registry[PolicyLoss] = Registry("losses")
 
 
 Selection = Callable[..., NDArray[np.bool_]]

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyturn.algorithms.losses.base import TokenLoss, log_ratio, marks, policy_losses, ratio_stats
+from polyturn.algorithms.losses.base import TokenLoss, log_ratio, marks, ratio_stats
 from polyturn.algorithms.losses.token import clipped
 
 
@@ -56,7 +56,6 @@ def choose_largest(
     return marked_N
 
 
-@policy_losses.register("clip_cov")
 @marks(choose_within)
 def clip_cov(
     logprobs_T: Tensor,
@@ -85,7 +84,6 @@ def clip_cov(
     return TokenLoss(torch.where(marks_T != 0, 0.0 * loss_T, loss_T), stats)
 
 
-@policy_losses.register("kl_cov")
 @marks(choose_largest)
 def kl_cov(
     logprobs_T: Tensor,

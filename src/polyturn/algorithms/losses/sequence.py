@@ -15,14 +15,12 @@ from polyturn.algorithms.losses.base import (
     MAX_LOG_RATIO,
     TokenLoss,
     log_ratio,
-    policy_losses,
     ratio_stats,
     sequence_mean,
 )
 from polyturn.algorithms.losses.token import clipped
 
 
-@policy_losses.register("gspo")
 def gspo(
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,
@@ -52,7 +50,6 @@ def gspo(
     return TokenLoss(loss_T, {**ratio_stats(log_T, is_clipped_T), "sequence_ratio": log_s_T.exp()})
 
 
-@policy_losses.register("gspo_sequence")
 def gspo_sequence(
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,
@@ -80,7 +77,6 @@ def gspo_sequence(
     return TokenLoss(loss_T, {**ratio_stats(log_T, is_clipped_T), "sequence_ratio": ratio_T.detach()})
 
 
-@policy_losses.register("geo_mean")
 def geo_mean(
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,

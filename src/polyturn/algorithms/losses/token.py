@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyturn.algorithms.losses.base import TokenLoss, log_ratio, policy_losses, ratio_stats
+from polyturn.algorithms.losses.base import TokenLoss, log_ratio, ratio_stats
 from polyturn.core.errors import ConfigError
 
 
@@ -28,8 +28,6 @@ def clipped(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high
     return Clipped(torch.maximum(open_T, bounded_T), bounded_T > open_T)
 
 
-@policy_losses.register("dapo")
-@policy_losses.register("ppo_clip")
 def ppo_clip(
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,
@@ -62,8 +60,6 @@ def ppo_clip(
     return TokenLoss(loss_T, ratio_stats(log_ratio_T, is_clipped_T))
 
 
-@policy_losses.register("gpg")
-@policy_losses.register("policy_gradient")
 def policy_gradient(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> TokenLoss:
     """Return -A logprob, the plain policy gradient: no ratio, no clip, right on policy only.
 
@@ -77,7 +73,6 @@ def policy_gradient(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Te
     return TokenLoss(-advantages_T * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T)))
 
 
-@policy_losses.register("cispo")
 def cispo(
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,
@@ -103,7 +98,6 @@ def cispo(
     return TokenLoss(-weight_T * advantages_T * logprobs_T, ratio_stats(log_ratio_T, weight_T != ratio_T))
 
 
-@policy_losses.register("sapo")
 def sapo(
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,
@@ -135,7 +129,6 @@ def sapo(
     return TokenLoss(-gate_T * advantages_T, ratio_stats(log_ratio_T))
 
 
-@policy_losses.register("none")
 def none(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> TokenLoss:
     """Return 0: rewards teach nothing, and what remains is distillation, KL and entropy."""
     return TokenLoss(0.0 * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T)))

@@ -1,8 +1,8 @@
-"""Commands around a run: certify a template, look at the machine, replay a workload, carry a model elsewhere.
+"""Commands around a run: begin a project, certify a template, look at the machine, replay a workload, export a model.
 
-    polyturn check MODEL     polyturn doctor     polyturn simulate     polyturn export RUN     polyturn run-as verl -- …
+    polyturn init NAME     polyturn check MODEL     polyturn doctor     polyturn simulate     polyturn export RUN
 
-Only the last of them starts a run, in another library's words.
+`polyturn run-as NAME -- …` alone starts a run, in another library's words.
 """
 
 from __future__ import annotations
@@ -58,12 +58,28 @@ def check(
 
 
 def doctor(
+    project: Annotated[
+        Path | None, typer.Argument(metavar="[PROJECT]", help="A project's folder or config, to be explained instead.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
-    """Show the environment, and what is missing for which feature."""
+    """Show the environment, and what is missing for which feature; of a PROJECT, what it is and what is wrong with it."""
     from polyturn.cli import doctor as command
 
-    command.run(as_json=as_json)
+    if project is None:
+        command.run(as_json=as_json)
+    elif not command.run_project(project, as_json=as_json):
+        raise typer.Exit(1)
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="NAME", help="The new folder.")],
+    kind: Annotated[str, typer.Option(help="What you write: tool, interaction, env or agent.")] = "tool",
+) -> None:
+    """Write a project that trains: a task, a plug-in, a config and tests."""
+    from polyturn.cli import init as command
+
+    command.run(folder, kind=kind)
 
 
 def export(
@@ -82,7 +98,7 @@ def export(
 
 
 def run_as(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The library that polyturn stands in for: verl or swift.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The library that polyturn stands in for.")],
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The command as that library's users write it.")
     ] = None,
@@ -90,11 +106,11 @@ def run_as(
         bool, typer.Option("--runtime-env", help="Print the same as a runtime environment of Ray, and run nothing.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Let verl's training programs check everything, show it, and stop.")
+        bool, typer.Option("--dry-run", help="Let the library's training programs check everything, show it, and stop.")
     ] = False,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Append an override to what the command gives verl's programs."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Append an override to those of its training programs."),
     ] = None,
 ) -> None:
     """Run a command of another library's users with polyturn in that library's place."""

@@ -44,13 +44,13 @@ def config_print(
 
 @config_app.command("migrate")
 def config_migrate(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file in verl's keys.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file in the keys of another library.")],
     overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="The native config to write; FILE with .polyturn.yaml by default.")
     ] = None,
 ) -> None:
-    """Write a config in verl's keys as a native one, with the table of what became of each key."""
-    from polyturn.cli import migrate as command
+    """Write a config in another library's keys as a native one, with the table of what became of each key."""
+    from polyturn.cli.dialects import to_migrate
 
-    command.run(path, overrides or [], out=out)
+    to_migrate(path)(path, overrides or [], out=out)

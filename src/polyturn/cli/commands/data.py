@@ -56,7 +56,7 @@ def gsm8k(
     ] = None,
 ) -> None:
     """Write GSM8K as multi-turn tasks."""
-    from polyturn.cli.console import quiet_transformers
+    from polyturn.api.console import quiet_transformers
     from polyturn.data.prepare import prepare_gsm8k
 
     quiet_transformers()

@@ -10,12 +10,29 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from polyturn.cli.arguments import CheckpointOption, ConfigArgument, Overrides, refuse_unused
+from polyturn.cli.dialects import described, spelled_out
 from polyturn.core.errors import ConfigError
+
+
+class TrainCommand(TyperCommand):
+    """The command `train`, which has a flag for each dialect that is installed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read `--NAME` of a dialect as `--dialect NAME`."""
+        return super().parse_args(ctx, list(spelled_out(args)))
+
+    def get_help(self, ctx: Any) -> Any:
+        """Say which flags there are."""
+        for option in self.params:
+            if option.name == "dialect":
+                option.help = f"CONFIG and the overrides are written in the keys of another library: {described()}."  # type: ignore[attr-defined]
+        return super().get_help(ctx)
 
 
 def train(
@@ -34,33 +51,32 @@ def train(
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Train on a Ray cluster: its address, auto, or local.")
     ] = None,
-    verl: Annotated[bool, typer.Option("--verl", help="CONFIG and the overrides are written in verl's keys.")] = False,
-    swift: Annotated[
-        bool, typer.Option("--swift", help="CONFIG and the overrides are written in ms-swift's arguments.")
-    ] = False,
+    dialect: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="CONFIG and the overrides are written in the keys of another library."),
+    ] = None,
 ) -> None:
     """Train: warm start if configured, evaluate, reinforce, evaluate again."""
-    if ids and (verl or swift or not dry_run):
+    names = sorted(set(dialect or ()))
+    if ids and (names or not dry_run):
         raise ConfigError("--ids belongs to --dry-run of a native config; leave it out, or add --dry-run")
-    if verl and swift:
-        raise ConfigError("--verl and --swift are two languages; a config is written in one of them")
-    if (nproc is not None or ray is not None) and (verl or swift):
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(f'--{n}' for n in names)} are two dialects; a config is written in one of them")
+    if (nproc is not None or ray is not None) and names:
         raise ConfigError("--nproc and --ray are for native configs; migrate this one first (polyturn config migrate)")
     if nproc is not None:
         overrides = [*(overrides or []), f"train.distributed.ranks={nproc}"]
     if ray is not None:
         overrides = [*(overrides or []), f"cluster.address={ray}"]
-    if not verl and not swift:
-        _check_config(config, overrides or [])
-    from polyturn.cli import swift as swift_arguments
-    from polyturn.cli import train as native
-    from polyturn.cli import verl as verl_keys
+    if names:
+        from polyturn.cli.dialects import find_dialect
 
-    if verl or swift:
-        run = verl_keys.run if verl else swift_arguments.run
-        run(config, overrides or [], resume=resume, dry_run=dry_run)
-    else:
-        native.run(config, overrides or [], resume=resume, dry_run=dry_run, with_ids=ids)
+        find_dialect(names[0]).train(config, overrides or [], resume=resume, dry_run=dry_run)
+        return
+    _check_config(config, overrides or [])
+    from polyturn.cli import train as native
+
+    native.run(config, overrides or [], resume=resume, dry_run=dry_run, with_ids=ids)
 
 
 def sft(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
@@ -132,42 +148,22 @@ def rollout(
 def _check_config(path: Path, overrides: Sequence[str]) -> None:
     """Refuse a config that cannot be read at once: what it is read for imports PyTorch first, which takes seconds."""
     from polyturn.cli.console import command
+    from polyturn.cli.dialects import dialect_of, find_dialect
     from polyturn.config.load import load_config
     from polyturn.config.models import RunConfig
 
     try:
         load_config(RunConfig, path, overrides)
     except ConfigError as problem:
-        if (language := _other_language(path)) is None:
+        if (name := dialect_of(path)) is None:
             raise
-        name, flag = language
+        dialect, flag = find_dialect(name), f"--{name}"
         raise ConfigError(
-            f"{path} is written in the keys of {name}, not in polyturn's; add {flag}: "
+            f"{path} is written in the keys of {dialect.title}, not in polyturn's; add {flag}: "
             f"{command('train', path, *overrides, flag)}"
             + (
-                f". For every other command, write it in polyturn's keys: {command('config', 'migrate', path)}"
-                if name == "verl"
-                else ""
+                ""
+                if dialect.migrate is None
+                else f". For every other command, write it in polyturn's keys: {command('config', 'migrate', path)}"
             )
         ) from problem
-
-
-_LANGUAGES = {
-    ("verl", "--verl"): {"actor_rollout_ref", "trainer", "critic", "reward_model", "custom_reward_function", "data"},
-    ("ms-swift", "--swift"): {
-        "rlhf_type", "model", "dataset", "reward_funcs", "external_plugins", "multi_turn_scheduler", "vllm_mode",
-        "num_generations", "train_type", "tuner_type", "max_completion_length", "vllm_server_host", "torch_dtype",
-        "per_device_train_batch_size",
-    },
-}  # fmt: skip
-"""The library that a config is written for and the flag that reads it, by keys that polyturn's own configs have not."""
-
-
-def _other_language(path: Path) -> tuple[str, str] | None:
-    from polyturn.config.load import read_yaml
-
-    try:
-        keys = set(read_yaml(path)) if path.is_file() else set()
-    except ConfigError:
-        return None
-    return next((language for language, known in _LANGUAGES.items() if len(keys & known) > 1), None)

@@ -1,9 +1,8 @@
-"""`python -m polyturn.compat.swift rlhf …`: what the program `swift` does. The command line stands above this package, so it
-is looked up by its name."""
+"""`python -m polyturn.compat.swift rlhf …`: what the program `swift` does."""
 
 from __future__ import annotations
 
-import importlib
+from polyturn.compat.swift.command import main
 
 if __name__ == "__main__":
-    importlib.import_module("polyturn.cli.swift").main()
+    main()

@@ -24,7 +24,6 @@ from polyturn.compat.swift.base import EngineOver, RolloutScheduler
 from polyturn.compat.swift.engine import EpisodeEngine
 from polyturn.compat.swift.gym_env import context_managers, envs
 from polyturn.compat.swift.multi_turn import multi_turns
-from polyturn.compat.swift.protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
 from polyturn.compat.swift.schedulers import GYMScheduler, MathTipsScheduler, ThinkingModelTipsScheduler
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, one_line
 from polyturn.core.generation import FinishReason
@@ -32,6 +31,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.signature import has_parameter, num_positional, takes_any_keyword
 from polyturn.core.task import Task
 from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.serving.protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode

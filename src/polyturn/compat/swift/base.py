@@ -19,7 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyturn.compat.swift.protocol import (
+from polyturn.compat.swift.registry import PluginDict
+from polyturn.core.errors import SchedulerError, did_you_mean
+from polyturn.serving.protocol import (
     MEDIA,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -29,8 +31,6 @@ from polyturn.compat.swift.protocol import (
     RolloutOutput,
     as_sources,
 )
-from polyturn.compat.swift.registry import PluginDict
-from polyturn.core.errors import SchedulerError, did_you_mean
 
 multi_turns = PluginDict("multi_turns")
 """Name -> scheduler class; plug-ins add theirs."""

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from polyturn.compat.swift.base import EngineOver, SchedulerEngine, as_request, ids_of
-from polyturn.compat.swift.protocol import (
+from polyturn.compat.swift.template import Template, TemplateMeta
+from polyturn.core.errors import DataError, SchedulerError
+from polyturn.core.generation import FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message
+from polyturn.data.media import with_media
+from polyturn.rollout.scheduler import Reply
+from polyturn.serving.protocol import (
     MEDIA,
     ChatCompletionMessageToolCall,
     ChatCompletionResponse,
@@ -33,13 +40,6 @@ from polyturn.compat.swift.protocol import (
     SampledText,
     UsageInfo,
 )
-from polyturn.compat.swift.template import Template, TemplateMeta
-from polyturn.core.errors import DataError, SchedulerError
-from polyturn.core.generation import FinishReason
-from polyturn.core.lifecycle import StopReason
-from polyturn.core.messages import Message
-from polyturn.data.media import with_media
-from polyturn.rollout.scheduler import Reply
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from polyturn.compat.swift.orm import MathAccuracy
-from polyturn.compat.swift.protocol import Messages, RolloutInferRequest
 from polyturn.compat.swift.registry import PluginDict
 from polyturn.core.plugin_class import CallShape, Shape
+from polyturn.serving.protocol import Messages, RolloutInferRequest
 
 
 class SwiftEnv(ABC):

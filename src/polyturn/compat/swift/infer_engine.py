@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyturn.compat.swift.protocol import (
+from polyturn.compat.swift.template import ContextType, Template
+from polyturn.compat.swift.utils import to_device
+from polyturn.core.errors import ConfigError
+from polyturn.serving.protocol import (
     ChatCompletionMessageToolCall,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -21,9 +24,6 @@ from polyturn.compat.swift.protocol import (
     Tool,
     UsageInfo,
 )
-from polyturn.compat.swift.template import ContextType, Template
-from polyturn.compat.swift.utils import to_device
-from polyturn.core.errors import ConfigError
 
 __all__ = [
     "ChatCompletionMessageToolCall",

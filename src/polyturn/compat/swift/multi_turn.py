@@ -5,7 +5,13 @@ from __future__ import annotations
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler, extract_logprobs_from_choice, multi_turns
 from polyturn.compat.swift.gym_env import ContextManager, DummyContextManager, Env, context_managers, envs
 from polyturn.compat.swift.openenv_wrapper import OpenEnvWrapper
-from polyturn.compat.swift.protocol import (
+from polyturn.compat.swift.schedulers import (
+    GYMScheduler,
+    MathTipsScheduler,
+    OpenEnvScheduler,
+    ThinkingModelTipsScheduler,
+)
+from polyturn.serving.protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatMessage,
@@ -13,12 +19,6 @@ from polyturn.compat.swift.protocol import (
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
-)
-from polyturn.compat.swift.schedulers import (
-    GYMScheduler,
-    MathTipsScheduler,
-    OpenEnvScheduler,
-    ThinkingModelTipsScheduler,
 )
 
 __all__ = [

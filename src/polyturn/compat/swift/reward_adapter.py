@@ -19,10 +19,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from polyturn.compat.swift.orm import orms
-from polyturn.compat.swift.outputs import reward_rows
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.signature import has_parameter, takes_any_keyword
 from polyturn.core.trajectory import Trajectory
+from polyturn.serving.outputs import reward_rows
 from polyturn.tools.deadline import CallWithDeadline
 
 GYM = "gym_reward"

@@ -18,15 +18,15 @@ from polyturn.compat.swift.base import MultiTurnScheduler, multi_turns
 from polyturn.compat.swift.gym_env import context_managers, envs
 from polyturn.compat.swift.openenv_wrapper import OpenEnvWrapper
 from polyturn.compat.swift.orm import MathAccuracy
-from polyturn.compat.swift.protocol import (
+from polyturn.compat.swift.template import without_reasoning
+from polyturn.core.errors import SchedulerError, did_you_mean, one_line
+from polyturn.serving.protocol import (
     ChatCompletionResponseChoice,
     Messages,
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
 )
-from polyturn.compat.swift.template import without_reasoning
-from polyturn.core.errors import SchedulerError, did_you_mean, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from polyturn.compat.swift.protocol import Messages, Tool
+from polyturn.serving.protocol import Messages, Tool
 
 __all__ = ["ContextType", "Messages", "Prompt", "Template", "TemplateMeta", "Tool", "Word"]
 

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from polyturn.compat.swift.engine import EpisodeEngine, InferCall
-from polyturn.compat.swift.protocol import RolloutOutput, SampledId
 from polyturn.core.errors import SchedulerError
+from polyturn.serving.outputs import OUTPUTS
+from polyturn.serving.protocol import RolloutOutput, SampledId
 
 if TYPE_CHECKING:
     from polyturn.core.arrays import Floats
     from polyturn.rollout.episode import Episode
-
-OUTPUTS = "_outputs"
-"""Key in the info of the last turn of an output: a list of {"messages": …, "rollout_infos": …, "turns": [0, 1]}."""
 
 
 def settle(
@@ -47,7 +45,7 @@ def settle(
     """
     if not outputs:
         return
-    turns = _Turns(engine.asked)
+    turns = _SampledTurns(engine.asked)
     weights: dict[int, Floats] = {}
     silent: set[int] = set()
     for output in outputs:
@@ -74,20 +72,20 @@ def settle(
             episode.weigh(asked.turn, weights[i])
 
 
-class _Place(NamedTuple):
+class _TurnPlace(NamedTuple):
     """Where an id was sampled."""
 
     turn: int
     at: int
 
 
-class _Turns:
+class _SampledTurns:
     """The turns of a trajectory, found again in what a scheduler returned."""
 
     def __init__(self, asked: Sequence[InferCall]) -> None:
         self.asked = asked
         self._ids = {
-            id(token): _Place(i, at)
+            id(token): _TurnPlace(i, at)
             for i, one in enumerate(asked)
             for at, token in enumerate(one.ids[: one.turn.num_tokens])
         }
@@ -103,7 +101,7 @@ class _Turns:
         of_text = self._texts.get(id(choice.message.content), len(self.asked) - 1)
         return of_ids[0] if of_ids else of_text
 
-    def place(self, token: int) -> _Place | None:
+    def place(self, token: int) -> _TurnPlace | None:
         """Return where an id was sampled; None for a number that only looks like one."""
         return self._ids.get(id(token)) if isinstance(token, SampledId) else None
 
@@ -124,7 +122,7 @@ class _Turns:
                 turn = turn - 1 if self.asked[turn].turn.said_before and turn > 0 else None
         return found[::-1]
 
-    def of_ids(self, output: RolloutOutput, last: int, spoken: Collection[int]) -> list[list[_Place | None]]:
+    def of_ids(self, output: RolloutOutput, last: int, spoken: Collection[int]) -> list[list[_TurnPlace | None]]:
         """Return where each id of an output was sampled, list by list; None for ids of the scheduler's own."""
         lists = [[self.place(token) for token in ids] for ids in output.response_token_ids]
         flat = [token for ids in output.response_token_ids for token in ids]
@@ -140,7 +138,7 @@ class _Turns:
             if length < len(ids) and i != last and i not in spoken:
                 continue  # another turn that begins alike
             for k in range(length):
-                places[at + k] = _Place(i, k)
+                places[at + k] = _TurnPlace(i, k)
             end = at if length else end
         rest = iter(places)
         return [[next(rest) for _ in one] for one in lists]
@@ -151,7 +149,7 @@ class _Turns:
 
 
 def _held(
-    turns: _Turns, output: RolloutOutput, spoken: Sequence[tuple[int, int]], last: int, name: str
+    turns: _SampledTurns, output: RolloutOutput, spoken: Sequence[tuple[int, int]], last: int, name: str
 ) -> dict[int, Floats | None]:
     """Return the turns that an output holds, each with the weights of its tokens; None is 1 for each."""
     if not output.response_token_ids:
@@ -169,7 +167,7 @@ def _held(
             f"response_loss_mask of trajectory {name!r} holds {odd[0]!r:.40}; 1 trains an id and 0 leaves it out"
         )
     held: dict[int, Floats | None] = {}
-    seen: set[_Place] = set()
+    seen: set[_TurnPlace] = set()
     for k, places in enumerate(turns.of_ids(output, last, {i for _, i in spoken})):
         mask = masks[k] if masks else [1] * len(places)
         known = [place for place in places if place is not None]
@@ -219,7 +217,7 @@ def _is_silent(message: Mapping[str, Any]) -> bool:
     return message.get("loss") is False or message.get("loss_scale") == 0
 
 
-def _found(flat: Sequence[int], ids: Sequence[int], places: Sequence[_Place | None]) -> tuple[int, int]:
+def _found(flat: Sequence[int], ids: Sequence[int], places: Sequence[_TurnPlace | None]) -> tuple[int, int]:
     """Return where the longest beginning of `ids` stands last in `flat`, among what has no place yet, and its length."""
     best, length = 0, 0
     for at in _starts(flat, ids):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from polyturn.compat.swift.protocol import remove_response
+from polyturn.serving.protocol import remove_response
 
 __all__ = ["get_logger", "remove_response", "to_device"]
 

@@ -61,6 +61,15 @@ class TokenOutput(BaseModel):
     extra_fields: dict[str, Any] = Field(default_factory=dict)
 
 
+class TokenList(list[int]):
+    """The same for loops of the first form, whose `generate` returns the ids themselves."""
+
+    def __init__(self, output: TokenOutput) -> None:
+        super().__init__(output.token_ids)
+        self.token_ids, self.log_probs, self.stop_reason = output.token_ids, output.log_probs, output.stop_reason
+        self.extra_fields = output.extra_fields
+
+
 class AgentLoopMetrics(BaseModel):
     """Seconds that a loop measured itself."""
 
@@ -131,6 +140,7 @@ class AgentData:
         self.response_mask: list[int] = []
         self.response_logprobs: list[float] = []
         self.turn_scores: list[float] = []
+        self.scored_turns: list[int] = []  # the assistant's turn that each score is of
         self.tool_rewards: list[float] = []
         self.user_turns = 0
         self.assistant_turns = 0
@@ -154,6 +164,9 @@ class ToolListWrap:
 
 class AsyncLLMServerManager(ABC):
     """Where an agent loop generates; the native one is `agent_scheduler.EpisodeServer`."""
+
+    codec: Any = None
+    """The tokenizer and template of the run."""
 
     @abstractmethod
     async def generate(

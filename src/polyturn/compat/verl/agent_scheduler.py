@@ -31,6 +31,7 @@ from polyturn.compat.verl.agent_loop import (
     AgentLoopOutput,
     AsyncLLMServerManager,
     DictConfigWrap,
+    TokenList,
     TokenOutput,
     get_agent_loop_class,
 )
@@ -72,8 +73,10 @@ class _Claim:
 class EpisodeServer(AsyncLLMServerManager):
     """Lets an agent loop generate in an episode, one turn at a time."""
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: Episode, *, as_list: bool = False) -> None:
+        self.codec = episode.codec
         self._episode = episode
+        self._as_list = as_list
         self._lock = asyncio.Lock()
         self.claims: list[_Claim] = []
         self.over: StopReason | None = None
@@ -87,8 +90,8 @@ class EpisodeServer(AsyncLLMServerManager):
         image_data: Sequence[Any] | None = None,
         video_data: Sequence[Any] | None = None,
         **kwargs: Any,
-    ) -> TokenOutput:
-        """Let the model continue `prompt_ids` by one turn of the episode.
+    ) -> Any:
+        """Let the model continue `prompt_ids` by one turn of the episode; return a `TokenOutput`, or a `TokenList`.
 
         Temperature, top_p and top_k are the run's, because the trainer's logprobs depend on them; see `sampling_params`.
 
@@ -110,11 +113,12 @@ class EpisodeServer(AsyncLLMServerManager):
         if turn.finish_reason is FinishReason.ABORT:
             self.over = StopReason.ABORTED
             raise EpisodeOver(StopReason.ABORTED)
-        return TokenOutput(
+        output = TokenOutput(
             token_ids=completion.token_ids.tolist(),
             log_probs=None if completion.logprobs is None else completion.logprobs.tolist(),
             stop_reason="completed",
         )
+        return TokenList(output) if self._as_list else output
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
         """Run the loop to its end, then let its masks say what is trained."""
         if (loop := self._loop_of(episode.task)) is None:
             return await super().run(episode)
-        server = EpisodeServer(episode)
+        server = EpisodeServer(episode, as_list=has_parameter(loop.cls.run, "messages"))
         try:
             output = await self._run_loop(loop, episode, server)
         except EpisodeOver as end:

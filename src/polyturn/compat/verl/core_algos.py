@@ -47,6 +47,7 @@ __all__ = [
     "compute_grpo_passk_outcome_advantage",
     "compute_grpo_vectorized_outcome_advantage",
     "compute_opo_outcome_advantage",
+    "compute_policy_loss_dro",
     "compute_policy_loss_vanilla",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
@@ -300,7 +301,7 @@ def compute_policy_loss_vanilla(
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the clipped loss of PPO with a bound for negative advantages, and its metrics."""
-    given = (lambda key, default: default) if config is None else (lambda key, default: config.get(key) or default)
+    given = _reader(config)
     clip = given("clip_ratio", 0.2)
     found = losses.ppo_clip(
         log_prob,
@@ -313,10 +314,41 @@ def compute_policy_loss_vanilla(
     loss_mat = found.loss_T if rollout_is_weights is None else found.loss_T * rollout_is_weights
     mean = {k: float(masked_mean(v, response_mask)) for k, v in found.stats.items()}
     metrics = {"actor/pg_clipfrac": mean["clip_fraction"], "actor/ppo_kl": mean["approx_kl"]}
-    return agg_loss(loss_mat=loss_mat, loss_mask=response_mask, loss_agg_mode=loss_agg_mode), metrics
+    return agg_loss(loss_mat, response_mask, loss_agg_mode, **given("global_batch_info", {})), metrics
+
+
+def compute_policy_loss_dro(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss of direct reward optimisation (Richemond et al. 2024), -(log p A - beta / 2 (log p - log p_old)^2).
+
+    Raises:
+        ConfigError: `policy_loss.dro_beta` is not positive.
+    """
+    given = _reader(config)
+    beta = (given("policy_loss", {}).get("dro_beta") or 0.0) if config is not None else 0.0
+    if not beta > 0:
+        raise ConfigError(f"the loss dro needs a positive policy_loss.dro_beta; it is {beta}")
+    log_ratio = log_prob - old_log_prob
+    loss_mat = 0.5 * beta * log_ratio.square() - log_prob * advantages
+    loss_mat = loss_mat if rollout_is_weights is None else loss_mat * rollout_is_weights
+    loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **given("global_batch_info", {}))
+    return loss, {"actor/ppo_kl": float(masked_mean(-log_ratio.detach(), response_mask))}
+
+
+def _reader(config: Any) -> Callable[[str, Any], Any]:
+    """Return a function that reads a key of a config, which may be None, with a default for what it leaves open."""
+    return (lambda key, default: default) if config is None else (lambda key, default: config.get(key) or default)
 
 
 POLICY_LOSS_REGISTRY["vanilla"] = compute_policy_loss_vanilla
+POLICY_LOSS_REGISTRY["dro"] = compute_policy_loss_dro
 
 
 def compute_value_loss(

@@ -1,4 +1,4 @@
-"""verl.utils.hdfs_io: `exists`, `makedirs` and `copy` for files of this machine; HDFS is refused by name."""
+"""verl.utils.hdfs_io and verl.utils.fs: files and folders of this machine; HDFS is refused by name."""
 
 from __future__ import annotations
 
@@ -29,3 +29,22 @@ def _local(path: str) -> str:
     if path.startswith("hdfs://"):
         raise ConfigError(f"{path!r} is in HDFS, which is not reached from here; copy it to a folder and name that")
     return path
+
+
+def is_non_local(path: str) -> bool:
+    """Return whether a path is one of HDFS."""
+    return path.startswith("hdfs://")
+
+
+def copy_to_local(src: str, *args: object, **kwargs: object) -> str:
+    """Return where a file, folder or model is: as it is named, because nothing is fetched from anywhere."""
+    return _local(src)
+
+
+copy_local_path_from_hdfs = copy_to_local
+
+
+def local_mkdir_safe(path: str) -> str:
+    """Make a folder, which another process may make too, and return its path."""
+    os.makedirs(_local(path), exist_ok=True)
+    return os.path.abspath(path)

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from polyturn.compat.verl.batch_errors import check
+from polyturn.compat.verl.batch_errors import check, mini_batches
 
 __all__ = [
     "DataProto",
@@ -256,16 +256,8 @@ class DataProto:
         Raises:
             BatchError: the rows cannot be parted equally.
         """
-        import torch
-        from torch.utils.data import DataLoader
-
-        check(len(self) % mini_batch_size == 0, f"{len(self)} rows % {mini_batch_size} != 0")
-        options: dict[str, Any] = {} if dataloader_kwargs is None else dict(dataloader_kwargs)
-        if seed is not None:
-            options["generator"] = torch.Generator().manual_seed(seed)
-        rows: Any = list(range(len(self)))
-        loader = DataLoader(rows, batch_size=mini_batch_size, collate_fn=list, **options)
-        return (self[which] for _ in range(epochs) for which in loader)
+        batches = mini_batches(len(self), mini_batch_size, epochs, seed, dataloader_kwargs)
+        return (self[which] for which in batches)
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Return as many batches of equal size.

@@ -10,10 +10,13 @@ manager of one's own is refused. A function that raises is an error here too, ne
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +33,9 @@ __all__ = [
     "PrimeRewardManager",
     "RawRewardFn",
     "get_reward_manager_cls",
+    "parallel_compute_score_async",
     "register",
+    "run_reward_scoring",
 ]
 
 logger = logging.getLogger(__name__)
@@ -213,6 +218,31 @@ class DAPORewardManager(NaiveRewardManager):
             info["overlong_reward"].append(penalty)
             info["overlong"].append(penalty < 0)
         return score + float(penalty)
+
+
+async def parallel_compute_score_async(
+    evaluation_func: RawRewardFn,
+    completions: Sequence[str],
+    references: Sequence[Any],
+    tasks: Sequence[str],
+    extra_info: Sequence[Any] | None = None,
+    num_processes: int = 64,
+) -> list[float]:
+    """Return the score of each answer, computed in processes.
+
+    Raises:
+        Exception: what the function raised, of the first answer that has none.
+    """
+    loop = asyncio.get_running_loop()
+    rows = list(zip(tasks, completions, references, extra_info or [None] * len(tasks), strict=True))
+    with ProcessPoolExecutor(max(1, min(num_processes, len(rows))), get_context("spawn")) as processes:
+        scores = await asyncio.gather(*(loop.run_in_executor(processes, evaluation_func, *row) for row in rows))
+    return [float(score[0] if isinstance(score, Sequence) else _value(score)) for score in scores]
+
+
+def run_reward_scoring(evaluation_func: RawRewardFn, *args: Any, **kwargs: Any) -> list[float]:
+    """Do the same outside an event loop."""
+    return asyncio.run(parallel_compute_score_async(evaluation_func, *args, **kwargs))
 
 
 def _value(score: Any) -> float:

@@ -15,7 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from polyturn.compat.verl.batch_errors import check
+from polyturn.compat.verl.batch_errors import check, mini_batches
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
@@ -210,15 +210,8 @@ def make_iterator(
     Raises:
         BatchError: the rows cannot be parted equally.
     """
-    from torch.utils.data import DataLoader
-
-    check(len(tensordict) % mini_batch_size == 0, f"{len(tensordict)} rows % {mini_batch_size} is not 0")
-    options: dict[str, Any] = {} if dataloader_kwargs is None else dict(dataloader_kwargs)
-    if seed is not None:
-        options["generator"] = torch.Generator().manual_seed(seed)
-    rows: Any = list(range(len(tensordict)))
-    loader = DataLoader(rows, batch_size=mini_batch_size, collate_fn=torch.as_tensor, **options)
-    return (index_select_tensor_dict(tensordict, which) for _ in range(epochs) for which in loader)
+    batches = mini_batches(len(tensordict), mini_batch_size, epochs, seed, dataloader_kwargs)
+    return (index_select_tensor_dict(tensordict, torch.as_tensor(which)) for which in batches)
 
 
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:

@@ -1,5 +1,318 @@
-"""verl.experimental.agent_loop.tool_agent_loop: the states of a loop, which itself is native."""
+"""verl.experimental.agent_loop.tool_agent_loop: `ToolAgentLoop`, the state machine that agent loops of one's own inherit.
 
-from polyturn.compat.verl.agent_loop import AgentData, AgentState
+    PENDING -> GENERATING -> PROCESSING_TOOLS | INTERACTING -> GENERATING … -> TERMINATED        a method `_handle_…` each
 
-__all__ = ["AgentData", "AgentState"]
+A run whose rows say `tool_agent` is driven by the native loop; this class is for those that override a state. Its tools are
+created and released around each call, as in verl; its interaction is finalized once, also after an error. What follows a
+completion is encoded by the native encoder, so tokens are those of the model's own template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+from polyturn.compat.verl.agent_loop import AgentData, AgentLoopBase, AgentLoopOutput, AgentState, ToolListWrap
+from polyturn.compat.verl.function_tool import load_function_tools_from_path
+from polyturn.compat.verl.profiler import simple_timer
+from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
+from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.messages import Message
+from polyturn.core.signature import has_parameter, takes_any_keyword
+from polyturn.interactions.registry import initialize_interactions_from_config
+from polyturn.tokens.codec import Codec
+from polyturn.tokens.delta import DeltaEncoder
+from polyturn.tools.adapters import methods_of
+from polyturn.tools.registry import initialize_tools_from_config
+from polyturn.tools.result_shape import normalize
+from polyturn.tools.schema import ToolResponse
+from polyturn.tools.truncate import truncate
+
+__all__ = ["AgentData", "AgentLoopOutput", "AgentState", "FunctionCall", "ToolAgentLoop", "ToolParser"]
+
+_LOADED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], Any]] = WeakKeyDictionary()
+"""What a file describes, once for each event loop: all trajectories share it."""
+
+
+class ToolAgentLoop(AgentLoopBase):
+    """Lets the model call tools and hear an interaction until neither follows a turn, or a limit is reached."""
+
+    def __init__(self, *args: Any, tools: ToolListWrap | None = None, **kwargs: Any) -> None:
+        """Take tools, or load those that `multi_turn` names."""
+        super().__init__(*args, **kwargs)
+        multi_turn = self.rollout_config.multi_turn
+        self.max_user_turns = multi_turn.get("max_user_turns")
+        self.max_assistant_turns = multi_turn.get("max_assistant_turns")
+        self.max_parallel_calls = multi_turn.get("max_parallel_calls", 1)
+        self.max_tool_response_length = multi_turn.get("max_tool_response_length", 256)
+        self.tool_response_truncate_side = multi_turn.get("tool_response_truncate_side", "middle")
+        self.tools: dict[str, Any] = {tool.name: tool for tool in (tools.tools if tools else _tools_of(multi_turn))}
+        self.tool_schemas = [tool.tool_schema.to_dict() for tool in self.tools.values()]
+        self.tool_parser_name = multi_turn.get("format") or "hermes"
+        self.tool_parser = ToolParser.get_tool_parser(self.tool_parser_name, self.tokenizer)
+        self.prompt_length, self.response_length = self.rollout_config.prompt_length, self.rollout_config.response_length
+        self.interaction_config_file = multi_turn.get("interaction_config_path")
+        self.interaction_map = self._initialize_interactions(self.interaction_config_file)
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Run one trajectory."""
+        request_id = uuid4().hex
+        extra_info = kwargs.get("extra_info") or {}
+        if selected := extra_info.get("tool_selection"):
+            self.tools = {name: self.tools[name] for name in selected if name in self.tools}
+            self.tool_schemas = [tool.tool_schema.to_dict() for tool in self.tools.values()]
+        interaction, interaction_kwargs = await self._start_interaction(request_id, extra_info)
+        agent_data = AgentData(
+            messages=list(kwargs["raw_prompt"]),
+            request_id=request_id,
+            tools_kwargs=kwargs.get("tools_kwargs"),
+            interaction=interaction,
+            interaction_kwargs=interaction_kwargs,
+        )
+        try:
+            await self._run_states(agent_data, sampling_params)
+        finally:
+            if interaction is not None:
+                await interaction.finalize_interaction(request_id)
+        num = len(agent_data.response_mask)
+        end = len(agent_data.prompt_ids) - num
+        logprobs = agent_data.response_logprobs[: self.response_length]
+        scores = dict(zip(agent_data.scored_turns, agent_data.turn_scores, strict=True))
+        by_turn = [scores.get(turn) for turn in range(agent_data.assistant_turns)]
+        extra = {"turn_scores": by_turn, "tool_rewards": agent_data.tool_rewards}
+        return AgentLoopOutput(
+            prompt_ids=agent_data.prompt_ids[:end],
+            response_ids=agent_data.prompt_ids[end:][: self.response_length],
+            response_mask=agent_data.response_mask[: self.response_length],
+            response_logprobs=logprobs or None,
+            num_turns=agent_data.user_turns + agent_data.assistant_turns + 1,
+            metrics=agent_data.metrics,
+            extra_fields={**agent_data.extra_fields, **extra},
+        )
+
+    async def _run_states(self, agent_data: AgentData, sampling_params: dict[str, Any]) -> None:
+        state = AgentState.PENDING
+        while state is not AgentState.TERMINATED:
+            if state is AgentState.PENDING:
+                state = await self._handle_pending_state(agent_data, sampling_params)
+            elif state is AgentState.GENERATING:
+                state = await self._handle_generating_state(agent_data, sampling_params)
+            elif state is AgentState.PROCESSING_TOOLS:
+                state = await self._handle_processing_tools_state(agent_data)
+            else:
+                state = await self._handle_interacting_state(agent_data)
+
+    async def _handle_pending_state(self, agent_data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
+        """Render the prompt."""
+        agent_data.prompt_ids = await self.apply_chat_template(agent_data.messages, tools=self.tool_schemas or None)
+        return AgentState.GENERATING
+
+    async def _handle_generating_state(
+        self, agent_data: AgentData, sampling_params: dict[str, Any], ignore_termination: bool = False
+    ) -> AgentState:
+        """Let the model take a turn, and say what follows it."""
+        with simple_timer("generate_sequences", agent_data.metrics):
+            output = await self.server_manager.generate(
+                request_id=agent_data.request_id,
+                prompt_ids=agent_data.prompt_ids,
+                sampling_params=sampling_params,
+                image_data=agent_data.image_data,
+                video_data=agent_data.video_data,
+            )
+        agent_data.assistant_turns += 1
+        agent_data.response_ids = list(output.token_ids)
+        agent_data.prompt_ids = [*agent_data.prompt_ids, *output.token_ids]
+        agent_data.response_mask = [*agent_data.response_mask, *[1] * len(output.token_ids)]
+        agent_data.response_logprobs = [*agent_data.response_logprobs, *(output.log_probs or ())]
+        agent_data.extra_fields = {**agent_data.extra_fields, **output.extra_fields}
+        if len(agent_data.response_mask) >= self.response_length and not ignore_termination:
+            return AgentState.TERMINATED
+        if self.max_assistant_turns and agent_data.assistant_turns >= self.max_assistant_turns:
+            return AgentState.TERMINATED
+        if self.max_user_turns and agent_data.user_turns >= self.max_user_turns:
+            return AgentState.TERMINATED
+        schemas = [tool.tool_schema for tool in self.tools.values()]
+        content, agent_data.tool_calls = await self.tool_parser.extract_tool_calls(agent_data.response_ids, schemas)
+        if self.interaction_config_file:  # an interaction reads all that the model wrote
+            whole = self.tokenizer.decode(agent_data.response_ids, skip_special_tokens=True)
+            agent_data.messages.append({"role": "assistant", "content": whole})
+        else:
+            agent_data.messages.append(self._build_assistant_message(content, agent_data))
+        if agent_data.tool_calls:
+            return AgentState.PROCESSING_TOOLS
+        return AgentState.INTERACTING if self.interaction_config_file else AgentState.TERMINATED
+
+    async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
+        """Call the tools, at most `max_parallel_calls` at once, and append what they say."""
+        calls, before = agent_data.tool_calls[: self.max_parallel_calls], list(agent_data.messages)
+        with simple_timer("tool_calls", agent_data.metrics):
+            found = await asyncio.gather(*(self._call_tool(c, agent_data.tools_kwargs, agent_data) for c in calls))
+        for call, (response, reward, _) in zip(calls, found, strict=True):
+            if response.image or response.video:
+                raise ConfigError(
+                    f"the tool {call.name!r} answers with media, which an agent loop does not show; let the native loop run "
+                    "such rows"
+                )
+            given = {} if call.tool_call_id is None else {"tool_call_id": call.tool_call_id}
+            agent_data.messages.append({"role": "tool", "content": response.text or "", **given})
+            if reward is not None:
+                agent_data.tool_rewards.append(reward)
+        merged, mask, logprobs = await self.ct_merge_context_msg(
+            before,
+            agent_data.messages,
+            agent_data.prompt_ids,
+            agent_data.response_mask,
+            agent_data.response_logprobs or None,
+            tools=self.tool_schemas,
+        )
+        if len(mask) >= self.response_length:
+            return AgentState.TERMINATED
+        agent_data.prompt_ids, agent_data.response_mask = merged.token_ids, mask
+        agent_data.response_logprobs = logprobs or []
+        agent_data.user_turns += 1
+        return AgentState.GENERATING
+
+    async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
+        """Let the interaction answer; what it says when it ends the conversation is not encoded."""
+        is_over, reply, score, _ = await agent_data.interaction.generate_response(
+            agent_data.request_id, agent_data.messages, **agent_data.interaction_kwargs
+        )
+        before = list(agent_data.messages)
+        agent_data.user_turns += 1
+        agent_data.messages.append({"role": "user", "content": reply})
+        if score is not None:
+            agent_data.turn_scores.append(score)
+            agent_data.scored_turns.append(agent_data.assistant_turns - 1)
+        if is_over:
+            return AgentState.TERMINATED
+        merged, agent_data.response_mask, logprobs = await self.ct_merge_context_msg(
+            before,
+            agent_data.messages,
+            agent_data.prompt_ids,
+            agent_data.response_mask,
+            agent_data.response_logprobs or None,
+        )
+        agent_data.prompt_ids, agent_data.response_logprobs = merged.token_ids, logprobs or []
+        return AgentState.GENERATING
+
+    async def ct_merge_context_msg(
+        self,
+        previous_messages: list[dict[str, Any]],
+        updated_messages: list[dict[str, Any]],
+        runtime_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[Any, list[int], list[float] | None]:
+        """Return the ids (`token_ids`), mask and logprobs with what `updated_messages` has behind `previous_messages`."""
+        old, new = ([Message.from_openai(m) for m in part] for part in (previous_messages, updated_messages))
+        last_id = runtime_token_ids[-1] if runtime_token_ids else None
+        added = self._encoder.extend(new[len(old) :], last_id=last_id, history=old).tolist()
+        logprobs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(added)]
+        return SimpleNamespace(token_ids=[*runtime_token_ids, *added]), [*response_mask, *[0] * len(added)], logprobs
+
+    @cached_property
+    def _encoder(self) -> DeltaEncoder:
+        codec = self.server_manager.codec or Codec(self.tokenizer, template_kwargs=self.apply_chat_template_kwargs)
+        return DeltaEncoder(codec, tools=self.tool_schemas)
+
+    def _build_assistant_message(self, content: str, agent_data: AgentData) -> dict[str, Any]:
+        """Return a turn as a message, with the calls that are followed."""
+        message: dict[str, Any] = {"role": "assistant", "content": content or ""}
+        if agent_data.tool_calls:
+            message["tool_calls"] = [_call_of(call) for call in agent_data.tool_calls[: self.max_parallel_calls]]
+        return message
+
+    async def _call_tool(
+        self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any], agent_data: AgentData
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        """Return what a tool answers, its reward and its metrics; what goes wrong is told to the model."""
+        name = tool_call.name
+        if (tool := self.tools.get(name)) is None:
+            return _problem(f"Unknown function {name!r}; there are {', '.join(sorted(self.tools)) or 'none'}.")
+        try:
+            arguments = json.loads(tool_call.arguments)
+        except (ValueError, TypeError) as problem:
+            return _problem(f"Invalid JSON in the arguments of {name!r}: {one_line(problem)}")
+        instance_id = None
+        try:
+            given = (tools_kwargs.get(name) or {}).get("create_kwargs") or {}
+            if has_parameter(tool.create, "instance_id"):
+                created = await methods_of(tool).create(str(uuid4()), **given)
+            else:
+                created = await tool.create(create_kwargs=given)
+            instance_id = created[0] if isinstance(created, tuple) else created
+            is_told = has_parameter(tool.execute, "agent_data") or takes_any_keyword(tool.execute)
+            told = {"agent_data": agent_data} if is_told else {}
+            response, reward, metrics = normalize(await tool.execute(instance_id, arguments, **told))
+        except Exception as problem:
+            return _problem(f"The tool {name!r} failed: {one_line(problem)}")
+        finally:
+            if instance_id is not None:
+                await tool.release(instance_id)
+        text = response.text
+        if text:
+            text = truncate(text, max_chars=self.max_tool_response_length, side=self.tool_response_truncate_side)
+        return response.model_copy(update={"text": text}), reward, dict(metrics)
+
+    def _initialize_interactions(self, interaction_config_file: str | None) -> dict[str, Any]:
+        """Return the interactions of a file by name."""
+        if not interaction_config_file:
+            return {}
+        return _once("interactions", interaction_config_file, initialize_interactions_from_config)
+
+    async def _start_interaction(self, request_id: str, extra_info: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not self.interaction_config_file:
+            return None, {}
+        kwargs = dict(extra_info.get("interaction_kwargs") or {})
+        if "name" not in kwargs:
+            raise ConfigError("'name' key is required in interaction_kwargs")
+        if kwargs["name"] not in self.interaction_map:
+            known = list(self.interaction_map)
+            raise ConfigError(
+                f"Interaction {kwargs['name']!r} not found in interaction_map. Available interactions: {known}"
+            )
+        interaction = self.interaction_map[kwargs["name"]]
+        await interaction.start_interaction(request_id, **kwargs)
+        return interaction, kwargs
+
+
+def _tools_of(multi_turn: Mapping[str, Any]) -> list[Any]:
+    """Return the tools of the files that a config names."""
+    found: list[Any] = []
+    for key, load in (
+        ("tool_config_path", initialize_tools_from_config),
+        ("function_tool_path", load_function_tools_from_path),
+    ):
+        if path := multi_turn.get(key):
+            found += _once(key, path, load)
+    return found
+
+
+def _once(key: str, path: str, load: Any) -> Any:
+    loaded = _LOADED.setdefault(asyncio.get_running_loop(), {})
+    if (key, path) not in loaded:
+        loaded[key, path] = load(path)
+    return loaded[key, path]
+
+
+def _problem(text: str) -> tuple[ToolResponse, float, dict[str, Any]]:
+    return ToolResponse(text=text), 0.0, {}
+
+
+def _call_of(call: FunctionCall) -> dict[str, Any]:
+    """Return a call as messages hold it; arguments that are no JSON object stay the text that they are."""
+    try:
+        read = json.loads(call.arguments)
+    except (ValueError, TypeError):
+        read = None
+    arguments = read if isinstance(read, dict) else call.arguments
+    given = {} if call.tool_call_id is None else {"id": call.tool_call_id}
+    return {"type": "function", "function": {"name": call.name, "arguments": arguments}, **given}

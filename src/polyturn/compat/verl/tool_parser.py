@@ -128,6 +128,20 @@ class KimiToolParser(NativeToolParser):
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, "kimi_k2")
 
+    def _calls(self, text: str, tools: Sequence[Any] | None) -> tuple[str, list[FunctionCall]]:
+        """Return the text and its calls; an id in another form names the one tool whose name is in it."""
+        content, calls = super()._calls(text, tools)
+        names = {_name_of(tool) for tool in tools or ()}
+        for call in calls:
+            found = [name for name in names if name in call.name.replace("-", "_")]
+            if call.name not in names and len(found) == 1:
+                call.name = found[0]
+        return content, calls
+
+
+def _name_of(tool: Any) -> str:
+    return str(tool.function.name if isinstance(tool, OpenAIFunctionToolSchema) else tool["function"]["name"])
+
 
 def _end_of_values(call: str) -> int:
     """Return where the last value of a call ends; its length where each one is closed."""

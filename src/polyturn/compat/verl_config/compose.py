@@ -29,8 +29,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.compat.verl_config.table import table
-from polyturn.config.load import read_yaml
 from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.infra.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 

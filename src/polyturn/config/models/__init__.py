@@ -12,32 +12,27 @@ objects. Paths are relative to the config file. A name of a plug-in is a registe
 
 from __future__ import annotations
 
-from polyturn.config.models.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DistillConfig, KlInRewardConfig
+from polyturn.config.models.algorithm import AlgorithmConfig, KlInRewardConfig
 from polyturn.config.models.cluster import ActorsConfig, ClusterConfig
 from polyturn.config.models.data import DataConfig, MixConfig, TaskSourceConfig
 from polyturn.config.models.engine import EngineConfig, LaunchConfig
 from polyturn.config.models.env import EnvConfig
 from polyturn.config.models.evaluation import EvalConfig, EvalSetConfig
-from polyturn.config.models.model import LoraConfig, ModelConfig, TrainTokenizerConfig
-from polyturn.config.models.optim import OptimConfig
+from polyturn.config.models.model import ModelConfig, TrainTokenizerConfig
 from polyturn.config.models.policies import PolicyConfig
-from polyturn.config.models.records import DumpConfig, StoreConfig, TrackerConfig
-from polyturn.config.models.reward import OverlongConfig, RewardConfig, RewardFunctionConfig, RewardRateConfig, SandboxConfig
-from polyturn.config.models.rollout import LimitsConfig, RolloutConfig, SamplingConfig
+from polyturn.config.models.records import DumpConfig, TrackerConfig
+from polyturn.config.models.reward import RewardConfig, RewardFunctionConfig, RewardRateConfig, SandboxConfig
+from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.models.run import CompatConfig, RunConfig
-from polyturn.config.models.tools import BreakerConfig, ToolsConfig
+from polyturn.config.models.tools import ToolsConfig
 from polyturn.config.models.train import DistributedConfig, SftConfig, TrainConfig
 
 __all__ = [
     "ActorsConfig",
     "AlgorithmConfig",
-    "BreakerConfig",
     "ClusterConfig",
     "CompatConfig",
-    "CorrectionConfig",
-    "CriticConfig",
     "DataConfig",
-    "DistillConfig",
     "DistributedConfig",
     "DumpConfig",
     "EngineConfig",
@@ -46,22 +41,16 @@ __all__ = [
     "EvalSetConfig",
     "KlInRewardConfig",
     "LaunchConfig",
-    "LimitsConfig",
-    "LoraConfig",
     "MixConfig",
     "ModelConfig",
-    "OptimConfig",
-    "OverlongConfig",
     "PolicyConfig",
     "RewardConfig",
     "RewardFunctionConfig",
     "RewardRateConfig",
     "RolloutConfig",
     "RunConfig",
-    "SamplingConfig",
     "SandboxConfig",
     "SftConfig",
-    "StoreConfig",
     "TaskSourceConfig",
     "ToolsConfig",
     "TrackerConfig",

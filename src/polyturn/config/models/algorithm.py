@@ -11,43 +11,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from polyturn.algorithms.options import CorrectionSettings, DistillSettings
 from polyturn.config.models.base import Section
-from polyturn.config.models.optim import OptimConfig
-
-
-class CorrectionConfig(Section):
-    """Off-policy correction: what tokens count that an engine sampled which was not quite the policy that is trained."""
-
-    weight: Literal["none", "token", "sequence", "geometric"] = "token"
-    """Importance weights of the policy loss: of each token, or of its segment (product, geometric mean); none only rejects
-    and measures."""
-    cap: float = Field(2.0, gt=0)
-    """Weights above it are cut to it."""
-    beyond: Literal["truncate", "drop"] = "truncate"
-    """What becomes of a weight above the cap: the cap, or 0."""
-    normalize: bool = False
-    """Divide the weights by their mean over the step."""
-    reject: dict[str, float | tuple[float, float]] = {}
-    """Bounds beyond which tokens leave the loss, for instance {seq_mean_k1: [0.99, 1.01]}: token, seq_sum, seq_mean or
-    seq_max, and k1 (bounds of the ratio; one number is the upper, its inverse the lower), k2 or k3 (one, the upper)."""
-    veto: float | None = Field(None, gt=0, lt=1)
-    """A segment with any ratio below this leaves the loss, for instance 1e-4."""
-    negative_bound: float | None = Field(None, gt=0)
-    """A segment of negative advantage leaves the loss where the policy has moved away from it by more than this, in nats per
-    token."""
-
-
-class DistillConfig(Section):
-    """On-policy distillation: the loss draws the policy to a teacher on the tokens that the policy sampled."""
-
-    teacher: str
-    """Folder or hub id of a model with the same vocabulary."""
-    coef: float = Field(1.0, gt=0)
-    """Weight of the term beside the policy loss; `loss: none` leaves it alone."""
-    estimator: str = "k1+"
-    """The estimator of KL(policy || teacher), a name that `kl_estimator` takes."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the teacher's weights; null takes the model's."""
+from polyturn.training.options import CriticSettings
 
 
 class KlInRewardConfig(Section):
@@ -63,18 +29,6 @@ class KlInRewardConfig(Section):
     """Trajectories over which the weight follows its target."""
 
 
-class CriticConfig(Section):
-    """The value function of gae, turn_gae and bilevel_gae: a backbone of its own with one number per token."""
-
-    path: str | None = None
-    """Folder or hub id of the model whose backbone it starts from, with the same vocabulary; null takes the policy's."""
-    warmup: int = Field(0, ge=0)
-    """Steps at the start of the run in which only the critic is trained."""
-    clip: float | None = Field(0.2, gt=0)
-    """How far a value may move in a step and still be drawn to its return; null does not clip."""
-    optim: OptimConfig = OptimConfig(lr=1e-5)
-
-
 class AlgorithmConfig(Section):
     """From rewards to a loss."""
 
@@ -88,7 +42,7 @@ class AlgorithmConfig(Section):
     """Discount of later rewards, per token or per turn as the estimator counts; null takes the estimator's default."""
     lam: float | None = Field(None, ge=0, le=1)
     """Weight of later steps in generalised advantage estimation; null takes the estimator's default."""
-    critic: CriticConfig = CriticConfig()
+    critic: CriticSettings = CriticSettings()
     kl_in_reward: KlInRewardConfig = KlInRewardConfig()
     loss: str = "ppo_clip"
     """What a token contributes: a registered policy loss, or `file.py:function`."""
@@ -123,9 +77,9 @@ class AlgorithmConfig(Section):
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """The denominator of the ratio where a step takes several updates or is stale: computed by the trainer before the step,
     or the engine's own, which saves a forward pass and is right where engine and trainer agree (the embedded one does)."""
-    correction: CorrectionConfig | None = None
+    correction: CorrectionSettings | None = None
     """Weigh and reject tokens by how far the engine that sampled them was from the policy that is trained; null does not."""
-    distill: DistillConfig | None = None
+    distill: DistillSettings | None = None
     """Learn from a teacher's log-probabilities; null does not."""
     drop_truncated: bool = False
     """Leave trajectories out of the loss that a limit ended; they still count in the statistics of their group."""

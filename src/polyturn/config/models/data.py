@@ -2,7 +2,8 @@
 
     data: {train: {files: train.parquet}, mix: {weights: {gsm8k: 2, search: 1}}}
 
-Tasks come from files or from a generator: exactly one of the two. `evaluation.data` names its tasks in the same way.
+Tasks come from files, from a data set of the Hugging Face hub, or from a generator: exactly one of the three.
+`evaluation.data` names its tasks in the same way.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ from polyturn.config.models.base import Section
 
 
 class TaskSourceConfig(Section):
-    """Where tasks come from: files of rows, or a generator."""
+    """Where tasks come from: files of rows, a data set of the hub, or a generator."""
 
     files: str | list[str] | None = None
     """jsonl or parquet files; globs are allowed."""
+    dataset: str | None = None
+    """A data set on the Hugging Face hub, as owner/name, or a folder with one."""
+    subset: str | None = None
+    """Which of the data set's configurations, where it has several (`main` of openai/gsm8k)."""
+    split: str | None = None
+    """Which split of the data set; "train" by default, "test" for an evaluation. `train[:1000]` is a part of one."""
+    streaming: bool = False
+    """Fetch the first `limit` rows of the data set, not all of it."""
+    columns: dict[str, str] = {}
+    """Column of a task to the data set's own name for it: `{prompt: question, ground_truth: answer}`."""
     generator: str | None = None
     """`file.py:function` that returns a sequence of tasks."""
     kwargs: dict[str, Any] = {}
@@ -27,11 +38,19 @@ class TaskSourceConfig(Section):
     """Use only the first `limit` tasks."""
     system: str | None = None
     """A system message for the tasks that have none."""
+    interaction: str | None = None
+    """The interaction of the tasks that name none; it is told the rest of their rows."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskSourceConfig:
-        if (self.files is None) == (self.generator is None):
-            raise ValueError("set exactly one of files and generator")
+        if sum(one is not None for one in (self.files, self.dataset, self.generator)) != 1:
+            raise ValueError("set exactly one of files, dataset and generator")
+        of_datasets = {"subset": self.subset, "split": self.split, "streaming": self.streaming, "columns": self.columns}
+        given = [key for key, value in of_datasets.items() if value]
+        if given and self.dataset is None:
+            raise ValueError(f"{given[0]} belongs to `dataset`, a data set of the hub; set `dataset`, or drop {given[0]}")
+        if self.streaming and self.limit is None:
+            raise ValueError("streaming fetches the first `limit` rows of a data set; set limit, or drop streaming")
         return self
 
 

@@ -39,8 +39,10 @@ class LaunchConfig(Section):
 class EngineConfig(Section):
     """What samples the completions: the embedded engine in this process, or a server."""
 
-    kind: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """The engine in this process, or servers of vLLM or SGLang."""
+    kind: str = "embedded"
+    """The engine in this process (embedded), servers (vllm, sglang), or another entry point of `polyturn.engines`."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of an engine that another package offers."""
     urls: list[str] = []
     """Where servers run already; they must hold the same model and run with the flags that docs/guides/engines.md lists."""
     api_key_env: str | None = None

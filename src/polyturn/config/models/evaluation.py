@@ -11,13 +11,13 @@ from pydantic import Field
 
 from polyturn.config.models.base import Section
 from polyturn.config.models.data import TaskSourceConfig
-from polyturn.config.models.rollout import SamplingConfig
+from polyturn.core.generation import Sampling
 
 
 class EvalSetConfig(Section):
     """One way to evaluate."""
 
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    sampling: Sampling = Sampling(temperature=0.0)
     max_turns: int | None = Field(None, ge=1)
     """Overrides rollout.limits.max_turns."""
     samples: int = Field(1, ge=1)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from polyturn.config.models.base import Section
+from polyturn.training.options import LoraSettings
 
 
 class TrainTokenizerConfig(Section):
@@ -23,27 +24,8 @@ class TrainTokenizerConfig(Section):
     """Tokens of the vocabulary."""
 
 
-class LoraConfig(Section):
-    """Train low-rank adapters beside the weights instead of the weights; needs peft (the extra `lora`)."""
-
-    rank: int = Field(16, ge=1)
-    """Rank of the update of every adapted layer."""
-    alpha: float = Field(32.0, gt=0)
-    """The update is scaled by alpha / rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Above 0 the policy that is trained is not quite the one that sampled."""
-    target_modules: str | list[str] = "all-linear"
-    """Names of modules, a regular expression, or all-linear: every linear layer but the output embedding."""
-    exclude_modules: str | list[str] | None = None
-    """Of the target modules, those that get no adapter."""
-    rank_stabilized: bool = False
-    """Scale by alpha / sqrt(rank) instead."""
-    adapter: str | None = None
-    """Folder of an adapter of this shape to start from."""
-
-
-class ModelConfig(Section):
-    """The model: weights from a folder or hub id, or random weights from an architecture."""
+class AnyModelConfig(Section):
+    """A model: weights from a folder or hub id, or random weights from an architecture."""
 
     path: str | None = None
     """Folder or hub id of a Hugging Face model."""
@@ -58,20 +40,13 @@ class ModelConfig(Section):
     """A Jinja chat template that replaces the tokenizer's own, or the file that holds it."""
     template_kwargs: dict[str, Any] = {}
     """Passed to the chat template at every render, for instance {enable_thinking: false}."""
-    processor: str | None = None
-    """What makes a model's inputs of images, videos and sounds: a folder or hub id, `file.py:function`, which is called with
-    the tokenizer, or `none`. Defaults to the one in `path`, for a model that takes more than text."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the parameters, in training and in the embedded engine. With bfloat16 the optimizer keeps float32 masters."""
-    gradient_checkpointing: bool = False
-    """Compute every layer again in the backward pass instead of keeping its activations: more time, much less memory."""
-    lora: LoraConfig | None = None
+    lora: LoraSettings | None = None
     """Train an adapter; null trains all weights."""
-    reference: str | None = None
-    """Folder or hub id of the reference of the KL term; null takes the model as it is when training starts."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
+    def _one_source(self) -> AnyModelConfig:
         if (self.path is None) == (self.init is None):
             raise ValueError(
                 "set exactly one of model.path (weights from a folder or hub id) and model.init (random weights)"
@@ -81,3 +56,20 @@ class ModelConfig(Section):
         if self.tokenizer is not None and self.train_tokenizer is not None:
             raise ValueError("model.tokenizer and model.train_tokenizer are two tokenizers; set one of them to null")
         return self
+
+
+class ModelConfig(AnyModelConfig):
+    """The model: weights from a folder or hub id, or random weights from an architecture."""
+
+    processor: str | None = None
+    """What makes a model's inputs of images, videos and sounds: a folder or hub id, `file.py:function`, which is called with
+    the tokenizer, or `none`. Defaults to the one in `path`, for a model that takes more than text."""
+    gradient_checkpointing: bool = False
+    """Compute every layer again in the backward pass instead of keeping its activations: more time, much less memory."""
+    attn_implementation: str | None = None
+    """Attention as transformers names it (sdpa, flash_attention_2, …); null takes the model's own. Packed rows have one
+    of their own."""
+    liger: bool = False
+    """Use Liger's fused kernels where the architecture has them: less memory and time on a GPU (liger-kernel)."""
+    reference: str | None = None
+    """Folder or hub id of the reference of the KL term; null takes the model as it is when training starts."""

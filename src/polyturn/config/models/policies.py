@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 
 from polyturn.config.models.base import Section
 from polyturn.config.models.engine import EngineConfig
-from polyturn.config.models.model import ModelConfig
-from polyturn.config.models.rollout import SamplingConfig
+from polyturn.config.models.model import AnyModelConfig
+from polyturn.core.generation import Sampling
 
 SELF = "self"
 """Names the policy that is trained, where a policy's model is asked for."""
@@ -24,8 +24,9 @@ SELF = "self"
 class PolicyConfig(Section):
     """A further policy of the run, which speaks and is not trained."""
 
-    model: str | ModelConfig | None = None
-    """A folder or hub id, or keys as of the section `model`; or `self`: a copy of the policy that is trained."""
+    model: str | AnyModelConfig | None = None
+    """A folder or hub id, or keys of the section `model`, without those of training; or `self`: a copy of the policy that is
+    trained."""
     checkpoint: str | None = None
     """Weights and tokenizer in place of those of `model`: a checkpoint, a run's folder (its latest checkpoint) or a model's.
     Where it is an adapter, `model` says what it was put on; null for the model of the run."""
@@ -33,22 +34,15 @@ class PolicyConfig(Section):
     """Of `self`: the copy is taken again every so many steps; null keeps what the policy was when training started."""
     engine: EngineConfig | None = None
     """What it is sampled from; null is an embedded engine with the settings of the run's, where that is embedded too."""
-    sampling: SamplingConfig | None = None
+    sampling: Sampling | None = None
     """How it is sampled; null as the policy that is trained is in training."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens that it says at once, where whoever asks it does not say; null takes rollout.limits.max_tokens_per_turn."""
     max_context: int | None = Field(None, ge=2)
     """Its longest prompt and answer together; null is its model's own limit, at most 4,096; of `self`, the run's."""
-    train: bool = False
-    """Whether it is trained; it is not."""
 
     @model_validator(mode="after")
     def _speaks(self) -> PolicyConfig:
-        if self.train:
-            raise ValueError(
-                "a run trains one policy, the one of the section model, and train is true for another; let that one play "
-                "several parts (seats: [policy, policy], model: policy), or train the other in a run of its own"
-            )
         if self.model is None and self.checkpoint is None:
             raise ValueError(
                 "a policy needs a model (a folder, a hub id, or self for a copy of the one that is trained) or a checkpoint"

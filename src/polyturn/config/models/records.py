@@ -22,15 +22,6 @@ class DumpConfig(Section):
     """Folder for evaluation, relative to the working directory."""
 
 
-class StoreConfig(Section):
-    """How much of the trajectories a run keeps in its folder, under trajectories/."""
-
-    share: float = Field(1.0, ge=0, le=1)
-    """Share of the groups of training that are kept, the same ones after a resume. Evaluations are kept whole."""
-    max_gb: float | None = Field(None, gt=0)
-    """The oldest trajectories of training go once all take more than this many GB; null keeps all."""
-
-
 class TrackerConfig(BaseModel):
     """A program that the numbers of a run are passed on to. Further keys are its own, for instance `project`."""
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from polyturn.config.models.base import Section
+from polyturn.rewards.overlong import Overlong
 
 
 class RewardFunctionConfig(Section):
@@ -21,17 +22,6 @@ class RewardFunctionConfig(Section):
     """A registered name, `file.py:function` or `package.module:function`."""
     kwargs: dict[str, Any] = {}
     """Passed to every call, by name."""
-
-
-class OverlongConfig(Section):
-    """A penalty that grows over the last tokens before the limit, as DAPO has it."""
-
-    buffer: int = Field(0, ge=0)
-    """Over how many tokens before `max_tokens` it grows from 0 to `penalty`; 0 is no penalty."""
-    penalty: float = Field(1.0, ge=0)
-    """The whole penalty, at the limit."""
-    max_tokens: int | None = Field(None, ge=1)
-    """The length that costs the whole penalty, observations included; defaults to rollout.limits.max_tokens."""
 
 
 class RewardRateConfig(Section):
@@ -75,7 +65,7 @@ class RewardConfig(Section):
     text: Literal["answer", "turn", "turns"] = "answer"
     """What a function of `solution_str` reads: the last message without reasoning and calls, the last turn as it was
     written, or every turn as it was written. Never what a tool or an interaction said."""
-    overlong: OverlongConfig = OverlongConfig()
+    overlong: Overlong = Overlong()
     rate: RewardRateConfig = RewardRateConfig()
     batch_size: int | None = Field(64, ge=1)
     """Trajectories in one call of a function of `solution_strs`; null is no bound."""

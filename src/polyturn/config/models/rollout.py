@@ -13,48 +13,18 @@ from pydantic import Field
 
 from polyturn.config.models.base import Section
 from polyturn.config.models.tools import ToolsConfig
+from polyturn.core.generation import Sampling
+from polyturn.rollout.limits import Limits
 
-
-class SamplingConfig(Section):
-    """How completions are sampled."""
-
-    temperature: float = Field(1.0, ge=0)
-    """0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample among the likeliest tokens that together have this probability."""
-    top_k: int = -1
-    """-1 means no limit."""
-
-
-class LimitsConfig(Section):
-    """How far an episode may go; null means no limit. Checked in the order of `rollout/limits.py`."""
-
-    max_turns: int | None = Field(8, ge=1)
-    """Completions of an episode; null is no limit."""
-    max_user_turns: int | None = Field(None, ge=0)
-    """Answers of the interaction; null is no limit."""
-    max_tokens_per_turn: int | None = Field(512, ge=1)
-    """Sampled tokens of one completion; null is no limit."""
-    max_tokens: int | None = Field(None, ge=1)
-    """Tokens after the first prompt, observations included."""
-    max_context: int | None = Field(None, ge=2)
-    """Prompt and response together; defaults to the model's own limit."""
-    max_prompt_tokens: int | None = Field(None, ge=1)
-    """A task with a longer prompt is refused when the run starts."""
-    timeout_s: float | None = Field(7200.0, gt=0)
-    """Seconds of an episode, beyond which it is truncated; null is no limit. The default is more than 8 turns take of which
-    every call is as slow as its own deadline allows."""
-    counts_people: bool = False
-    """Whether the time in which a person is waited for counts for `timeout_s`."""
-    context_policy: Literal["stop", "compact", "drop_oldest"] = "stop"
-    """When the context is full: end, replace old observations by a note, or leave out the oldest messages."""
+LIMITS = Limits(timeout_s=7200.0)
+"""Those of a run that sets none: more time than 8 turns take of which every call is as slow as its own deadline allows."""
 
 
 class RolloutConfig(Section):
     """How episodes run."""
 
-    sampling: SamplingConfig = SamplingConfig()
-    limits: LimitsConfig = LimitsConfig()
+    sampling: Sampling = Sampling()
+    limits: Limits = LIMITS
     tools: ToolsConfig = ToolsConfig()
     interactions: str | list[dict[str, Any]] | None = None
     """YAML file with an `interaction` list, or that list."""

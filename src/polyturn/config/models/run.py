@@ -23,10 +23,11 @@ from polyturn.config.models.env import EnvConfig
 from polyturn.config.models.evaluation import EvalConfig
 from polyturn.config.models.model import ModelConfig
 from polyturn.config.models.policies import SELF, PolicyConfig
-from polyturn.config.models.records import DumpConfig, StoreConfig, TrackerConfig
+from polyturn.config.models.records import DumpConfig, TrackerConfig
 from polyturn.config.models.reward import RewardConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.models.train import SftConfig, TrainConfig
+from polyturn.store.options import StoreSettings
 
 TAKEN = ("policy", "random", SELF)
 """Names that no further policy may have."""
@@ -69,7 +70,7 @@ class RunConfig(Section):
     evaluation: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
     dump: DumpConfig = DumpConfig()
-    store: StoreConfig = StoreConfig()
+    store: StoreSettings = StoreSettings()
     tracking: list[str | TrackerConfig] = []
     """Trackers beside metrics.jsonl: names, or {name: wandb, project: …} with keys of the tracker's own."""
     compat: CompatConfig = CompatConfig()

@@ -12,17 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from polyturn.config.models.base import Section
-
-
-class BreakerConfig(Section):
-    """When a tool that does not answer is left alone for a while, its calls answered at once with an error."""
-
-    failures: int = Field(8, ge=0)
-    """Time-outs or lost connections in a row, of two episodes at least, after which it is; 0 never."""
-    cooldown_s: float = Field(1.0, gt=0)
-    """Seconds until one call tries it again; doubled each time that fails."""
-    max_cooldown_s: float = Field(60.0, gt=0)
-    """Seconds that it is left alone at most."""
+from polyturn.tools.breaker import BreakerSettings
 
 
 class ToolsConfig(Section):
@@ -47,7 +37,7 @@ class ToolsConfig(Section):
     tool's own config."""
     max_per_host: int | None = Field(None, ge=1)
     """Calls at once to one host, of all tools that ask it; null is no limit."""
-    breaker: BreakerConfig = BreakerConfig()
+    breaker: BreakerSettings = BreakerSettings()
     unreachable: Literal["observation", "failure"] = "observation"
     """What a call is that finds its tool gone (`connection`, `circuit_open`): an observation, which the model reads and is
     scored with; or a failure of the trajectory, which then is in no loss, for services that no call can bring down."""

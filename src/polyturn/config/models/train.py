@@ -14,29 +14,17 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from polyturn.config.models.base import Section
-from polyturn.config.models.optim import OptimConfig
+from polyturn.training.options import OptimSettings
 
 
 class DistributedConfig(Section):
-    """How the model that trains is spread over devices."""
+    """How the model that trains is spread over devices, by torch's FSDP2, which shards parameters, gradients and moments."""
 
-    strategy: str = "fsdp"
-    """Only `fsdp`: torch's FSDP2, which shards parameters, gradients and moments."""
     ranks: int = Field(1, ge=1)
     """Processes that train together, a GPU each where there are GPUs; `polyturn train` starts them. Under
     torchrun its own number counts."""
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that split every layer among them and see the same samples; for models too wide for one device."""
-
-    @model_validator(mode="after")
-    def _known_strategy(self) -> DistributedConfig:
-        if self.strategy == "megatron":
-            raise ValueError(
-                "train.distributed.strategy is megatron; Megatron is not built (docs/guides/scale.md says why); use fsdp"
-            )
-        if self.strategy != "fsdp":
-            raise ValueError(f"train.distributed.strategy is {self.strategy!r}; the one that there is is fsdp")
-        return self
 
 
 class TrainConfig(Section):
@@ -81,7 +69,7 @@ class TrainConfig(Section):
     """What follows a checkpoint that cannot be written, on a full disk for instance: the run ends, with the last good one
     intact (stop), or goes on and tries again at the next (warn)."""
     distributed: DistributedConfig = DistributedConfig()
-    optim: OptimConfig = OptimConfig()
+    optim: OptimSettings = OptimSettings()
 
     @field_validator("checkpoint_every")
     @classmethod
@@ -129,4 +117,4 @@ class SftConfig(Section):
     """Tokens of a micro-batch, padding included."""
     max_seconds: float | None = Field(None, gt=0)
     """Stop after this many seconds, whatever `steps` says."""
-    optim: OptimConfig = OptimConfig(lr=1e-4)
+    optim: OptimSettings = OptimSettings(lr=1e-4)

@@ -4,7 +4,7 @@ Each is a short subclass of `MultiTurnScheduler` and an example of what one can 
 """
 
 from polyturn.rollout.schedulers.compaction import Compaction
-from polyturn.rollout.schedulers.gym import Gym
+from polyturn.rollout.schedulers.environment import Gym
 from polyturn.rollout.schedulers.image_tools import ImageTools
 from polyturn.rollout.schedulers.lookahead import Lookahead
 from polyturn.rollout.schedulers.math_tips import MathTips

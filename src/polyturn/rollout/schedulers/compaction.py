@@ -11,23 +11,23 @@ in which what was sampled before is prompt, and a summary is a turn that is trai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.messages import Message, Origin
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers.reasoning import without_reasoning
 from polyturn.rollout.schedulers.registry import schedulers
-
-if TYPE_CHECKING:
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.open_turn import OpenTurn
 
 POLICIES = ("drop_reasoning", "window", "summarise")
 REQUEST = "Summarise what was found out so far, as notes to go on with. Do not answer yet."
 
 
 @schedulers.register("compaction")
+@keeps_deadlines
 class Compaction(MultiTurnScheduler):
     """The default turn logic over a history of at most `budget` tokens."""
 

@@ -9,18 +9,18 @@ the record show the same ones.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyturn.core.messages import Message
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.rollout.schedulers.registry import schedulers
 
-if TYPE_CHECKING:
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.open_turn import OpenTurn
-
 
 @schedulers.register("image_tools")
+@keeps_deadlines
 class ImageTools(MultiTurnScheduler):
     """Answers tool calls as the user."""
 

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from polyturn.core.aio import first_error
 from polyturn.core.errors import ConfigError, DataError, did_you_mean
@@ -27,14 +27,13 @@ from polyturn.core.messages import Message
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.rewards.judge import ConversationJudge, Verdict
-from polyturn.rollout.conversation_view import Aside
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.episode_state import Aside
+from polyturn.rollout.history_state import Mark
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler
 from polyturn.rollout.schedulers.registry import schedulers
-
-if TYPE_CHECKING:
-    from polyturn.rollout.conversation import EpisodeMark
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.open_turn import OpenTurn
 
 LABEL = "lookahead"
 REWARDS = ("turns", "run")
@@ -44,10 +43,11 @@ class BranchPoint(NamedTuple):
     """A turn, and where the episode stood right behind it."""
 
     turn: OpenTurn
-    mark: EpisodeMark
+    mark: Mark
 
 
 @schedulers.register("lookahead")
+@keeps_deadlines
 class Lookahead(MultiTurnScheduler):
     """Runs the conversation, then looks what might have come of each of its turns."""
 

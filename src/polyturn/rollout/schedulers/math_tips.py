@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyturn.core.task import Task
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers.judge import Judge, build_judge, is_right, require_truth
 from polyturn.rollout.schedulers.registry import schedulers
-
-if TYPE_CHECKING:
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.open_turn import OpenTurn
 
 TIP = "But wait... It seems I made a mistake,"
 
 
 @schedulers.register("math_tips")
+@keeps_deadlines
 class MathTips(MultiTurnScheduler):
     """One hint inside the message, where the answer is wrong."""
 

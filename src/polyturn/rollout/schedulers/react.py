@@ -16,15 +16,14 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyturn.core.messages import ToolCall
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers.registry import schedulers
-
-if TYPE_CHECKING:
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.open_turn import OpenTurn
 
 _CALL = re.compile(
     r"Action:[ \t]*(?P<name>[^\n]*)\n[ \t]*Action Input:[ \t]*(?P<input>.*?)(?=\s*\nObservation:|\s*\Z)", re.DOTALL
@@ -32,6 +31,7 @@ _CALL = re.compile(
 
 
 @schedulers.register("react")
+@keeps_deadlines
 class React(MultiTurnScheduler):
     """Runs the first `Action:` of a turn and lets the message go on behind what it came to."""
 

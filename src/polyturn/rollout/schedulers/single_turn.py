@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyturn.core.lifecycle import StopReason
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers.registry import schedulers
 
-if TYPE_CHECKING:
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.open_turn import OpenTurn
-
 
 @schedulers.register("single_turn")
+@keeps_deadlines
 class SingleTurn(MultiTurnScheduler):
     """One turn."""
 

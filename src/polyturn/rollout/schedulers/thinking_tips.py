@@ -9,22 +9,22 @@ A turn that had no reasoning leaves nothing out, so its history goes on token fo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyturn.core.task import Task
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers.judge import Judge, build_judge, is_right, require_truth
 from polyturn.rollout.schedulers.reasoning import without_reasoning
 from polyturn.rollout.schedulers.registry import schedulers
 
-if TYPE_CHECKING:
-    from polyturn.rollout.episode import Episode
-    from polyturn.rollout.open_turn import OpenTurn
-
 TIP = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
 
 
 @schedulers.register("thinking_tips")
+@keeps_deadlines
 class ThinkingTips(MultiTurnScheduler):
     """Hints from the user, over a history without reasoning."""
 

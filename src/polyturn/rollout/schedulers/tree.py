@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from polyturn.core.aio import first_error
 from polyturn.core.errors import ConfigError
@@ -24,12 +24,11 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rewards.registry import rewards
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.episode import Episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers.judge import Judge, build_judge, is_right, require_truth
 from polyturn.rollout.schedulers.registry import schedulers
-
-if TYPE_CHECKING:
-    from polyturn.rollout.episode import Episode
 
 
 class Grown(NamedTuple):
@@ -42,6 +41,7 @@ class Grown(NamedTuple):
 
 
 @schedulers.register("tree")
+@keeps_deadlines
 class Tree(MultiTurnScheduler):
     """Splits into `branching` before every chunk, until there are `width` branches."""
 

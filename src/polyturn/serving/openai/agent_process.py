@@ -17,7 +17,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from polyturn.core.errors import SchedulerError
 from polyturn.core.hiding import passed_on
 from polyturn.core.serde import to_json
 from polyturn.core.task import Task
+from polyturn.infra.process import dies_with_parent, end_async
 from polyturn.serving.openai.endpoint import Address
 
 logger = logging.getLogger(__name__)
@@ -61,14 +61,15 @@ async def run_command(
     if posts_reward:
         inherited = (_readable_once(address.reward_key.encode()),)
         variables["POLYTURN_REWARD_FD"] = str(inherited[0])
+    environ = {**passed_on(), **{k: str(v) for k, v in env.items()}, **variables}
     try:
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *dies_with_parent(command, env=environ, cwd=cwd),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             cwd=cwd,
-            env={**passed_on(), **{k: str(v) for k, v in env.items()}, **variables},
+            env=environ,
             pass_fds=inherited,
             start_new_session=True,
         )
@@ -84,7 +85,7 @@ async def run_command(
             said = group.create_task(_tail(process.stderr))
         code = await process.wait()
     finally:
-        await asyncio.shield(_end(process))
+        await asyncio.shield(end_async(process, grace_s=GRACE_S))
     if code != 0:
         last = " / ".join(said.result().decode(errors="replace").strip().splitlines()[-3:])
         raise SchedulerError(f"the agent's command {command[0]!r} ended with exit code {code}: {last or 'it said nothing'}")
@@ -112,19 +113,3 @@ async def _tail(stream: asyncio.StreamReader) -> bytes:
     while piece := await stream.read(1 << 16):
         tail = (tail + piece)[-TAIL_BYTES:]
     return tail
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the process and all that it started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)  # the group is its own: it was started with a new session
-        except ProcessLookupError:
-            break
-        if process.returncode is not None:
-            continue
-        try:
-            await asyncio.wait_for(process.wait(), GRACE_S)
-        except TimeoutError:
-            continue
-    await process.wait()

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from polyturn.core.errors import ConfigError, PolyturnError, SchedulerError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.registry import import_attr
+from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
-from polyturn.rollout.schedulers.registry import schedulers
 from polyturn.serving.address import is_loopback
 from polyturn.serving.openai.agent_process import run_command
 from polyturn.serving.openai.chat_request import BadRequest
@@ -42,6 +42,7 @@ TOLD = ("base_url", "anthropic_base_url", "api_key", "reward_key", "task", "mode
 REWARDS = ("returned", "posted", "final")
 
 
+@keeps_deadlines
 class SessionScheduler(MultiTurnScheduler):
     """An episode that somebody else asks for turn by turn; a subclass says who."""
 
@@ -75,7 +76,7 @@ class SessionScheduler(MultiTurnScheduler):
         """Leave it to the agent, which is told that a completion was cut."""
 
 
-@schedulers.register("black_box")
+@keeps_deadlines
 class BlackBox(SessionScheduler):
     """Calls an agent for every episode and serves it the model under an address of its own."""
 

@@ -32,8 +32,9 @@ from polyturn.core.serde import to_json
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rewards.router import RewardRef, RewardRouter
+from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.openai import chat
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
 from polyturn.serving.openai.endpoint import Address, EndpointOptions, ModelEndpoint
@@ -53,7 +54,7 @@ MAX_KEPT = 256
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class _CreatedEpisode:
     """An episode that somebody created."""
 
     name: str
@@ -64,6 +65,7 @@ class _Live:
     task: asyncio.Task[Trajectory] | None = None
 
 
+@keeps_deadlines
 class HostedEpisodes(SessionScheduler):
     """Lets whoever was given the address of an episode make its requests."""
 
@@ -109,7 +111,7 @@ class OpenAIService:
         self._idle_s = idle_s
         self._max_episodes = max_episodes
         self._record = record
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _CreatedEpisode] = {}
         self._ended: OrderedDict[str, Trajectory] = OrderedDict()
         self._keys: OrderedDict[str, str] = OrderedDict()
         self._numbers = itertools.count()
@@ -198,7 +200,7 @@ class OpenAIService:
         metadata, seed = body.get("metadata") or {}, body.get("seed")
         if not isinstance(metadata, dict) or isinstance(seed, bool) or not isinstance(seed, int | None):
             raise BadRequest("an episode takes `metadata`, an object, and `seed`, a whole number; both may be left out")
-        live = _Live(name="")
+        live = _CreatedEpisode(name="")
         id = f"served/{next(self._numbers)}"
 
         async def visit(session: AgentSession) -> None:
@@ -221,7 +223,7 @@ class OpenAIService:
         told = {"base_url": live.address.base_url, "anthropic_base_url": live.address.anthropic_base_url}
         return _reply({"id": live.name, **told, "api_key": live.address.api_key, "reward_key": live.address.reward_key})
 
-    def _end(self, live: _Live, id: str, done: asyncio.Task[Trajectory]) -> None:
+    def _end(self, live: _CreatedEpisode, id: str, done: asyncio.Task[Trajectory]) -> None:
         self._visits.pop(id, None)
         self._live.pop(live.name, None)
         problem = None if done.cancelled() else done.exception()
@@ -262,7 +264,7 @@ class OpenAIService:
             raise BadRequest("the episode is live; POST to its /end first", status=409, code="episode_live")
         return _reply(to_json(self._ended[request.match_info["name"]]))
 
-    def _of(self, request: web.Request) -> _Live | None:
+    def _of(self, request: web.Request) -> _CreatedEpisode | None:
         """Return a live episode, None for one that ended.
 
         Raises:

@@ -29,8 +29,8 @@ from polyturn.core.generation import FinishReason, SamplingParams
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.seeds import derive_seed
-from polyturn.rollout.conversation import EpisodeMark
 from polyturn.rollout.episode import Episode
+from polyturn.rollout.history_state import Mark
 from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse, key_of
@@ -46,7 +46,7 @@ class _Node:
 
     def __init__(self) -> None:
         self.children: dict[tuple[Any, ...], _Node] = {}
-        self.places: list[_Place] = []
+        self.places: list[_AfterTurn] = []
         """Turns that said this message."""
 
 
@@ -60,18 +60,18 @@ class _Conversation:
     reply: asyncio.Future[ChatResponse] | None
     """Where the agent waits; None while the loop waits for the agent."""
     task: asyncio.Task[None] | None = None
-    place: _Place | None = None
+    place: _AfterTurn | None = None
     """The turn that the loop waits behind."""
     heard: asyncio.Future[Reply] | None = None
     """Where the loop waits."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Place:
+class _AfterTurn:
     """Right behind a turn."""
 
     conversation: _Conversation
-    mark: EpisodeMark
+    mark: Mark
     calls: Mapping[str, str]
     """Id to name of the calls that the turn made."""
 
@@ -224,7 +224,7 @@ class AgentSession:
         said = typed_messages(new, place.calls)
         return [self._continue(ask, node, place, said, choice) for choice in choices]
 
-    def _continue(self, ask: ChatRequest, node: _Node, place: _Place, new: tuple[Message, ...], choice: int) -> _Begun:
+    def _continue(self, ask: ChatRequest, node: _Node, place: _AfterTurn, new: tuple[Message, ...], choice: int) -> _Begun:
         """Go on behind a turn: where its loop waits, or in a fork."""
         conversation = place.conversation
         if conversation.place is not place or conversation.heard is None:
@@ -317,7 +317,7 @@ class AgentSession:
         """Tell the agent what was said and wait for what it answers: the `step` of the loop."""
         conversation = self._conversations[episode.id]
         said, message = as_told(episode, turn, conversation.ask)
-        place = _Place(conversation, episode.mark(), {c.id: c.name for c in said.calls})
+        place = _AfterTurn(conversation, episode.mark(), {c.id: c.name for c in said.calls})
         node = conversation.node.children.setdefault(key_of(message), _Node())
         node.places.append(place)
         reply, conversation.reply = conversation.reply, None
@@ -360,6 +360,6 @@ def _fail(conversation: _Conversation, problem: BadRequest) -> None:
         reply.exception()  # an agent that has gone does not ask for it
 
 
-def _waiting(places: Sequence[_Place]) -> _Place:
+def _waiting(places: Sequence[_AfterTurn]) -> _AfterTurn:
     """Return, of turns that said the same, one behind which the loop waits; else the latest."""
     return next((p for p in places if p.conversation.place is p), places[-1])

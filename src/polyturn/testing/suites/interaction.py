@@ -18,7 +18,7 @@ from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.adapters import in_usual_form
 from polyturn.rollout.interaction_session import InteractionSession, LoadedInteraction
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.suites.common import DEADLINE_S, NUM_EPISODES, Findings, grown, holdings
 
@@ -53,7 +53,7 @@ async def check_interaction(
     """
     usual, kwargs = in_usual_form(interaction), {"name": interaction.name, **row}
     async with Findings(f"interaction {type(interaction).__name__}") as found:
-        suite = _Suite(usual, found, prompt=prompt, kwargs=kwargs)
+        suite = _InteractionSuite(usual, found, prompt=prompt, kwargs=kwargs)
         await suite.check_ids()
         alone = await suite.play("alone", says)
         if is_deterministic and not found.problems:
@@ -65,7 +65,7 @@ async def check_interaction(
         await _check_episode(interaction, found, says=says, prompt=prompt, kwargs=kwargs)
 
 
-class _Suite:
+class _InteractionSuite:
     """The calls into one interaction."""
 
     def __init__(self, interaction: Interaction, found: Findings, *, prompt: str, kwargs: dict[str, Any]) -> None:

@@ -15,11 +15,12 @@ from polyturn.core.messages import ToolCall
 from polyturn.core.protocols import Tool
 from polyturn.core.task import ToolKwargs
 from polyturn.core.trajectory import ToolResult
-from polyturn.rollout.lifespan import run_episode
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.suites.common import DEADLINE_S, NUM_EPISODES, Findings, grown, holdings
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.failures import ToolFailure
+from polyturn.tools.options import ToolOptions
 
 _BROKEN = (ToolFailure.EXCEPTION, ToolFailure.TOO_LARGE, ToolFailure.TIMEOUT, ToolFailure.CONNECTION)
 
@@ -48,8 +49,8 @@ async def check_tool(
     told = ToolKwargs(**row)
     async with Findings(f"tool {tool.name}") as found:
         _check_schema(tool, found)
-        box = ToolBox([tool], timeout_s=DEADLINE_S, max_result_chars=None)
-        suite = _Suite(box, tool, found, told)
+        box = ToolBox([tool], ToolOptions(timeout_s=DEADLINE_S, max_result_chars=None))
+        suite = _ToolSuite(box, tool, found, told)
         alone = await suite.play("alone", calls)
         await suite.play("unused", [], where=" in an episode without a call")
         if is_deterministic and not found.problems:
@@ -90,7 +91,7 @@ def _check_schema(tool: Tool, found: Findings) -> None:
         )
 
 
-class _Suite:
+class _ToolSuite:
     """Episodes with one tool."""
 
     def __init__(self, box: ToolBox, tool: Tool, found: Findings, told: ToolKwargs) -> None:

@@ -71,7 +71,7 @@ def read_python_calls(text: str, *, tag: str = "") -> ParsedText:
     if len(text) > MAX_CHARS:
         return ParsedText(pieces, [broken(text, f"the tool calls have {len(text)} characters, more than {MAX_CHARS}")])
     while True:
-        reader = _Reader(text, position)
+        reader = _TokenReader(text, position)
         try:
             reader.read_list(calls)
         except BadPythonError as problem:
@@ -94,7 +94,7 @@ class BadPythonError(Exception):
     """Text that is not a list of calls; the message says why, for the model."""
 
 
-class _Reader:
+class _TokenReader:
     """Reads tokens from left to right, each once."""
 
     def __init__(self, text: str, position: int) -> None:

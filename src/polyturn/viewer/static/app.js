@@ -24,7 +24,8 @@ export async function get(path, values = {}) {
 
 const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"]];
 const PAGES = { curves, trajectories, groups, timeline: timelinePage, one, compare, about };
-export const state = { runs: [], marked: [], list: [], page: null };
+// `last` holds the address at which each tab was left, so that its filters are there again; `list` is the table as it was last read.
+export const state = { runs: [], marked: [], list: [], page: null, last: {} };
 const main = document.getElementById("main");
 
 export function place() {
@@ -40,40 +41,89 @@ export function go(page, values = {}, { run = place().run, replace = false } = {
   location.hash = hash;
 }
 
+// The run's problems, above every page and as new as the last answer.
+const problems = el("div");
+function drawProblems(info) {
+  problems.replaceChildren(...(info?.problems.length ? [el("div", { class: "problem", role: "alert" }, info.problems.join("\n"))] : []));
+}
+
 async function show() {
   const { run, page, values } = place();
-  state.page?.leave?.();
-  state.page = null;
   const shown = PAGES[page] ? page : "curves";
   const current = ["one", "compare"].includes(shown) ? "trajectories" : shown;
+  if (shown === current) state.last[`${run}/${shown}`] = location.hash;
   document.getElementById("tabs").replaceChildren(...TABS.map(([name, label]) =>
-    el("a", { href: `#/${run}/${name}`, "aria-current": name === current ? "page" : null }, label)));
+    el("a", { href: (name !== shown && state.last[`${run}/${name}`]) || `#/${run}/${name}`, "aria-current": name === current ? "page" : null }, label)));
   document.getElementById("run").value = String(run);
   const info = state.runs[run];
+  drawProblems(info);
   if (!info) { main.replaceChildren(el("p", { class: "problem", role: "alert" }, `There is no run ${run}.`)); return; }
   document.title = `${info.name} – polyturn`;
   const asked = location.hash;
   try {
     const built = await PAGES[shown](run, values, info);
     if (location.hash !== asked) return;
-    const problems = info.problems.length ? [el("div", { class: "problem", role: "alert" }, info.problems.join("\n"))] : [];
-    main.replaceChildren(...problems, built.element);
-    state.page = built;
+    state.page?.leave?.();
+    state.page = Object.assign(built, { of: `${run}/${shown}` });
+    main.replaceChildren(problems, built.element);
     built.ready?.();
   } catch (problem) {
-    main.replaceChildren(el("div", { class: "problem", role: "alert" }, problem.message), el("p", {}, el("a", { href: `#/${run}/${current}` }, "Back to all")));
+    const alert = el("div", { class: "problem", role: "alert" }, problem.message);
+    main.querySelector(".refused")?.remove();
+    // A filter that cannot be understood leaves the form in which it is corrected.
+    if (state.page?.of === `${run}/${shown}` && main.querySelector("form")) { alert.classList.add("refused"); main.prepend(alert); return; }
+    state.page = null;
+    main.replaceChildren(problems, alert, el("p", {}, el("a", { href: `#/${run}/${current}` }, "Back to all")));
+  }
+}
+
+// Build the page again where the run has gone on: the row in focus and the place on the screen stay, and nothing that is being typed is lost.
+async function follow() {
+  const page = state.page, hash = location.hash;
+  if (page?.update) return page.update();
+  if (!page?.follows) return;
+  const isTyped = [...main.querySelectorAll("form input")].some((x) => x === document.activeElement || (x.type === "checkbox" ? x.checked !== x.defaultChecked : x.value !== x.defaultValue));
+  if (isTyped) return;
+  const { run, page: name, values } = place();
+  const built = await PAGES[name](run, values, state.runs[run]);
+  if (location.hash !== hash || state.page !== page) return;
+  const row = document.activeElement?.closest("tr[data-key]")?.dataset.key, [x, y] = [scrollX, scrollY];
+  state.page = Object.assign(built, { of: page.of });
+  main.replaceChildren(problems, built.element);
+  scrollTo(x, y);
+  const again = row && [...main.querySelectorAll("tr[data-key]")].find((tr) => tr.dataset.key === row);
+  if (again) { main.querySelectorAll("tr[data-key]").forEach((tr) => (tr.tabIndex = -1)); again.tabIndex = 0; again.focus({ preventScroll: true }); }
+}
+
+function drawRuns() {
+  const choice = document.getElementById("run");
+  if (choice.options.length !== state.runs.length) {
+    choice.replaceChildren(...state.runs.map((r) => el("option", { value: r.index }, r.name)));
+    choice.value = String(place().run);
   }
 }
 
 async function poll() {
+  const live = document.getElementById("live");
+  const size = (runs) => JSON.stringify(runs.map((r) => [r.num_trajectories, r.num_metrics, r.problems]));
   try {
-    const before = JSON.stringify(state.runs.map((r) => [r.num_trajectories, r.num_metrics]));
+    const before = size(state.runs);
     state.runs = await get("runs");
-    const now = JSON.stringify(state.runs.map((r) => [r.num_trajectories, r.num_metrics]));
+    drawRuns();
     const info = state.runs[place().run];
-    document.getElementById("live").textContent = info ? `step ${info.last_step ?? "–"} · ${info.num_trajectories} trajectories` : "";
-    if (before !== now) state.page?.update?.();
-  } catch { document.getElementById("live").textContent = "the viewer has stopped"; }
+    drawProblems(info);
+    if (before !== size(state.runs)) await follow();
+    live.textContent = info ? `step ${info.last_step ?? "–"} · ${info.num_trajectories} trajectories · read at ${new Date().toLocaleTimeString()}` : "";
+  } catch (problem) {
+    live.textContent = problem instanceof TypeError ? "the viewer has stopped" : problem.message;
+  }
+  setTimeout(poll, 3000);
+}
+
+// From a trajectory back to the table as it was.
+export function leave() {
+  const { run, page } = place();
+  if (["one", "compare"].includes(page)) location.hash = state.last[`${run}/trajectories`] ?? `#/${run}/trajectories`;
 }
 
 function keyboard(event) {
@@ -82,9 +132,9 @@ function keyboard(event) {
   if (event.key === "Escape" && typing) { event.target.blur(); return; }
   if (typing || document.getElementById("help").open) return;
   if (event.key === "?") { document.getElementById("help").showModal(); return; }
-  if (/^[1-5]$/.test(event.key)) { go(TABS[Number(event.key) - 1][0]); return; }
+  if (/^[1-5]$/.test(event.key)) { document.querySelectorAll("#tabs a")[Number(event.key) - 1].click(); return; }
   if (event.key === "/") { const box = main.querySelector("input[type=search]"); if (box) { event.preventDefault(); box.focus(); } return; }
-  if (event.key === "Escape") { if (["one", "compare"].includes(place().page)) history.back(); return; }
+  if (event.key === "Escape") { leave(); return; }
   if (state.page?.key?.(event)) event.preventDefault();
 }
 
@@ -107,10 +157,9 @@ async function start() {
   document.addEventListener("keydown", keyboard);
   window.addEventListener("hashchange", show);
   try { state.runs = await get("runs"); } catch (problem) { main.replaceChildren(el("div", { class: "problem", role: "alert" }, problem.message)); return; }
-  choice.replaceChildren(...state.runs.map((r) => el("option", { value: r.index }, r.name)));
+  drawRuns();
   await show();
   await poll();
-  setInterval(poll, 3000);
 }
 
 start();

@@ -17,7 +17,8 @@ export function short(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-// series: [{name, color, points: [[x, y], …]}]
+// series: [{name, color, points: [[x, y], …], smoothed: as points, or null}]. What was measured is always drawn, behind what is smoothed;
+// points that stand apart from their neighbours (evaluations) are marked, because the line between them was not measured.
 export function lineChart(series, { width = 360, height = 170, label = "" } = {}) {
   const left = 46, right = 8, top = 8, bottom = 22;
   const all = series.flatMap((s) => s.points);
@@ -38,9 +39,11 @@ export function lineChart(series, { width = 360, height = 170, label = "" } = {}
   }
   for (const x of [x0, x1]) box.append(svg("text", { x: X(x), y: height - 6, "text-anchor": x === x0 ? "start" : "end" }, short(x)));
   for (const one of series) {
-    const path = one.points.map(([x, y], i) => `${i ? "L" : "M"}${X(x).toFixed(1)} ${Y(y).toFixed(1)}`).join("");
-    box.append(svg("path", { d: path, class: `c${one.color}` }));
-    if (one.points.length === 1) box.append(svg("circle", { cx: X(one.points[0][0]), cy: Y(one.points[0][1]), r: 3, class: `f${one.color}` }));
+    const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${X(x).toFixed(1)} ${Y(y).toFixed(1)}`).join("");
+    box.append(svg("path", { d: path(one.points), class: `c${one.color}`, "stroke-opacity": one.smoothed ? 0.3 : 1 }));
+    if (one.smoothed) box.append(svg("path", { d: path(one.smoothed), class: `c${one.color} smoothed` }));
+    const is_sparse = one.points.length <= 60 && (one.points.length === 1 || one.points.some(([x], i) => i && x - one.points[i - 1][0] > 1));
+    if (is_sparse) for (const [x, y] of one.points) box.append(svg("circle", { cx: X(x), cy: Y(y), r: one.points.length === 1 ? 3 : 2, class: `f${one.color}` }));
   }
   const hair = svg("line", { y1: top, y2: height - bottom, class: "hair", visibility: "hidden" });
   const said = svg("text", { y: top + 10, visibility: "hidden" });

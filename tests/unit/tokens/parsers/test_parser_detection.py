@@ -10,10 +10,10 @@ import pytest
 
 from polyturn.core.errors import ConfigError, TemplateError, UnknownNameError
 from polyturn.core.messages import Message, ToolCall
-from polyturn.testing.parser_samples import CALLS, TOOLS
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.parsers import HermesParser, ParsedTurn, PlainParser, TurnParser, build_parser, detect, parsers
+from support.parser_samples import CALLS, TOOLS
 
 SHARED = Path(__file__).parents[4].parent / "shared" / "data"
 REAL = {

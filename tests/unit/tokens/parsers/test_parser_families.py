@@ -9,9 +9,9 @@ import pytest
 
 from polyturn.core.errors import UnknownNameError
 from polyturn.core.messages import ToolCall
-from polyturn.testing.parser_samples import CALLS, CONTENT, PIECES, REASONING, TOOLS, VARIANTS, WRITINGS, mutate
-from polyturn.testing.steps import num_steps
 from polyturn.tokens.parsers import HermesParser, ParsedTurn, PlainParser, TurnParser, parsers, reasoning_formats
+from support.parser_samples import CALLS, CONTENT, PIECES, REASONING, TOOLS, VARIANTS, WRITINGS, mutate
+from support.steps import num_steps
 
 FAMILIES = sorted({parsers.resolve(n): n for n in reversed(list(parsers))}.values())
 CALLING = [n for n in WRITINGS if n != "none"]

@@ -1,0 +1,32 @@
+"""A partner of your own: it answers each turn of the model, scores it, and says when it is done. `--tiny` for a laptop."""
+
+import sys
+
+import polyturn
+from polyturn.testing import tiny
+
+PRICES = {"lamp": 40, "chair": 75}
+
+
+class Customer(polyturn.BaseInteraction):
+    """Wants to hear the right price, and says so until it does."""
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        """Return whether the conversation is over, what is said, the turn's score, and what else is recorded."""
+        said = messages[-1]["content"]
+        if str(PRICES[kwargs["item"]]) in said:
+            return True, "Thank you!", 1.0, {}
+        return False, "That cannot be right, think again.", 0.0, {"words": len(said.split())}
+
+
+TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 32}
+REAL = {"steps": 100, "groups_per_step": 16}
+run = polyturn.train(
+    model=tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
+    tasks=[{"prompt": f"What does the {i} cost?", "interaction": {"name": "customer", "item": i}} for i in PRICES],
+    interaction=Customer,
+    max_turns=4,
+    name="own_interaction",
+    **(TINY if "--tiny" in sys.argv else REAL),
+)
+print(run)

@@ -1,0 +1,99 @@
+"""What can be chosen about the mathematics of training: off-policy correction and distillation.
+
+    algorithm: {loss: ppo_clip, correction: {cap: 2.0, reject: {seq_mean_k1: [0.99, 1.01]}}}
+
+Separate from `correction.py`, because a configuration is read where torch is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+
+WEIGHTS = ("none", "token", "sequence", "geometric")
+REJECTIONS = (
+    *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""What is held to bounds: an estimate of the divergence of pi from mu, for a token or summed, averaged or maximal over a
+sequence. Of k1 the bounds are those of the ratio, so that seq_mean_k1 bounds the geometric mean of rho."""
+
+
+class Bounds(NamedTuple):
+    """What is kept lies within."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSettings:
+    """Off-policy correction: what tokens count that an engine sampled which was not quite the policy that is trained."""
+
+    weight: Literal["none", "token", "sequence", "geometric"] = "token"
+    """Importance weights of the policy loss. token: rho of each token, truncated importance sampling. sequence: the product
+    of rho over the segment, for each of its tokens; unbiased and of high variance. geometric: its geometric mean. none only
+    rejects and measures."""
+    cap: Annotated[float, Field(gt=0)] = 2.0
+    """Weights above it are cut to it: min(rho, cap), Ionides 2008."""
+    beyond: Literal["truncate", "drop"] = "truncate"
+    """What becomes of a weight above the cap: the cap, or 0."""
+    normalize: bool = False
+    """Divide the weights by their mean over the step."""
+    reject: Mapping[str, float | tuple[float, float]] = field(default_factory=dict)
+    """Bounds beyond which tokens leave the loss, for instance {seq_mean_k1: [0.99, 1.01]}: token, seq_sum, seq_mean or
+    seq_max, and k1 (bounds of the ratio; one number is the upper, its inverse the lower), k2 or k3 (one, the upper). A
+    segment leaves with all of its tokens."""
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A segment with any ratio below this leaves the loss, for instance 1e-4: the trainer finds a token nearly impossible
+    that was sampled."""
+    negative_bound: Annotated[float, Field(gt=0)] | None = None
+    """A segment of negative advantage leaves the loss where the policy has moved away from it by more than this, in nats per
+    token (DeepSeek 2025, DeepSeek-V3.2, equation 9): mistakes that this policy no longer makes teach nothing."""
+
+    def __post_init__(self) -> None:
+        if self.weight not in WEIGHTS:
+            raise UnknownNameError(f"there is no correction weight {self.weight!r}.{did_you_mean(self.weight, WEIGHTS)}")
+        if self.beyond not in ("truncate", "drop"):
+            raise ConfigError(f"the correction's `beyond` is {self.beyond!r}; it must be 'truncate' or 'drop'")
+        if not self.cap > 0:
+            raise ConfigError(f"the cap of correction weights is {self.cap}; it must be above 0")
+        for name, (low, high) in self.bounds.items():
+            if name not in REJECTIONS:
+                raise UnknownNameError(f"there is no rejection by {name!r}.{did_you_mean(name, REJECTIONS)}")
+            if not low < high or (name.endswith("_k1") and not low <= 1 <= high):
+                raise ConfigError(f"the bounds of {name} are {low} and {high}; what they keep must hold equal policies")
+        if self.veto is not None and not 0 < self.veto < 1:
+            raise ConfigError(f"the correction's veto is {self.veto}; it is a ratio between 0 and 1, for instance 1e-4")
+
+    @property
+    def bounds(self) -> dict[str, Bounds]:
+        """What `reject` holds each estimate to."""
+        return {name: _bounds(name, value) for name, value in self.reject.items()}
+
+
+def _bounds(name: str, value: float | tuple[float, float]) -> Bounds:
+    if isinstance(value, tuple):
+        return Bounds(*value)
+    return Bounds(1 / value if value else math.inf, value) if name.endswith("_k1") else Bounds(-math.inf, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillSettings:
+    """On-policy distillation: the loss draws the policy to a teacher on the tokens that the policy sampled."""
+
+    teacher: str
+    """Folder or hub id of a model with the same vocabulary."""
+    coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the term beside the policy loss; `loss: none` leaves it alone."""
+    estimator: str = "k1+"
+    """The estimator of KL(policy || teacher), a name that `kl_estimator` takes."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the teacher's weights; null takes the model's."""

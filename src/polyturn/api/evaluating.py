@@ -1,0 +1,133 @@
+"""An evaluation from its configuration to its reports: of weights, or of whatever an endpoint serves.
+
+A run folder of its own holds the trajectories, the resolved config and report.json: for each set the report's numbers and,
+under "statistics", means with intervals, pass@k, maj@k and success by turn budget, for all tasks and by data source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polyturn import build
+from polyturn.api.console import stderr_console
+from polyturn.api.folders import keep_tokenizer, new_run_folder
+from polyturn.config.load import write_resolved
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError
+from polyturn.core.run_loop import run_loop
+from polyturn.core.seeds import derive_seed
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.engines.chat_completions import Endpoint
+from polyturn.evaluation.evaluate import EvalSet, evaluate
+from polyturn.evaluation.report import EvalReport
+from polyturn.evaluation.statistics import Statistics, statistics
+from polyturn.rollout.context import RolloutContext
+from polyturn.training.observer import RunObserver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedSet:
+    """What one evaluation set showed."""
+
+    report: EvalReport
+    statistics: Mapping[str, Statistics]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as data for JSON."""
+        return {**dataclasses.asdict(self.report), "statistics": {k: s.to_json() for k, s in self.statistics.items()}}
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation left."""
+
+    folder: Path
+    sets: dict[str, EvaluatedSet]
+
+
+def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, checkpoint: Path | None = None) -> Evaluation:
+    """Run the evaluation sets of a configuration; leave the trajectories and a report.json in a run folder of their own."""
+    sets = _sets(place)
+    parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
+    tasks = build.fitting(parts, sets[0].tasks, name="evaluation.data")
+    sets = [dataclasses.replace(one, tasks=tasks) for one in sets]
+    build.check_run(parts, tasks, name="evaluation.data")
+    folder = _new_folder(place, resolved)
+    keep_tokenizer(parts, folder)
+    also = build.build_records(parts, sets)
+    with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
+        found = run_loop(_all(parts.context, place.config, sets, observer))
+    return _reported(folder, found)
+
+
+def evaluate_endpoint(place: build.ConfigSource, resolved: Mapping[str, Any], endpoint: Endpoint) -> Evaluation:
+    """Run them on a model that is served elsewhere; nothing of training needs to be installed."""
+    sets = [build.for_endpoint(one) for one in _sets(place)]
+    context, engine = build.build_endpoint_context(place, endpoint)
+    build.check_endpoint_run(context, sets[0].tasks, name="evaluation.data")
+    folder = _new_folder(place, resolved)
+    context.codec.tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "endpoint.json").write_text(json.dumps({"url": endpoint.url, "model": endpoint.model}, indent=2) + "\n")
+    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
+        found = run_loop(_all(context, place.config, sets, observer, finish=engine.finish))
+    return _reported(folder, found)
+
+
+def weights_of(model: Any) -> Any:
+    """Return the folder of the model that a checkpoint's folder, or a run's, means; what is no such folder as it is."""
+    if not isinstance(model, str | Path) or not Path(model).expanduser().is_dir():
+        return model
+    return build.model_folder(Path(model).expanduser())
+
+
+def _reported(folder: Path, found: dict[str, EvaluatedSet]) -> Evaluation:
+    data = {name: one.to_json() for name, one in found.items()}
+    (folder / "report.json").write_text(json.dumps(data, indent=2) + "\n")
+    return Evaluation(folder, found)
+
+
+def _sets(place: build.ConfigSource) -> list[EvalSet]:
+    sets = build.build_eval_sets(place)
+    if not sets:
+        raise ConfigError("evaluation.data is not set: there are no tasks to evaluate on")
+    return sets
+
+
+def _new_folder(place: build.ConfigSource, resolved: Mapping[str, Any]) -> Path:
+    folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-eval")
+    write_resolved(resolved, folder / "config.yaml", base=place.base)
+    return folder
+
+
+async def _all(
+    context: RolloutContext,
+    config: RunConfig,
+    sets: Sequence[EvalSet],
+    observer: RunObserver,
+    *,
+    finish: Callable[[TrajectoryGroup], TrajectoryGroup] | None = None,
+) -> dict[str, EvaluatedSet]:
+    out = {}
+    try:
+        for which in sets:
+            result = await evaluate(
+                context,
+                which,
+                max_concurrent=config.rollout.max_concurrent,
+                max_failed_share=config.rollout.max_failed_share,
+                seed=derive_seed(config.seed, "eval"),
+                on_group=lambda group, which=which: observer.on_group(  # type: ignore[misc]
+                    group, phase=f"eval/{which.name}", total=len(which.tasks)
+                ),
+                finish=finish,
+            )
+            observer.on_eval(0, which.name, result.report, result.groups)
+            found = statistics(result.groups, success_at=which.success_at, seed=config.seed)
+            out[which.name] = EvaluatedSet(report=result.report, statistics=found)
+    finally:
+        await context.close()
+    return out

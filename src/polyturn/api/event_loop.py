@@ -1,0 +1,73 @@
+"""Where work with an event loop of its own runs: here, or beside the loop that is running here already.
+
+    a script      this thread                  SIGINT cancels the work, which leaves a checkpoint
+    a notebook    a thread of its own          the same, told by the thread that waits for it
+
+A notebook runs its cells inside an event loop, in which no other can run, and where a long cell is interrupted by SIGINT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from polyturn.api.signals import Signals
+
+T = TypeVar("T")
+
+
+def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
+    """Return what `work` returns; it is given what makes the `Signals` of what it runs.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted where a loop runs; in a process of its own it exits, as a command does.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work(Signals)
+    notes: list[Signals] = []
+
+    def signals() -> Signals:
+        notes.append(Signals())
+        return notes[-1]
+
+    def interrupt() -> None:
+        for latest in notes[-1:]:
+            latest.note(signal.SIGINT)
+
+    return wait_for(in_thread(lambda: work(signals)), on_interrupt=interrupt)
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a thread of its own, which sees the context variables of this one."""
+    result: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result.set_result(context.run(work))
+        except BaseException as problem:
+            result.set_exception(problem)
+
+    threading.Thread(target=run, name="polyturn", daemon=True).start()
+    return result
+
+
+def wait_for(result: Future[T], *, on_interrupt: Callable[[], object]) -> T:
+    """Wait for a result; the first interrupt is passed on and the work ends by itself, a second one abandons it."""
+    try:
+        return result.result()
+    except KeyboardInterrupt:
+        if result.done():
+            raise
+        on_interrupt()
+    try:
+        return result.result()
+    except SystemExit as ended:
+        raise KeyboardInterrupt from ended

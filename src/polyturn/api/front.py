@@ -1,0 +1,292 @@
+"""`polyturn.train`, `polyturn.evaluate`, `polyturn.rollout`: a run from Python, with objects in the place of names.
+
+    run = polyturn.train(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price], reward=right, steps=100, max_turns=4)
+
+Underneath is the configuration that a YAML file would hold, and the run that the command line would start: `run.config` says
+which. Nothing heavy is imported before a function is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from polyturn.api.run import Run
+    from polyturn.api.stepping import Steps
+
+
+def train(
+    model: Any = None,
+    tasks: Any = None,
+    *,
+    tools: Any = None,
+    interaction: Any = None,
+    reward: Any = None,
+    scheduler: Any = None,
+    engine: Any = None,
+    tokenizer: Any = None,
+    eval_tasks: Any = None,
+    config: Any = None,
+    ray: str | None = None,
+    resume: bool | Literal["auto"] = False,
+    **overrides: Any,
+) -> Run:
+    """Train a model, and return the run: its metrics, its trajectories, its model.
+
+        run = polyturn.train(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price], reward=right, steps=100, group_size=8)
+
+    Works in a script, in a notebook, under torchrun (every rank returns the run) and on a Ray cluster. In a notebook, or
+    wherever an event loop runs, training takes place in a thread of its own; an interrupt leaves a checkpoint either way.
+
+    Args:
+        model: A name on the hub, a folder, the section `model` as a dict, or a causal language model of transformers, which
+            is trained in place.
+        tasks: What to train on: a list of rows (dicts with a `prompt`), of texts or of `polyturn.Task`; a data set of
+            Hugging Face; the path of a jsonl or Parquet file, or several; a function that returns one of these.
+        tools: What the model may call: functions with annotations and a docstring, or tools; or the path of a tools file.
+        interaction: Who answers where no tool does: a subclass of `polyturn.BaseInteraction` or an object of one, or
+            several by name. A single one answers every task that names nobody.
+        reward: What a trajectory is worth: a function of the trajectory, or of (data_source, solution_str, ground_truth).
+        scheduler: A subclass of `polyturn.MultiTurnScheduler`, an object of one, or the name of one.
+        engine: "embedded" (the default), "vllm" or "sglang", or the section `engine` as a dict.
+        tokenizer: A tokenizer of transformers, its folder or its name; the model's own by default.
+        eval_tasks: Tasks to evaluate on before and after, given as `tasks` are.
+        config: A YAML file, or the same as a dict; everything above and below goes before it.
+        ray: The address of a Ray cluster, or "auto".
+        resume: Go on from the newest checkpoint of the run of this name; "auto": where there is one.
+        overrides: Further keys of the configuration: a whole section (`train={"steps": 100}`), the last part of a key
+            (`steps=100`, `lr=1e-5`, `max_turns=4`, `temperature=0.8`, `name="mine"`), or a whole key
+            (`**{"rollout.tools.timeout_s": 5}`). Functions, classes and objects may stand where YAML has an import path.
+
+    Raises:
+        PolyturnError: something cannot work; one sentence says what, and what to write.
+    """
+    from polyturn.api.given import GivenArguments
+
+    given = GivenArguments(
+        model=model,
+        tasks=tasks,
+        tools=tools,
+        interaction=interaction,
+        reward=reward,
+        scheduler=scheduler,
+        engine=engine,
+        tokenizer=tokenizer,
+        eval_tasks=eval_tasks,
+        config=config,
+        ray=ray,
+        overrides=overrides,
+    )
+    return _train(given, resume=resume)
+
+
+def evaluate(
+    model: Any = None,
+    tasks: Any = None,
+    *,
+    tools: Any = None,
+    interaction: Any = None,
+    reward: Any = None,
+    scheduler: Any = None,
+    engine: Any = None,
+    tokenizer: Any = None,
+    config: Any = None,
+    **overrides: Any,
+) -> Run:
+    """Evaluate a model on tasks, and return the run: `run.reports`, `run.trajectories`.
+
+        run = polyturn.evaluate(model="runs/mine/checkpoints/step-100/model", tasks="held_out.jsonl", tools=[price])
+
+    Args:
+        model: As for `train`; the folder of a run means its newest checkpoint.
+        tasks: What to evaluate on; `evaluation.data` of the configuration by default.
+        tools: As for `train`.
+        interaction: As for `train`.
+        reward: As for `train`.
+        scheduler: As for `train`.
+        engine: As for `train`.
+        tokenizer: As for `train`.
+        config: As for `train`.
+        overrides: As for `train`.
+
+    Raises:
+        PolyturnError: something cannot work; one sentence says what, and what to write.
+    """
+    from polyturn.api import evaluating
+    from polyturn.api.event_loop import run_beside
+    from polyturn.api.given import GivenArguments, read
+    from polyturn.api.run import Run
+
+    given = GivenArguments(
+        model=evaluating.weights_of(model),
+        eval_tasks=tasks,
+        tools=tools,
+        interaction=interaction,
+        reward=reward,
+        scheduler=scheduler,
+        engine=engine,
+        tokenizer=tokenizer,
+        config=config,
+        overrides=overrides,
+    )
+    with _shown():
+        source, resolved = read(given)
+        folder, found = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved))
+    return Run(folder, reports=found, resources=source)
+
+
+def rollout(
+    model: Any = None,
+    tasks: Any = None,
+    *,
+    tools: Any = None,
+    interaction: Any = None,
+    reward: Any = None,
+    scheduler: Any = None,
+    engine: Any = None,
+    tokenizer: Any = None,
+    config: Any = None,
+    num_tasks: int | None = None,
+    group_size: int = 1,
+    **overrides: Any,
+) -> Run:
+    """Let a model run episodes without training it, and return the run with their trajectories.
+
+        for trajectory in polyturn.rollout(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price]).trajectories: …
+
+    Args:
+        model: As for `train`.
+        tasks: As for `train`.
+        tools: As for `train`.
+        interaction: As for `train`.
+        reward: As for `train`.
+        scheduler: As for `train`.
+        engine: As for `train`.
+        tokenizer: As for `train`.
+        config: As for `train`.
+        num_tasks: How many of the tasks; None is all of them.
+        group_size: How many episodes of each task.
+        overrides: As for `train`.
+
+    Raises:
+        PolyturnError: something cannot work; one sentence says what, and what to write.
+    """
+    from polyturn.api import rolling
+    from polyturn.api.event_loop import run_beside
+    from polyturn.api.given import GivenArguments, read
+    from polyturn.api.run import Run
+
+    given = GivenArguments(
+        model=model,
+        tasks=tasks,
+        tools=tools,
+        interaction=interaction,
+        reward=reward,
+        scheduler=scheduler,
+        engine=engine,
+        tokenizer=tokenizer,
+        config=config,
+        overrides={"group_size": group_size, **overrides},
+    )
+    with _shown():
+        source, resolved = read(given)
+        folder, _ = run_beside(lambda signals: rolling.roll_out(source, resolved, num_tasks=num_tasks))
+    return Run(folder, resources=source)
+
+
+def steps(config: Any = None, *, resume: bool | Literal["auto"] = False, **given: Any) -> Steps:
+    """Train a step at a time, with the groups, samples, advantages and metrics of each in hand before it is taken.
+
+        for step in polyturn.steps("config.yaml", steps=100):
+            step.advantages = [a.clip(-2, 2) for a in step.advantages]
+            print(step.number, len(step.trajectories), step.update()["loss/total"])
+
+    What the body sets is what is trained: `step.groups` (credited again), `step.samples`, `step.advantages`. The step is
+    taken by `step.update()`, or when the loop asks for the next one; leaving the loop ends the run with a checkpoint.
+
+    Args:
+        config: A YAML file, or the same as a dict.
+        resume: As for `train`.
+        given: The arguments of `train`.
+
+    Raises:
+        PolyturnError: something cannot work; one sentence says what, and what to write.
+    """
+    from polyturn.api.given import GivenArguments, read
+    from polyturn.api.stepping import Steps
+
+    own = {
+        name: given.pop(name) for name in list(given) if name in GivenArguments.__dataclass_fields__ and name != "overrides"
+    }
+    told = GivenArguments(**own, config=config, overrides=given)
+    source, resolved = read(told)
+
+    def work(hooks: Any) -> Run:
+        with _shown():
+            from polyturn.api.training import RunOptions, run_training
+
+            options = RunOptions(
+                again=_again, resume=resume, signals=hooks.signals, revise=hooks.revise, on_step=hooks.on_step
+            )
+            return _run_of(run_training(source, resolved, options), told, source)
+
+    return Steps(work)
+
+
+def _again(name: str) -> str:
+    return f"polyturn.train(…, name={name!r}, resume=True)"
+
+
+def _train(given: Any, *, resume: bool | Literal["auto"]) -> Run:
+    from polyturn.api.event_loop import run_beside
+    from polyturn.api.given import read
+
+    with _shown():
+        source, resolved = read(given)
+        from polyturn.api.training import RunOptions, run_training
+
+        finished = run_beside(
+            lambda signals: run_training(source, resolved, RunOptions(again=_again, resume=resume, signals=signals))
+        )
+    return _run_of(finished, given, source)
+
+
+def _run_of(finished: Any, given: Any, source: Any) -> Run:
+    """Return the run that training left, as seen from this process."""
+    import dataclasses
+
+    from polyturn.api.run import Run
+    from polyturn.api.training import TrainedRun
+
+    if finished is None:
+        raise SystemExit(0)  # the run went on in processes that this one started, which have done what is left to do
+    folder = finished.folder if isinstance(finished, TrainedRun) else finished
+
+    def again(changes: Mapping[str, Any]) -> Run:
+        merged = {**given.overrides, **changes, "name": folder.name}
+        return _train(dataclasses.replace(given, overrides=merged), resume=True)
+
+    return Run(folder, model=finished.model if isinstance(finished, TrainedRun) else None, again=again, resources=source)
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[None]:
+    """Show the lines of a run where nobody has said where the program's log goes; an imported library says nothing else."""
+    from polyturn.api.console import ConsoleHandler, quiet_transformers
+
+    quiet_transformers()
+    ours = logging.getLogger("polyturn")
+    if logging.getLogger().handlers or ours.handlers:
+        yield
+        return
+    handler, level = ConsoleHandler(), ours.level
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(level)

@@ -1,0 +1,441 @@
+"""What a program gives, as the configuration that YAML would hold: objects under labels, short names as whole keys.
+
+    read(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price], overrides={"steps": 100, "lr": 1e-5})
+      ->  {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": {"generator": "<live list:8 rows>"}},
+           "rollout": {"tools": {"functions": ["<live __main__:price>"]}}, "train": {"steps": 100, "optim": {"lr": 1e-5}}}
+
+Separate from `config`, which reads files: here are the mistakes of a notebook, each one sentence with the right call in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyturn.build.config_source import ConfigSource
+from polyturn.config.load import base_of, load_config
+from polyturn.config.models import RunConfig
+from polyturn.config.schema import schema_table
+from polyturn.config.sources import merge
+from polyturn.core.errors import ConfigError, DataError, did_you_mean
+from polyturn.core.live import LiveObject, hold
+from polyturn.core.task import Task
+from polyturn.data.dataset import TaskDataset
+from polyturn.interactions.base import BaseInteraction
+from polyturn.interactions.registry import check_interaction, default_name
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.tools.base import BaseTool
+from polyturn.tools.function import FunctionTool
+
+FILES = (".jsonl", ".ndjson", ".parquet")
+FIRST = ("", "train")
+"""Sections whose keys have their last name to themselves, where other sections have one of that name too."""
+INNER = ("train.optim", "train.distributed", "rollout.limits", "rollout.sampling")
+"""Sections within sections whose keys go by their last name; those of others are written whole."""
+_EMPTY: Mapping[str, Any] = {"streaming": False, "columns": {}, "kwargs": {}}
+ASKED = ("question", "problem", "instruction", "query", "input", "task", "text", "user")
+"""Columns that hold what is asked in data sets that have no `prompt`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenArguments:
+    """What a program gives of a run; None leaves it to the configuration."""
+
+    model: Any = None
+    tokenizer: Any = None
+    tasks: Any = None
+    eval_tasks: Any = None
+    tools: Any = None
+    interaction: Any = None
+    reward: Any = None
+    scheduler: Any = None
+    engine: Any = None
+    ray: str | None = None
+    config: Any = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
+    """Return the configuration that was given, with its objects, and as resolved data that is safe to write.
+
+    Raises:
+        ConfigError, DataError: something cannot be what it was given as.
+    """
+    reader = _Reader()
+    values: dict[str, Any] = {}
+    path: Path | None = None
+    if isinstance(given.config, Mapping):
+        merge(values, reader.plain(given.config))
+    elif isinstance(given.config, str | Path):
+        path = Path(given.config)
+    elif given.config is not None:
+        raise ConfigError(f"config is {given.config!r:.80}; give the path of a YAML file, or the same as a dict")
+    for part in (
+        reader.model(given.model, given.tokenizer),
+        reader.interaction(given.interaction),
+        reader.tasks(given.tasks, "tasks"),
+        reader.tasks(given.eval_tasks, "eval_tasks"),
+        reader.tools(given.tools),
+        reader.reward(given.reward),
+        reader.scheduler(given.scheduler),
+        {} if given.engine is None else {"engine": _engine(given.engine)},
+        {} if given.ray is None else {"cluster": {"address": given.ray}},
+        reader.overrides(given.overrides),
+    ):
+        merge(values, part)
+    loaded = load_config(RunConfig, path, values=values)
+    base = Path() if path is None else base_of(path)
+    return ConfigSource(config=loaded.config, base=base.resolve(), live=tuple(reader.held)), loaded.resolved
+
+
+class _Reader:
+    """Turns what is given into plain data, and holds the objects in it."""
+
+    def __init__(self) -> None:
+        self.held: list[LiveObject] = []
+        self.partner: str | None = None
+        """Who answers the tasks that name nobody."""
+
+    def label(self, of: Any, *, name: str | None = None) -> str:
+        """Hold an object, and return what stands for it."""
+        self.held.append(hold(of, name=name))
+        return self.held[-1].label
+
+    def plain(self, value: Any) -> Any:
+        """Return a value as YAML could hold it, an object as its label."""
+        if isinstance(value, Mapping):
+            return {str(key): self.plain(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.plain(inner) for inner in value]
+        if isinstance(value, Path):
+            return str(value)
+        if value is None or isinstance(value, str | int | float):
+            return value
+        refuse_coroutine(value, "a value")
+        return self.label(value)
+
+    def model(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        """Return the section `model`: of a name, a folder, a section, or a model of transformers."""
+        named = _tokenizer_name(tokenizer)
+        of_tokenizer = {} if tokenizer is None else {"tokenizer": named or self.label(tokenizer, name=_kind(tokenizer))}
+        nothing = {"init": None, "train_tokenizer": None, "tokenizer": None}
+        if model is None:
+            return {"model": {**of_tokenizer, "train_tokenizer": None}} if of_tokenizer else {}
+        if isinstance(model, Mapping):
+            return {"model": {**self.plain(model), **of_tokenizer}}
+        if isinstance(model, str | Path):
+            return {"model": {"path": _here(model), **nothing, **of_tokenizer}}
+        if isinstance(model, type):
+            raise ConfigError(f"model is the class {model.__name__}; give a model, {model.__name__}.from_pretrained('…')")
+        refuse_coroutine(model, "model")
+        if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
+            raise ConfigError(
+                f"model is {model!r:.80}; give the name of a model on the hub, its folder, or a causal language model of "
+                "transformers: model='Qwen/Qwen3-0.6B'"
+            )
+        name = str(getattr(model.config, "_name_or_path", "") or "")
+        if not of_tokenizer and not name:
+            raise ConfigError(
+                f"model is a {type(model).__name__} that was not loaded by a name, so its tokenizer is not known; give it: "
+                "polyturn.train(model=model, tokenizer=tokenizer, …)"
+            )
+        dtype = str(model.dtype).removeprefix("torch.")
+        if dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"model has parameters in {dtype}; train it in one of two: model.bfloat16(), or model.float()")
+        path = self.label(model, name=_kind(model))
+        return {"model": {"path": path, "dtype": dtype, **nothing, "tokenizer": name, **of_tokenizer}}
+
+    def tasks(self, value: Any, what: str) -> dict[str, Any]:
+        """Return where tasks come from, under the key that `tasks` or `eval_tasks` stands for."""
+        if value is None:
+            return {}
+        source = self._tasks(value, what) | ({} if self.partner is None else {"interaction": self.partner})
+        return {"data": {"train": source}} if what == "tasks" else {"evaluation": {"data": source}}
+
+    def _tasks(self, value: Any, what: str) -> dict[str, Any]:
+        nothing: dict[str, Any] = {**dict.fromkeys(("files", "dataset", "subset", "split", "generator", "limit")), **_EMPTY}
+        refuse_coroutine(value, what)
+        if isinstance(value, Mapping) and not hasattr(value, "column_names"):
+            if "prompt" in value or "messages" in value:
+                value = [value]
+            elif {"files", "dataset", "generator"} & value.keys():
+                return self.plain(value)  # type: ignore[no-any-return]
+            else:
+                raise DataError(f"{what} is a dict with {sorted(map(str, value))[:6]}; give one split, or a list of rows")
+        if isinstance(value, type):
+            raise ConfigError(f"{what} is the class {value.__name__}; give what it makes: {what}={value.__name__}(…)")
+        if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value) or hasattr(value, "__aiter__"):
+            name = getattr(value, "__name__", type(value).__name__)
+            raise ConfigError(f"{what} is async, and nothing awaits it here; give its rows: {what}=await {name}(…)")
+        if isinstance(value, str | Path):
+            is_file = str(value).endswith(FILES) or Path(value).is_file() or any(c in str(value) for c in "*?[")
+            return {**nothing, "files" if is_file else "dataset": _here(value)}
+        if callable(value) and not hasattr(value, "__getitem__"):
+            name = getattr(value, "__name__", type(value).__name__)
+            return self._tasks(_called(value, what, name), what)
+        rows = _rows(value, what)
+        if len(rows) and all(isinstance(row, str | Path) for row in rows):
+            if all(str(row).endswith(FILES) for row in rows):
+                return {**nothing, "files": [_here(row) for row in rows]}
+            rows = [{"prompt": str(row)} for row in rows]
+        if not len(rows):
+            raise DataError(f"{what} has no row; give at least one: {what}=[{{'prompt': '…'}}]")
+        _check_first(rows[0], what, has_columns=hasattr(value, "rename_column"))
+        split = "train" if what == "tasks" else "eval"
+        label = self.label(functools.partial(_tasks_of, rows, split=split, name=what), name=f"{_kind(value)} of {len(rows)}")
+        return {**nothing, "generator": label}
+
+    def tools(self, value: Any) -> dict[str, Any]:
+        """Return the section `rollout.tools`: of functions, tools, names of them, or the path of a file that lists them."""
+        if value is None:
+            return {}
+        if isinstance(value, str | Path) and str(value).endswith((".yaml", ".yml", ".json")):
+            return {"rollout": {"tools": {"file": _here(value), "functions": []}}}
+        if isinstance(value, Mapping):
+            raise ConfigError(f"tools is a dict; give a list of the functions: tools=[{', '.join(map(str, value))}]")
+        items = list(value) if isinstance(value, list | tuple | set | Iterator) else [value]
+        if isinstance(value, Iterator) and not items:
+            raise ConfigError("tools is a generator that is used up, and gives its items once; give a list: tools=[…]")
+        names = [self._tool(item, f"tools[{number}]") for number, item in enumerate(items)]
+        return {"rollout": {"tools": {"file": None, "functions": names}}}
+
+    def _tool(self, tool: Any, where: str) -> str:
+        refuse_coroutine(tool, where)
+        if isinstance(tool, str | Path):
+            return str(tool)
+        if isinstance(tool, type):
+            raise ConfigError(f"{where} is the class {tool.__name__}; give a tool: {tool.__name__}(config, tool_schema)")
+        if not isinstance(tool, BaseTool):
+            if not inspect.isroutine(tool):
+                raise ConfigError(
+                    f"{where} is {tool!r:.80}, which is no function; write a function with annotations and a docstring, and "
+                    "give it: tools=[price]"
+                )
+            FunctionTool(tool)  # what is missing in its signature or docstring is told now
+        return self.label(tool)
+
+    def interaction(self, value: Any) -> dict[str, Any]:
+        """Return `rollout.interactions`, and who answers the tasks that name nobody, where there is one alone."""
+        if value is None:
+            return {}
+        if isinstance(value, str | Path) and str(value).endswith((".yaml", ".yml", ".json")):
+            return {"rollout": {"interactions": _here(value)}}
+        if isinstance(value, Mapping) and "class_name" not in value:
+            items = [self._interaction(one, name=str(name)) for name, one in value.items()]
+        else:
+            items = [self._interaction(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        self.partner = items[0]["name"] if len(items) == 1 else None
+        return {"rollout": {"interactions": items}}
+
+    def _interaction(self, value: Any, *, name: str | None = None) -> dict[str, Any]:
+        refuse_coroutine(value, "interaction")
+        if isinstance(value, Mapping):
+            entry = self.plain(value)
+            return {"name": default_name(str(entry["class_name"]).rpartition(":")[2].rstrip(">")), **entry}
+        if isinstance(value, str):
+            return {"name": name or default_name(value.replace(".", ":").rpartition(":")[2]), "class_name": value}
+        cls = value if isinstance(value, type) else type(value)
+        if inspect.isroutine(value) or not isinstance(value, type | BaseInteraction):
+            raise ConfigError(
+                f"interaction is {value!r:.80}; give a class with `async def generate_response(self, instance_id, messages, "
+                "**kwargs)` that inherits polyturn.BaseInteraction: interaction=Customer"
+            )
+        check_interaction(cls, where="interaction")
+        return {"name": name or default_name(cls.__name__), "class_name": self.label(value)}
+
+    def reward(self, value: Any) -> dict[str, Any]:
+        """Return the section `reward`: of a function, its name, or the section with functions in it."""
+        if value is None:
+            return {}
+        refuse_coroutine(value, "reward")
+        if isinstance(value, Mapping):
+            return {"reward": self.plain(value)}
+        if isinstance(value, list | tuple):
+            names = ", ".join(getattr(one, "__name__", "…") + "(trajectory)" for one in value)
+            raise ConfigError(
+                f"reward is a list of {len(value)}; a run has one function, which may add others up: "
+                f"reward=lambda trajectory: sum([{names}])"
+            )
+        if isinstance(value, type):
+            raise ConfigError(f"reward is the class {value.__name__}; give what can be called: reward={value.__name__}(…)")
+        if not isinstance(value, str) and not callable(value):
+            raise ConfigError(f"reward is {value!r:.80}; give a function of a trajectory: reward=lambda trajectory: 1.0")
+        return {"reward": {"function": self.plain(value)}}
+
+    def scheduler(self, value: Any) -> dict[str, Any]:
+        """Return `rollout.scheduler`: of a class, an object or a name."""
+        if value is None:
+            return {}
+        refuse_coroutine(value, "scheduler")
+        if inspect.isfunction(value):
+            raise ConfigError(
+                f"scheduler is the function {value.__name__}; write it as `step(self, episode, turn)` of a class that "
+                "inherits polyturn.MultiTurnScheduler, and give that: scheduler=MyScheduler"
+            )
+        if not isinstance(value, str | type | MultiTurnScheduler):
+            raise ConfigError(f"scheduler is {value!r:.80}; give a MultiTurnScheduler, its class, or the name of one")
+        kwargs: dict[str, Any] = {} if isinstance(value, str) else {"scheduler_kwargs": {}}
+        return {"rollout": {"scheduler": self.plain(value), **kwargs}}
+
+    def overrides(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return keywords as configuration: sections, whole keys, and keys by their last name.
+
+        Raises:
+            ConfigError: no key has that name, or several have.
+        """
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            *above, last = _path_of(name)
+            at = values
+            for part in above:
+                at = at.setdefault(part, {})
+            merge(at, {last: self.plain(value)})
+        return values
+
+
+@functools.cache
+def _keys() -> Mapping[str, tuple[str, ...]]:
+    """Return the keys of a run by their last names; sections go by their whole name alone."""
+    found: dict[str, list[str]] = {}
+    for row in schema_table(RunConfig):
+        if "<" in row.key or "[" in row.key:
+            continue
+        above, _, last = row.key.rpartition(".")
+        if "." in above and above not in INNER:
+            continue
+        if row.type != "section" or "." not in row.key:
+            found.setdefault(last, []).append(row.key)
+    return {name: tuple(keys) for name, keys in found.items()}
+
+
+OWN = ("model", "tasks", "eval_tasks", "tools", "interaction", "reward", "scheduler", "engine", "config", "resume", "ray")
+"""Keywords of the functions themselves, for the nearest one to a misspelt keyword."""
+
+
+def _path_of(name: str) -> list[str]:
+    if "." in name:
+        return name.split(".")
+    keys = _keys().get(name, ())
+    if not keys:
+        raise ConfigError(
+            f"there is no keyword {name!r}.{did_you_mean(name, [*OWN, *_keys()])} A keyword is one of "
+            f"{', '.join(OWN)}, a section of the configuration, or the last part of a key of it, such as steps or max_turns"
+        )
+    if name in keys:
+        return [name]
+    if len(keys) > 1:
+        chosen = [key for section in FIRST for key in keys if key.rpartition(".")[0] == section]
+        if not chosen:
+            whole = ", ".join(f"**{{{key!r}: …}}" for key in keys[:4])
+            raise ConfigError(f"the keyword {name!r} may be any of {', '.join(keys)}; write the whole key: {whole}")
+        return chosen[0].split(".")
+    return keys[0].split(".")
+
+
+def _engine(engine: Any) -> Any:
+    if isinstance(engine, Mapping):
+        return dict(engine)
+    if not isinstance(engine, str):
+        raise ConfigError(f"engine is {engine!r:.80}; name one: engine='embedded', 'vllm' or 'sglang'")
+    return {"kind": engine}
+
+
+def refuse_coroutine(value: Any, what: str) -> None:
+    """Refuse what an async function returned that nobody awaited.
+
+    Raises:
+        ConfigError: it is that.
+    """
+    if inspect.iscoroutine(value):
+        name = value.__name__
+        value.close()
+        raise ConfigError(
+            f"{what} is a coroutine: {name} is async and was called without await; write {what}=await {name}(…), or "
+            f"give the function itself: {name}"
+        )
+
+
+def _here(path: str | Path) -> str:
+    """Return the whole path of what is there, seen from the working directory; a name of something else as it is."""
+    found = Path(path).expanduser()
+    is_file = str(path).endswith(FILES) or isinstance(path, Path)
+    return str(found.absolute()) if is_file or found.exists() else str(path)
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__.partition('.')[0]}:{type(value).__qualname__}"
+
+
+def _tokenizer_name(tokenizer: Any) -> str | None:
+    if isinstance(tokenizer, str | Path):
+        return _here(tokenizer)
+    if tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
+        raise ConfigError(
+            f"tokenizer is {tokenizer!r:.80}; give a tokenizer of transformers, its folder, or its name on the hub"
+        )
+    return None
+
+
+def _called(function: Any, what: str, name: str) -> Any:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as problem:
+        raise ConfigError(
+            f"{what} is the function {name}, which needs arguments ({problem}); call it: {what}={name}(…)"
+        ) from problem
+    return function()
+
+
+def _rows(value: Any, what: str) -> Sequence[Any]:
+    """Return rows that have a length and can be read again."""
+    if hasattr(value, "to_dict") and hasattr(value, "columns"):
+        return list(value.to_dict("records"))  # a pandas frame
+    if hasattr(value, "to_pylist"):
+        return list(value.to_pylist())  # an Arrow table
+    if isinstance(value, Iterator):
+        rows = list(value)
+        if not rows:
+            raise DataError(
+                f"{what} is a generator that is used up: it gives its rows once; make a list of them first, rows = list(…), "
+                f"and give {what}=rows"
+            )
+        return rows
+    if hasattr(value, "keys"):
+        names = ", ".join(map(str, value))
+        raise DataError(f"{what} has the splits {names}; give one: {what}=dataset[{next(iter(value), 'train')!r}]")
+    if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+        if hasattr(value, "__iter__"):
+            raise DataError(f"{what} is a {type(value).__name__}, which has no length; give a list: list(….take(1000))")
+        raise DataError(f"{what} is {value!r:.80}; give rows, the path of a jsonl or parquet file, or a data set")
+    return value  # type: ignore[no-any-return]
+
+
+def _check_first(row: Any, what: str, *, has_columns: bool) -> None:
+    """Refuse rows that are none, and rows without a prompt."""
+    if isinstance(row, Task):
+        return
+    if not isinstance(row, Mapping):
+        raise DataError(f"{what} has a first row {row!r:.80}; a row is a dict: {{'prompt': 'What is 2 + 2?'}}")
+    if "prompt" in row or "messages" in row:
+        return
+    columns = [str(name) for name in row]
+    asked = next((name for wanted in ASKED for name in columns if name.lower() == wanted), None) or (
+        columns[0] if columns else "question"
+    )
+    write = (
+        f"{what}={what}.rename_column({asked!r}, 'prompt')"
+        if has_columns
+        else f"{what}=[{{**row, 'prompt': row[{asked!r}]}} for row in {what}]"
+    )
+    raise DataError(f"{what} has the columns {columns[:8]} and none of them is 'prompt'; write {write}")
+
+
+def _tasks_of(rows: Sequence[Any], *, split: str, name: str) -> Sequence[Task]:
+    """Return rows as tasks, each made when it is looked at; is called where the tasks are needed."""
+    if isinstance(rows[0], Task):
+        return rows
+    return TaskDataset.of(rows, split=split, name=name)

@@ -1,0 +1,69 @@
+"""Episodes without training, from a configuration to recorded trajectories."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polyturn import build
+from polyturn.api.console import stderr_console
+from polyturn.api.folders import keep_tokenizer, new_run_folder
+from polyturn.config.load import write_resolved
+from polyturn.core.run_loop import run_loop
+from polyturn.core.task import Task
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.training.observer import RunObserver
+
+
+class RolledOut(NamedTuple):
+    """What episodes left."""
+
+    folder: Path
+    groups: list[TrajectoryGroup]
+
+
+def some_of(tasks: Sequence[Task], num: int, *, of_each: bool) -> Sequence[Task]:
+    """Return the first `num` tasks; with `of_each` the first of every environment, then the second of every one, …"""
+    if not of_each:
+        return tasks[:num]
+    by_source: dict[str | None, list[Task]] = {}
+    for task in tasks:
+        by_source.setdefault(task.data_source, []).append(task)
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_source.values()))
+    return list(itertools.islice((task for task in in_turn if task is not None), num))
+
+
+def roll_out(
+    place: build.ConfigSource, resolved: Mapping[str, Any], *, num_tasks: int | None, checkpoint: Path | None = None
+) -> RolledOut:
+    """Run `num_tasks` groups of `train.group_size` members, or one for every task, and record them."""
+    config = place.config
+    parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
+    tasks = build.fitting(parts, build.build_train_tasks(place), name="data.train")
+    tasks = some_of(tasks, len(tasks) if num_tasks is None else num_tasks, of_each=isinstance(config.env, list))
+    build.check_run(parts, tasks, name="data.train")
+    folder = new_run_folder(Path(config.out) / f"{config.name}-rollout")
+    write_resolved(resolved, folder / "config.yaml", base=place.base)
+    keep_tokenizer(parts, folder)
+
+    async def run_all(observer: RunObserver) -> list[TrajectoryGroup]:
+        pool = RolloutPool(
+            parts.context,
+            max_concurrent=config.rollout.max_concurrent,
+            max_failed_share=config.rollout.max_failed_share,
+            on_group=lambda group: observer.on_rollout(group, total=len(tasks)),
+        )
+        specs = [
+            GroupSpec(id=f"g{i}", task=task, size=config.train.group_size, seed=config.seed) for i, task in enumerate(tasks)
+        ]
+        groups = await pool.run(specs)
+        await parts.context.close()
+        return groups
+
+    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
+        groups = run_loop(run_all(observer))
+    return RolledOut(folder, groups)

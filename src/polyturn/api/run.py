@@ -1,0 +1,131 @@
+"""Run: what `polyturn.train`, `polyturn.evaluate` and `polyturn.rollout` return, and what a run's folder opens as.
+
+run = polyturn.train(…)
+run.metrics                     a table, one row a step          run.config      what YAML would say
+run.trajectories                iterate, filter, look one up     run.model()     the trained model
+run.show("g5/2")                one of them                      run.resume(steps=200)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.store.stored_run import StoredRun, open_store
+from polyturn.store.table import RowTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Run:
+    """A run that is over, and its folder."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        model: PreTrainedModel | None = None,
+        again: Callable[[Mapping[str, Any]], Run] | None = None,
+        reports: Mapping[str, Any] | None = None,
+        resources: Any = None,
+    ) -> None:
+        """Open the folder of a run.
+
+        Args:
+            folder: The folder.
+            model: The model that was trained, where it is still in this process.
+            again: Goes on with the run, with keywords that change it; None where only its folder is known.
+            reports: What an evaluation showed, by evaluation set.
+            resources: What is kept for as long as this is, for instance the objects that the configuration names.
+        """
+        self.folder = Path(folder)
+        self._model = model
+        self._again = again
+        self.reports = dict(reports or {})
+        """What an evaluation showed, by evaluation set: `run.reports["greedy"].report.success`."""
+        self._resources = resources
+        if not (self.folder / "config.yaml").is_file():
+            raise DataError(f"there is no run in {str(self.folder)!r}; name the folder of one, for instance runs/NAME")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The configuration as YAML would say it; objects of the program that started it are shown as `<live …>`."""
+        loaded: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        return loaded
+
+    @property
+    def store(self) -> StoredRun:
+        """The recorded trajectories as a table that can be filtered and searched."""
+        return open_store(self.folder)
+
+    @property
+    def metrics(self) -> RowTable:
+        """One row a step, evaluations included."""
+        return self.store.metrics
+
+    @property
+    def trajectories(self) -> Any:
+        """The recorded trajectories: `for t in run.trajectories`, `run.trajectories["g5/2"]`, `run.trajectories[-1]`."""
+        return self.store.trajectories
+
+    def model(self) -> PreTrainedModel:
+        """Return the trained model, ready to generate: the one in memory, else that of the newest checkpoint.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if self._model is None:
+            from polyturn.build import model_folder
+            from polyturn.training.hf import load_model
+
+            found = model_folder(self.folder)
+            assert found is not None  # there is a folder
+            self._model = load_model(found)
+        return self._model.eval()
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer, with the chat template that the run used."""
+        from transformers import AutoTokenizer
+
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            self.folder / "tokenizer", trust_remote_code=False
+        )
+        return tokenizer
+
+    def resume(self, **changes: Any) -> Run:
+        """Go on from the newest checkpoint, with the same objects; keywords change the configuration: `steps=200`.
+
+        Raises:
+            ConfigError: the run was opened from its folder, or is no training run.
+        """
+        if self._again is None:
+            raise ConfigError(
+                f"the run in {str(self.folder)!r} has no objects to go on with; write polyturn.train(config="
+                f"{str(self.folder / 'config.yaml')!r}, resume=True, …) with the arguments that started it"
+            )
+        self._model = None  # what goes on builds its own
+        return self._again(changes)
+
+    def show(self, trajectory: str | None = None) -> None:
+        """Print the run, or one of its trajectories as a conversation; in a notebook, show it there."""
+        from polyturn.api.show import show
+
+        show(self, trajectory)
+
+    def text(self) -> str:
+        """Return what `show` prints: where it is, its metrics, its trajectories."""
+        return f"{self!r}\n{self.metrics!r}"
+
+    def __repr__(self) -> str:
+        num = len(self.metrics)
+        return f"Run({str(self.folder)!r}: {num} rows of metrics, {len(self.store)} trajectories)"
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{escape(str(self.folder))}</b></p>" + self.metrics._repr_html_() + self.store._repr_html_()

@@ -1,0 +1,47 @@
+"""Signals that a command wants to answer with a checkpoint instead of an exception in the middle of a step."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Signals:
+    """Notes SIGINT and SIGTERM instead of raising; a second one of the same kind does what it always does.
+
+    They are noted in the middle of Python code, so also while a plug-in holds the event loop. Only the main thread hears
+    them; in another one they are what somebody notes.
+    """
+
+    def __init__(self) -> None:
+        self.on_signal: Callable[[], object] = lambda: None
+        """Is called for each signal that is noted."""
+        self.received: list[int] = []
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._former[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, self._former[number])
+        self.note(number)
+
+    def note(self, number: int) -> None:
+        """Take a signal as received."""
+        self.received.append(number)
+        logger.warning("interrupted; a checkpoint is being written")
+        self.on_signal()

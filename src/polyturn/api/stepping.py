@@ -1,0 +1,191 @@
+"""A training run a step at a time: `for step in polyturn.steps(…)`, with what each trains on in hand, to be changed.
+
+    the training thread   rollout -> samples, advantages -> waits -> loss, optimizer, weights -> the next rollout
+    the caller's thread              the body of the `for`    ^
+
+It is the loop of every other run, checkpoints and records included: only the moment before the optimizer is shared.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from polyturn.api.event_loop import in_thread
+from polyturn.api.signals import Signals
+from polyturn.core.errors import ConfigError
+from polyturn.core.sample import TrainSample
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.training.update import Revised
+
+if TYPE_CHECKING:
+    from polyturn.api.run import Run
+
+
+class TrainingStep:
+    """One step that is about to be taken. What is set here is what is trained."""
+
+    def __init__(
+        self, number: int, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], metrics: Mapping[str, float]
+    ) -> None:
+        self.number = number
+        """Counts from 1."""
+        self.metrics: dict[str, float] = dict(metrics)
+        """Of rollout and samples; of the loss and the rest as well once `update` has returned."""
+        self._groups, self._samples = groups, samples
+        self._changed: str | None = None
+        self._go, self._done = threading.Event(), threading.Event()
+
+    @property
+    def groups(self) -> Sequence[TrajectoryGroup]:
+        """The groups of trajectories. Others, for instance with other rewards, are credited again by the algorithm."""
+        return self._groups
+
+    @groups.setter
+    def groups(self, groups: Sequence[TrajectoryGroup]) -> None:
+        self._change("groups")
+        if bad := [group for group in groups if not isinstance(group, TrajectoryGroup)]:
+            raise ConfigError(f"step.groups has a {type(bad[0]).__name__}; set groups: step.groups = step.groups[:2]")
+        self._groups = list(groups)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The trajectories of all groups."""
+        return [trajectory for group in self._groups for trajectory in group.trajectories]
+
+    @property
+    def samples(self) -> Sequence[TrainSample]:
+        """What is trained: ids, weights and advantages of each segment of a group that has something to learn from."""
+        return self._samples
+
+    @samples.setter
+    def samples(self, samples: Sequence[TrainSample]) -> None:
+        self._change("samples")
+        if bad := [sample for sample in samples if not isinstance(sample, TrainSample)]:
+            raise ConfigError(f"step.samples has a {type(bad[0]).__name__}; give samples: [s for s in step.samples if …]")
+        self._samples = list(samples)
+
+    @property
+    def advantages(self) -> list[Any]:
+        """The advantages of each sample, one for each of its tokens; set others in the same shape."""
+        return [sample.advantages for sample in self._samples]
+
+    @advantages.setter
+    def advantages(self, advantages: Sequence[Any]) -> None:
+        if len(advantages) != len(self._samples):
+            raise ConfigError(
+                f"step.advantages has {len(advantages)} entries and the step {len(self._samples)} samples; give one array "
+                "for each: step.advantages = [2 * a for a in step.advantages]"
+            )
+        pairs = zip(self._samples, advantages, strict=True)
+        self.samples = [sample.replace(advantages=values) for sample, values in pairs]
+
+    def update(self) -> dict[str, float]:
+        """Take the step now, and return all of its metrics; else it is taken when the loop asks for the next one."""
+        self._go.set()
+        self._done.wait()
+        return self.metrics
+
+    def _change(self, what: str) -> None:
+        if self._go.is_set():
+            raise ConfigError(f"step {self.number} is taken; set step.{what} before step.update()")
+        if self._changed not in (None, what):
+            raise ConfigError(
+                f"step {self.number} has other {self._changed} already, and {what} would take their place; samples are made "
+                "of groups, so set one of the two"
+            )
+        self._changed = what
+
+    def _revised(self) -> Revised:
+        return Revised(self._groups, self._samples)
+
+
+class Steps:
+    """The steps of a run, each once; `run` is the run when they are over."""
+
+    def __init__(self, work: Callable[[StepHooks], Run]) -> None:
+        """Take what runs the training, given the hooks through which its steps come here."""
+        self._work = work
+        self._result: Future[Run] | None = None
+
+    def __iter__(self) -> Iterator[TrainingStep]:
+        """Train, and yield each step before it is taken. To leave the loop ends the run behind the step in hand.
+
+        Raises:
+            ConfigError: they were iterated over before.
+            PolyturnError: training cannot go on.
+        """
+        if self._result is not None:
+            raise ConfigError("these steps were taken already; make new ones: for step in polyturn.steps(…, resume=True)")
+        hooks = StepHooks()
+        self._result = in_thread(lambda: self._work(hooks))
+        self._result.add_done_callback(hooks.end)
+        try:
+            while (step := hooks.steps.get()) is not None:
+                yield step
+                step._go.set()
+            self._result.result()
+        finally:
+            if not self._result.done():
+                hooks.stop()
+                self._result.exception()  # it ends with a checkpoint
+
+    @property
+    def run(self) -> Run:
+        """The run, once its steps are over.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        if self._result is None or not self._result.done() or self._result.exception() is not None:
+            raise ConfigError("the run is not over; iterate over its steps first: for step in steps: …")
+        return self._result.result()
+
+
+class StepHooks:
+    """Where the training thread hands steps over."""
+
+    def __init__(self) -> None:
+        self.steps: queue.SimpleQueue[TrainingStep | None] = queue.SimpleQueue()
+        self._now: TrainingStep | None = None
+        self._signals: list[Signals] = []
+        self._is_over = False
+
+    def signals(self) -> Signals:
+        """Make what notes that the loop was left."""
+        self._signals.append(Signals())
+        return self._signals[-1]
+
+    def revise(
+        self, taken: int, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], metrics: Mapping[str, float]
+    ) -> Revised:
+        """Hand a step over and wait until it may be taken; called in the training thread."""
+        self._now = step = TrainingStep(taken + 1, groups, samples, metrics)
+        if not self._is_over:
+            self.steps.put(step)
+            step._go.wait()
+        return step._revised()
+
+    def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Give a step that was taken its metrics."""
+        if self._now is not None:
+            self._now.metrics.update(metrics)
+            self._now._done.set()
+
+    def stop(self) -> None:
+        """End the run behind the step in hand."""
+        self._is_over = True
+        for noted in self._signals[-1:]:
+            noted.note(signal.SIGTERM)
+        if self._now is not None:
+            self._now._go.set()
+
+    def end(self, result: Future[Any]) -> None:
+        """Say that no step follows."""
+        if self._now is not None:
+            self._now._done.set()
+        self.steps.put(None)

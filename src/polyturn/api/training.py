@@ -1,0 +1,321 @@
+"""A training run from its configuration to its end: folder, parts, checks, warm start, the loop, and what it came to.
+
+    run_training(source, resolved, …)  ->  TrainedRun(folder=runs/quickstart, steps=30, …)
+
+Both front doors lead here: `polyturn train` in a process of its own, and `polyturn.train` in whatever process calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import yaml
+
+from polyturn import build
+from polyturn.api import ranks
+from polyturn.api.console import logging_to, stderr_console
+from polyturn.api.folders import check_writable, keep_tokenizer, new_run_folder
+from polyturn.api.signals import Signals
+from polyturn.config.load import write_resolved
+from polyturn.core.errors import CheckpointError, EngineLostError, PolyturnError, RankLostError
+from polyturn.core.run_loop import run_loop
+from polyturn.core.secret import masked
+from polyturn.tracking.plot import plot_learning_curve
+from polyturn.training.checkpoint import Checkpoints
+from polyturn.training.loop import Trainer
+from polyturn.training.observer import RunObserver
+from polyturn.training.process_group import GroupTeam
+from polyturn.training.ranked import RankedBackend
+from polyturn.training.resume import changed_settings
+from polyturn.training.sft import SftSettings, run_sft
+from polyturn.training.state import LoopState
+from polyturn.training.update import Revise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+DryRun = Callable[[build.Parts, build.RunTasks], object]
+"""Is shown what a run would start from, in place of training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRun:
+    """What a run came to."""
+
+    folder: Path
+    state: LoopState
+    wall_s: float
+    generating_s: float
+    training_s: float
+    curve: Path | str
+    """The learning curve, or why there is none."""
+    latest: Path | None
+    """The newest checkpoint."""
+    best: Path | None
+    """The best one, where it is another."""
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What whoever starts a run decides beside its configuration."""
+
+    again: Callable[[str], str]
+    """Returns what to write to go on with the run of a name."""
+    resume: bool | Literal["auto"] = False
+    """Whether it goes on from the latest checkpoint of its folder; "auto" where there is one."""
+    dry_run: DryRun | None = None
+    """Check everything, show it, and stop."""
+    signals: Callable[[], Signals] = Signals
+    """Makes what notes an interruption."""
+    on_folder: Callable[[Path], object] = lambda folder: None
+    """Is told the run's folder, once it is chosen."""
+    revise: Revise | None = None
+    """May change what each step trains on."""
+    on_step: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None
+    """Is told the numbers of each step."""
+
+
+def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], options: RunOptions) -> TrainedRun | Path | None:
+    """Train a run, in as many processes as its configuration or the launcher of this one says.
+
+    Args:
+        source: Its configuration.
+        resolved: The same as plain data that is safe to write.
+        options: What whoever starts it decides.
+
+    Returns:
+        What it came to. On a rank that follows another one, the run's folder. None for a dry run, and where the run went
+        on in processes that this one started.
+    """
+    config = source.config
+    this = ranks.this_rank() or ranks.RankPlace(0, 1, 0)
+    build.check_ranks(config, max(this.size, config.train.distributed.ranks))
+    if this.rank > 0:
+        return build.follow_leader(source, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
+    ranks.end_with_launcher()
+    is_on_cluster = config.cluster.address is not None and options.dry_run is None
+    if this.size == 1 and config.train.distributed.ranks > 1 and options.dry_run is None and not is_on_cluster:
+        ranks.launch(config.train.distributed.ranks)
+        return None
+    attempt = _Attempt(source=source, resume=options.resume)
+    for left in range(config.cluster.restarts if is_on_cluster else 0, -1, -1):
+        try:
+            return _train(attempt, resolved, this, options)
+        except (RankLostError, EngineLostError) as problem:
+            if not left:
+                raise
+            logger.warning(
+                "%s\nThe run goes on from its latest checkpoint; restarts left after this one: %d", problem, left - 1
+            )
+            named = config.model_copy(update={"name": attempt.name})
+            attempt = _Attempt(source=replace(source, config=named), resume="auto")
+    raise AssertionError("the last attempt returns or raises")
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One try to train a run to its end."""
+
+    source: build.ConfigSource
+    resume: bool | Literal["auto"]
+    name: str = ""
+    """The run's folder, once it is chosen."""
+
+
+def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace, options: RunOptions) -> TrainedRun | None:
+    began = time.monotonic()
+    place, resume = attempt.source, attempt.resume
+    config = place.config
+    folder = Path(config.out) / config.name
+    latest = Checkpoints(folder / "checkpoints").latest() if resume else None
+    if resume == "auto":
+        resume = latest is not None or warm_checkpoints(folder).latest() is not None
+    if resume and latest is None and warm_checkpoints(folder).latest() is None:
+        raise CheckpointError(
+            f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without --resume, or name another "
+            "run with name=…"
+        )
+    check_writable(folder)
+    tasks = build.build_run_tasks(place)
+    if config.cluster.address is not None and options.dry_run is None:
+        parts = build.cluster_parts(place)
+    else:
+        parts = build.build_parts(place, check=functools.partial(build.check_before_weights, place, tasks))
+    parts, tasks = build.settle(parts, tasks)
+    place, config = parts.place, parts.place.config
+    build.check_training(parts, tasks)
+    if options.dry_run is not None:
+        options.dry_run(parts, tasks)
+        return None
+    if this.size > 1:
+        parts = build.lead(parts, num_ranks=this.size, local_rank=this.local)
+    if not resume:
+        folder = new_run_folder(folder)
+    attempt.name = folder.name
+    if isinstance(parts.team, GroupTeam):
+        parts.team.last_word = folder
+    if resume:
+        tell_changes(folder / "config.yaml", resolved)
+    write_resolved(resolved, folder / "config.yaml", base=place.base)
+    keep_tokenizer(parts, folder)
+    options.on_folder(folder)
+    line = options.again(folder.name)
+    also = replace(build.build_records(parts, tasks.eval_sets, environ=os.environ), on_step=options.on_step)
+    team = contextlib.nullcontext() if parts.team is None else contextlib.closing(parts.team)
+    with (
+        team,
+        logging_to(folder / "log.txt"),
+        RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer,
+    ):
+        warm = Spent()
+        if latest is None:
+            warm = warm_start(parts, observer, folder=folder, again=line, signals=options.signals)
+        trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)
+        trainer.update.revise = options.revise
+        if latest is not None:
+            loading = time.monotonic()
+            trainer.resume(latest)
+            observer.resume(trainer.state.step)
+            logger.info("resumed in %.2f s beside loading the model", time.monotonic() - loading)
+            if trainer.state.step >= config.train.steps:
+                logger.warning(
+                    "the run is complete: it has taken %d steps, and train.steps is %d; give more of them to train on",
+                    trainer.state.step,
+                    config.train.steps,
+                )
+        # What was imported and built lives as long as the run; the collector need not walk it again (0.3 s each time).
+        gc.collect()
+        gc.freeze()
+        try:
+            with options.signals() as signals:
+                state = run_loop(_until_done(trainer, parts, signals, again=line))
+        finally:
+            gc.unfreeze()
+    best = trainer.checkpoints.best() if state.best > 0 else None
+    return TrainedRun(
+        folder=folder,
+        state=state,
+        wall_s=time.monotonic() - began,
+        generating_s=parts.busy_s,
+        training_s=warm.train_s + trainer.policy.train_seconds,
+        curve=_curve(folder, title=config.name),
+        latest=trainer.checkpoints.latest(),
+        best=None if best == trainer.checkpoints.latest() else best,
+        model=parts.model,
+        tokenizer=parts.tokenizer,
+    )
+
+
+def _curve(folder: Path, *, title: str) -> Path | str:
+    try:
+        return plot_learning_curve(folder / "metrics.jsonl", folder / "curve.png", title=title)
+    except PolyturnError as problem:
+        return f"none: {problem}"
+
+
+def tell_changes(path: Path, resolved: Mapping[str, Any]) -> None:
+    """Say which settings a resumed run has that differ from those before, which `path` holds."""
+    try:
+        former = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as problem:
+        logger.warning("what this run was started with is not known (%s)", problem)
+        return
+    for line in changed_settings(former if isinstance(former, dict) else {}, masked(resolved)):
+        logger.warning("resumed with another setting: %s", line)
+
+
+class Spent(NamedTuple):
+    """What a warm start took."""
+
+    steps: int = 0
+    train_s: float = 0.0
+    """Seconds in forward and backward."""
+
+
+def warm_checkpoints(folder: Path) -> Checkpoints:
+    """Return where a warm start that is interrupted leaves its checkpoint; it is gone once the warm start is complete."""
+    return Checkpoints(folder / "warm_start", keep=1)
+
+
+def warm_start(
+    parts: build.Parts,
+    observer: RunObserver,
+    *,
+    folder: Path,
+    again: str,
+    signals: Callable[[], Signals] = Signals,
+) -> Spent:
+    """Train on the conversations of `warm_start`, if any; go on where an interrupted run left off.
+
+    SIGINT and SIGTERM end it after the step under way with a checkpoint, and the process with 128 + their number.
+    """
+    sft = parts.place.config.warm_start
+    if sft.steps == 0:
+        return Spent()
+    samples = build.warm_start_samples(parts)
+    policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
+    checkpoints, first = warm_checkpoints(folder), 0
+    if (latest := checkpoints.latest()) is not None:
+        saved = checkpoints.load(latest)
+        policy.load_state_dict(saved["policy"])
+        first = int(saved["step"])
+        logger.info("warm start: going on at step %d", first)
+    settings = SftSettings(
+        steps=sft.steps, batch_size=sft.batch_size, seed=parts.place.config.seed, max_seconds=sft.max_seconds
+    )
+    with signals() as noted:
+        steps = run_sft(
+            policy,
+            samples,
+            settings,
+            on_step=lambda step, m: observer.on_sft(step, sft.steps, m),
+            first_step=first,
+            should_stop=lambda: bool(noted.received),
+        )
+    observer.end_sft()
+    if isinstance(policy.backend, RankedBackend):
+        policy.backend.gather()  # training starts from the whole weights
+    if noted.received:
+        state = {"policy": policy.state_dict(), "step": steps}
+        checkpoints.save(steps, state, export=build.exporter(parts))
+        logger.warning("interrupted at step %d of the warm start; go on with: %s", steps, again)
+        raise SystemExit(128 + noted.received[0])
+    shutil.rmtree(checkpoints.folder, ignore_errors=True)
+    return Spent(steps, policy.train_seconds)
+
+
+async def _until_done(trainer: Trainer, parts: build.Parts, signals: Signals, *, again: str) -> LoopState:
+    """Run `trainer`; SIGINT and SIGTERM cancel it, so that it leaves a checkpoint, and end with 128 + their number.
+
+    A second signal of the same kind ends the process at once; the checkpoint before is whole.
+    """
+    task = asyncio.ensure_future(trainer.run())
+    loop = asyncio.get_running_loop()
+    signals.on_signal = lambda: loop.call_soon_threadsafe(task.cancel)
+    if signals.received:
+        task.cancel()
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not signals.received:
+            raise
+        logger.warning("interrupted at step %d; go on with: %s", trainer.state.step, again)
+        raise SystemExit(128 + signals.received[0]) from None
+    finally:
+        signals.on_signal = lambda: None
+        await parts.context.close()

@@ -1,0 +1,79 @@
+"""Configs in the keys of another library: which there are, which one a file is written in.
+
+polyturn train --other CONFIG     is     polyturn train --dialect other CONFIG
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from polyturn.config.dialect import ConfigDialect, MigrateDialect
+from polyturn.core.entry_points import load_each, load_offered, offered, wrong_kind
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+
+GROUP = "polyturn.config_dialects"
+
+
+def find_dialect(name: str) -> ConfigDialect:
+    """Return a dialect by its name.
+
+    Raises:
+        UnknownNameError: there is none.
+        ConfigError: whoever offers it offers something else.
+    """
+    if name not in offered(GROUP):
+        raise UnknownNameError(f"--dialect: there is no {name!r}.{did_you_mean(name, offered(GROUP))}")
+    found = load_offered(GROUP, name, where="--dialect")
+    if not isinstance(found, ConfigDialect):
+        raise wrong_kind(GROUP, name, found, where="--dialect", needs="a polyturn.config.dialect.ConfigDialect")
+    return found
+
+
+def spelled_out(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments of a command with `--NAME` of a dialect as `--dialect NAME`; those behind `--` stay."""
+    flags = {f"--{name}": name for name in offered(GROUP)}
+    rest = iter(arguments)
+    for one in rest:
+        if one in flags:
+            yield from ("--dialect", flags[one])
+        else:
+            yield one
+        if one == "--":
+            yield from rest
+
+
+def described() -> str:
+    """Return the flags of all dialects and whose keys they are, for the help of a command."""
+    return ", ".join(f"--{name} ({one.title})" for name, one in load_each(GROUP, ConfigDialect))
+
+
+def dialect_of(path: Path) -> str | None:
+    """Return the name of the dialect that a file seems to be written in; None where it looks like one of ours."""
+    from polyturn.infra.yaml_file import read_yaml
+
+    try:
+        keys = set(read_yaml(path)) if path.is_file() else set()
+    except ConfigError:
+        return None
+    return next((name for name, one in load_each(GROUP, ConfigDialect) if len(keys & one.usual_keys) > 1), None)
+
+
+def to_migrate(path: Path) -> MigrateDialect:
+    """Return what writes a file as a native configuration: that of its dialect, or, where none is seen, of the only one
+    that can.
+
+    Raises:
+        ConfigError: no dialect can.
+    """
+    able = {name: one.migrate for name, one in load_each(GROUP, ConfigDialect) if one.migrate is not None}
+    name = dialect_of(path)
+    if name is not None and name not in able:
+        raise ConfigError(
+            f"{path} is written in the keys of {find_dialect(name).title}, which cannot be written in polyturn's; train it "
+            f"with --{name}"
+        )
+    if name is None and len(able) != 1:
+        known = ", ".join(find_dialect(one).title for one in able) or "no library"
+        raise ConfigError(f"{path} is not known as a config of {known}")
+    return able[name or next(iter(able))]

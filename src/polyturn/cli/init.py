@@ -1,0 +1,63 @@
+"""`polyturn init`: a folder with tasks, a plug-in, a config and tests that pass, to begin a project from.
+
+What it writes is in `templates/`: `common` for every project, and a folder for each kind. Nothing is downloaded: the model
+is a published one in small, with random weights.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Iterator
+from pathlib import Path
+
+import jinja2
+
+from polyturn.cli.console import Output
+from polyturn.core.errors import ConfigError, did_you_mean
+
+KINDS = {
+    "tool": "a tool that the model calls",
+    "interaction": "a partner that answers it",
+    "env": "an environment that it acts on",
+    "agent": "an agent with a loop of its own, behind OpenAI's API",
+}
+"""Kind of project -> what its author writes."""
+MODEL = "Qwen/Qwen3-0.6B"
+
+
+def run(folder: Path, *, kind: str) -> None:
+    """Write a project into `folder`, which must be new or empty.
+
+    Raises:
+        ConfigError: there is no such kind, or something is there already.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"there is no kind of project {kind!r}.{did_you_mean(kind, KINDS)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{str(folder)!r} is there already; name a new folder, so that nothing of yours is overwritten")
+    from polyturn.testing import tiny
+
+    tiny(MODEL, folder / "model")
+    for name, text in files(folder.resolve().name, kind=kind):
+        (folder / name).write_text(text, encoding="utf-8")
+    out = Output()
+    out.text(f"{folder}: {KINDS[kind]}\n")
+    for path in sorted(folder.iterdir()):
+        out.text(f"  {path.name}{'/' if path.is_dir() else ''}")
+    out.text(f"\nNow: cd {folder} && pytest && polyturn train config.yaml")
+
+
+def files(name: str, *, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield each file of a project with its text."""
+    templates = importlib.resources.files("polyturn.cli") / "templates"
+    loader = jinja2.FunctionLoader(lambda path: (templates / path).read_text(encoding="utf-8"))
+    environment = jinja2.Environment(loader=loader, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    written: set[str] = set()
+    for part in (kind, "common"):
+        for template in sorted((templates / part).iterdir(), key=lambda found: found.name):
+            file = template.name.removesuffix(".jinja").replace("gitignore", ".gitignore")
+            if file not in written:
+                written.add(file)
+                lines = environment.get_template(f"{part}/{template.name}").render(name=name).splitlines(keepends=True)
+                # A block that a kind leaves empty leaves a blank line; in a config those mean nothing.
+                yield file, "".join(line for line in lines if file != "config.yaml" or line.strip())

@@ -1,0 +1,111 @@
+"""`polyturn doctor PROJECT`: what a project consists of, part by part, and what is wrong with each.
+
+Separate from `doctor.py`, which looks at the machine. Each part is looked at on its own, so that one mistake hides no other;
+no weights are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from polyturn import build
+from polyturn.build.config_source import ConfigSource, folder_or_name
+from polyturn.build.parts import check_plugins
+from polyturn.config.load import base_of, load_config
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError, PolyturnError
+from polyturn.tokens.hub import only_cached
+
+
+def explain(path: Path) -> Iterator[tuple[str, str, bool]]:
+    """Yield what each part of a project is, or the sentence that says what is wrong with it, and whether it is right.
+
+    Raises:
+        ConfigError: there is no config, or it cannot be read.
+    """
+    file = config_of(path)
+    source = ConfigSource(config=load_config(RunConfig, file, []).config, base=base_of(file))
+    yield "config", str(file), True
+    parts: dict[str, Callable[[ConfigSource], str]] = {
+        "model": _model,
+        "plug-ins": _plugins,
+        "tasks": _tasks,
+        "training": _training,
+        "tests": _tests,
+    }
+    for name, part in parts.items():
+        try:
+            yield name, part(source), True
+        except PolyturnError as problem:
+            yield name, str(problem), False
+
+
+def config_of(path: Path) -> Path:
+    """Return the config that a file or a project's folder means.
+
+    Raises:
+        ConfigError: there is none, or more than one and none of them is config.yaml.
+    """
+    if not path.is_dir():
+        return path
+    found = [path / "config.yaml"] if (path / "config.yaml").is_file() else sorted(path.glob("*.yaml"))
+    if len(found) != 1:
+        has = f"the YAML files {', '.join(p.name for p in found)}" if found else "no YAML file"
+        raise ConfigError(f"{str(path)!r} has {has}, and no config.yaml; name the config, or begin with `polyturn init`")
+    return found[0]
+
+
+def _model(source: ConfigSource) -> str:
+    model = source.config.model
+    if model.path is None:
+        return f"random weights, made when the run starts: {model.init}"
+    where = folder_or_name(model.path, source.base)
+    if not Path(where).is_dir():
+        return f"{where}, from the hub's cache" if only_cached(where) else f"{where}, fetched from the hub"
+    file = Path(where) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{where!r} has no config.json; model.path names a folder in Hugging Face format, or a hub name")
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    sizes = f"{fields.get('num_hidden_layers')} layers of {fields.get('hidden_size')}"
+    return f"{(fields.get('architectures') or ['?'])[0]} in {where}: {sizes}"
+
+
+def _plugins(source: ConfigSource) -> str:
+    check_plugins(source)
+    rollout, config = source.config.rollout, source.config
+    found = [f"tool {name}" for name in rollout.tools.functions]
+    if rollout.tools.file is not None:
+        found.append(f"tools of {rollout.tools.file}")
+    if isinstance(rollout.interactions, str):
+        found.append(f"interactions of {rollout.interactions}")
+    else:
+        found += [f"interaction {one.get('class_name', one)}" for one in rollout.interactions or ()]
+    if config.env is not None:
+        found.append(f"environment {config.env if isinstance(config.env, str) else getattr(config.env, 'name', config.env)}")
+    if rollout.scheduler is not None:
+        found.append(f"scheduler {rollout.scheduler} {rollout.scheduler_kwargs or ''}".rstrip())
+    if config.reward.function is not None:
+        found.append(f"reward {config.reward.function}")
+    return ", ".join(found) or "none: the model answers once"
+
+
+def _tasks(source: ConfigSource) -> str:
+    tasks = build.build_run_tasks(source)
+    first = " ".join(tasks.train[0].prompt[-1].text.split())
+    held_out = f"; {len(tasks.eval_sets[0].tasks)} to evaluate on" if tasks.eval_sets else ""
+    return f"{len(tasks.train)} to train on{held_out}; the first is {first[:80]!r}"
+
+
+def _training(source: ConfigSource) -> str:
+    train, engine = source.config.train, source.config.engine
+    episodes = f"{train.groups_per_step} tasks x {train.group_size} episodes"
+    return f"{train.steps} steps of {episodes}, sampled by the {engine.kind} engine"
+
+
+def _tests(source: ConfigSource) -> str:
+    files = sorted(path.name for path in source.base.glob("test_*.py"))
+    if not files:
+        return "none; polyturn.testing has suites that check a tool, an interaction, a scheduler or a reward"
+    return f"{', '.join(files)}: run them with pytest"

@@ -1,0 +1,137 @@
+"""What the entry points of verl and ms-swift name: the stand-ins of both, and their configs.
+
+Everything of theirs is imported when it is first needed, so that asking who stands in for what costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyturn.compat import install
+from polyturn.config.dialect import ConfigDialect
+from polyturn.core.plugin_class import check_class
+from polyturn.core.signature import has_parameter
+from polyturn.core.stand_in import StandIn
+from polyturn.core.trajectory import TrajectoryGroup
+
+_SHIMS = Path(__file__).parent / "shims"
+
+
+def _inherits_from(found: Any, module: str) -> bool:
+    """Return whether a class inherits one of `module`, which is not imported for the question."""
+    return isinstance(found, type) and any(base.__module__ == module for base in found.__mro__)
+
+
+def _agent_loop(found: Any, *, where: str) -> Callable[..., Any] | None:
+    if not _inherits_from(found, "polyturn.compat.verl.agent_loop"):
+        return None
+    from polyturn.compat.verl.agent_loop import AGENT_LOOP
+    from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
+
+    check_class(found, AGENT_LOOP, where=where)
+
+    def make() -> AgentLoopScheduler:
+        return AgentLoopScheduler(found)
+
+    return make
+
+
+def _estimator(found: Any) -> Any:
+    if not has_parameter(found, "token_level_rewards"):
+        return None
+    from polyturn.compat.verl.core_algos import as_estimator
+
+    return as_estimator(found)
+
+
+def _loss(found: Any) -> Any:
+    if not has_parameter(found, "old_log_prob"):
+        return None
+    from polyturn.compat.verl.core_algos import as_policy_loss
+
+    return as_policy_loss(found)
+
+
+def _eval_metrics(groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+    from polyturn.compat.verl.validation import validation_metrics
+
+    return validation_metrics(groups)
+
+
+VERL = StandIn(
+    name="verl",
+    install=functools.partial(install, "verl"),
+    shims=_SHIMS,
+    takes_overrides=True,
+    adapt_scheduler=_agent_loop,
+    adapt_estimator=_estimator,
+    adapt_loss=_loss,
+    eval_metrics=_eval_metrics,
+)
+
+
+def _swift_scheduler(found: Any, *, where: str) -> Callable[..., Any] | None:
+    if not _inherits_from(found, "polyturn.compat.swift.base"):
+        return None
+    from polyturn.compat.swift.adapter import SwiftScheduler
+    from polyturn.compat.swift.shapes import check_scheduler
+
+    check_scheduler(found, where=where)
+    return functools.partial(SwiftScheduler, found)
+
+
+def _swift_schedulers() -> Mapping[str, Any]:
+    from polyturn.compat.swift.multi_turn import multi_turns
+
+    return multi_turns
+
+
+SWIFT = StandIn(
+    name="swift",
+    install=functools.partial(install, "swift"),
+    shims=_SHIMS,
+    program="polyturn.compat.swift",
+    adapt_scheduler=_swift_scheduler,
+    schedulers=_swift_schedulers,
+)
+
+
+def _train_verl(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
+    from polyturn.compat.verl_config.command import run
+
+    run(path, overrides, resume=resume, dry_run=dry_run)
+
+
+def _migrate_verl(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
+    from polyturn.compat.verl_config.migrate import run
+
+    run(path, overrides, out=out)
+
+
+def _train_swift(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
+    from polyturn.compat.swift.command import run
+
+    run(path, overrides, resume=resume, dry_run=dry_run)
+
+
+VERL_KEYS = ConfigDialect(
+    title="verl",
+    usual_keys=frozenset({"actor_rollout_ref", "trainer", "critic", "reward_model", "custom_reward_function", "data"}),
+    train=_train_verl,
+    migrate=_migrate_verl,
+)
+
+SWIFT_ARGUMENTS = ConfigDialect(
+    title="ms-swift",
+    usual_keys=frozenset(
+        {
+            "rlhf_type", "model", "dataset", "reward_funcs", "external_plugins", "multi_turn_scheduler", "vllm_mode",
+            "num_generations", "train_type", "tuner_type", "max_completion_length", "vllm_server_host", "torch_dtype",
+            "per_device_train_batch_size",
+        }
+    ),
+    train=_train_swift,
+)  # fmt: skip

@@ -1,0 +1,192 @@
+"""Runs that are described in ms-swift's arguments: `polyturn train --swift`, and what stands in for the program `swift`.
+
+Nothing heavy is imported before all arguments are known to be right, plug-ins included, so a mistake is answered at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from polyturn.cli.console import program
+from polyturn.cli.run_as import find_like
+from polyturn.cli.serve import ServeOptions, serve_config
+from polyturn.compat.swift.args.arguments import parse, read, rollout_to_native, to_native
+from polyturn.compat.verl_config.compose import Composed
+from polyturn.compat.verl_config.paths import absolute
+from polyturn.config.load import Loaded, load_values
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.core.plugins import load_plugins
+
+logger = logging.getLogger(__name__)
+
+
+def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
+    """Train the run that a YAML file of arguments describes."""
+    command = [*program(), "train", "--swift", str(path), *overrides]
+
+    def again(name: str) -> list[str]:
+        return [*command, *([] if name == "" else [f"polyturn.name={name}"]), "--resume"]
+
+    train(read(path, overrides), folder=path.parent, again=again, resume=resume, dry_run=dry_run)
+
+
+def rlhf(arguments: Sequence[str]) -> None:
+    """Do what `swift rlhf` is asked to do; `--dry-run` and `--resume` are polyturn's own."""
+    own = [a for a in arguments if a in ("--dry-run", "--resume")]
+    rest = [a for a in arguments if a not in own]
+
+    def again(name: str) -> list[str]:
+        return [*program(), "run-as", "swift", "--", "swift", "rlhf", *rest, "--resume"]
+
+    is_file = len(rest) == 1 and not rest[0].startswith("-")
+    tree = read(Path(rest[0])) if is_file else parse(rest)
+    train(tree, folder=None, again=again, resume="--resume" in own, dry_run="--dry-run" in own)
+
+
+def train(
+    tree: Composed,
+    *,
+    folder: Path | None,
+    again: Callable[[str], Sequence[str]],
+    resume: bool,
+    dry_run: bool,
+) -> None:
+    """Translate arguments, say once what is ignored and why, and train.
+
+    Args:
+        tree: The arguments.
+        folder: The folder of their file.
+        again: Returns the command that goes on with the run of a name.
+        resume: Go on from the latest checkpoint.
+        dry_run: Check everything, show it, and stop.
+    """
+    find_like("swift")
+    translation = to_native(tree, num_processes=_num_processes())
+    base = (folder or Path()).resolve()
+    loaded = load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
+    check_plugins(loaded.config, base=base)
+    for notice in translation.notices():
+        logger.info("%s", notice)
+
+    from polyturn.api.console import quiet_transformers
+    from polyturn.build import ConfigSource
+    from polyturn.cli import train as native
+
+    quiet_transformers()
+
+    def of_name(name: str) -> Sequence[str]:
+        return again("" if name == loaded.config.name else name)
+
+    native.train(
+        ConfigSource(config=loaded.config, base=base), loaded.resolved, again=of_name, resume=resume, dry_run=dry_run
+    )
+
+
+def check_plugins(config: RunConfig, *, base: Path) -> None:
+    """Load the plug-ins and look up the names that the run needs of them.
+
+    Raises:
+        ConfigError: a plug-in cannot be loaded, or a name is not registered.
+    """
+    from polyturn.compat.swift import loss_scale
+    from polyturn.compat.swift.multi_turn import multi_turns
+    from polyturn.compat.swift.orm import orms
+    from polyturn.compat.swift.reward_adapter import make
+
+    assert loss_scale.loss_scale_map is not None
+    load_plugins(config.plugins, base=base)
+    function = config.reward.function
+    named: Mapping[str, Any] = {} if function is None or isinstance(function, str) else function.kwargs
+    for name in named.get("names", ()):
+        orms.find(name)
+    options = json.dumps(dict(named.get("options") or {}), sort_keys=True, default=str)
+    make(tuple(named.get("names", ())), options)  # one that cannot be made, or does not reach its judge, is told now
+    scheduler = config.rollout.scheduler
+    if scheduler is not None and ":" not in scheduler:
+        from polyturn.rollout.schedulers import schedulers
+
+        if scheduler not in schedulers:
+            multi_turns.find(scheduler)
+
+
+def rollout(arguments: Sequence[str]) -> None:
+    """Do what `swift rollout` is asked to do."""
+    find_like("swift")
+    loaded, options = read_swift(arguments)
+    serve_config(loaded, base=Path(), options=options)
+
+
+def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOptions]:
+    """Return ms-swift's arguments as a configuration and server options; what is ignored is logged with the reason.
+
+    Raises:
+        ConfigError: an argument is unknown, or asks for what there is not.
+    """
+    translation = rollout_to_native(arguments)
+    for notice in translation.notices():
+        logger.info("%s", notice)
+    native = absolute(translation, folder=None)
+    server = native.pop("serve", {})
+    known = [field.name for field in fields(ServeOptions)]
+    for name in server:
+        if name not in known:
+            raise ConfigError(f"unknown key 'polyturn.serve.{name}'.{did_you_mean(name, known)}")
+    loaded = load_values(RunConfig, native, origin=translation.origin)
+    return loaded, ServeOptions(**server)
+
+
+def _num_processes() -> int:
+    """Return how many processes ms-swift would start: its batch sizes are those of one.
+
+    Raises:
+        ConfigError: NPROC_PER_NODE is no number.
+    """
+    given = os.environ.get("NPROC_PER_NODE") or "1"
+    if not given.isdigit() or int(given) < 1:
+        raise ConfigError(f"NPROC_PER_NODE is {given!r}; it must be a number of processes")
+    if int(given) > 1:
+        logger.info(
+            "NPROC_PER_NODE is %s: a batch is counted as that of as many processes; polyturn.train.distributed.ranks says "
+            "how many train here",
+            given,
+        )
+    return int(given)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"rlhf": rlhf, "rollout": rollout}
+
+
+def main() -> None:
+    """Do what the program `swift` is asked to do, in ms-swift's command line, and end the process."""
+    from polyturn.cli.end_process import end_process
+    from polyturn.cli.main import guarded, prepare_process
+
+    prepare_process()
+    end_process(lambda: guarded(lambda: dispatch(sys.argv[1:])))
+
+
+def dispatch(arguments: Sequence[str]) -> None:
+    """Run a command of ms-swift's command line.
+
+    Raises:
+        ConfigError: it is not available here.
+    """
+    name = arguments[0] if arguments else ""
+    if name == "megatron":
+        raise ConfigError(
+            "`swift megatron` is not available yet: run the same arguments with `swift rlhf`, without Megatron's"
+        )
+    if name not in COMMANDS:
+        raise ConfigError(
+            f"`swift {name}` is not available here.{did_you_mean(name, COMMANDS)} polyturn stands in for reinforcement "
+            "learning over many turns alone"
+        )
+    COMMANDS[name](arguments[1:])

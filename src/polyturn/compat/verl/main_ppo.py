@@ -1,0 +1,35 @@
+"""The program that `python -m verl.trainer.main_ppo` runs under `polyturn run-as verl`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from polyturn.cli.end_process import end_process
+from polyturn.cli.main import guarded, prepare_process
+
+
+def __getattr__(name: str) -> Any:
+    """Return the one name of this module beside `main` that users' files import."""
+    if name == "create_rl_sampler":
+        from polyturn.compat.verl.sampler import create_rl_sampler
+
+        return create_rl_sampler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def main() -> None:
+    """Train the run that the command line describes in verl's keys."""
+    prepare_process()
+    from polyturn.cli import run_as  # what they import reads the environment
+    from polyturn.compat.verl_config import command
+
+    overrides = json.loads(os.environ.get(run_as.OVERRIDES, "[]"))
+    dry_run = run_as.DRY_RUN in os.environ
+    guarded(lambda: command.run_main_ppo([*sys.argv[1:], *overrides], dry_run=dry_run))
+
+
+if __name__ == "__main__":
+    end_process(main)

@@ -1,0 +1,43 @@
+r"""verl.utils.reward_score.math_dapo: the scorer, and the functions that scorers of one's own take it apart with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from polyturn.rewards.math import last_boxed, last_boxed_only_string, remove_boxed
+from polyturn.rewards.math_dapo import INVALID, compute_score, normalize_final_answer
+
+__all__ = [
+    "compute_score",
+    "is_correct_minerva",
+    "is_correct_strict_box",
+    "last_boxed_only_string",
+    "normalize_final_answer",
+    "remove_boxed",
+    "verify",
+]
+
+_STRICT_CHARS = 100
+
+
+def is_correct_minerva(solution_str: str, gt: str, gt_need_extract: bool = False) -> tuple[bool, str]:
+    """Return whether what stands behind the last `Answer:` is right, and what it is; the truth may stand in a box."""
+    found = compute_score(solution_str, (last_boxed(gt) or INVALID) if gt_need_extract else gt)
+    return found["acc"], found["pred"]
+
+
+def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None) -> tuple[int, str | None]:
+    """Return 1 or -1 for the last box in the last 100 characters, or from 100 before a place on; and its answer."""
+    start = -_STRICT_CHARS if pause_tokens_index is None else pause_tokens_index[-1] - _STRICT_CHARS
+    answer = last_boxed(pred[start:])
+    return 1 if answer == gt else -1, answer
+
+
+def verify(
+    solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: Sequence[int] | None = None
+) -> tuple[bool, str | None]:
+    """Return whether a solution is right, and the answer that was read."""
+    if strict_box_verify:
+        score, found = is_correct_strict_box(solution_str, answer, pause_tokens_index)
+        return score == 1, found
+    return is_correct_minerva(solution_str, answer)

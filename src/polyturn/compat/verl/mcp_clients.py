@@ -1,0 +1,79 @@
+"""verl.tools.utils.mcp_clients: the servers of an MCP file behind one object, for tools that call them themselves.
+
+await ClientManager.initialize("servers.json", rate_limit=10)
+schemas = await ClientManager.fetch_tool_schemas(["search"])          no names: every tool
+result = await ClientManager.call_tool("search", {"query": "…"}, timeout=30)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from polyturn.compat.verl.token_bucket import TokenBucket
+from polyturn.core.errors import UnknownNameError, did_you_mean
+from polyturn.tools.mcp import Pace
+from polyturn.tools.mcp_client import list_tools, read_servers
+from polyturn.tools.mcp_connection import McpServer
+from polyturn.tools.schema import OpenAIFunctionToolSchema
+
+__all__ = ["ClientManager", "MCPClientManager", "TokenBucket", "mcp2openai"]
+
+
+class MCPClientManager:
+    """Knows which server has which tool."""
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self.tool_client_mapping: dict[str, McpServer] = {}
+        self._settings: dict[str, Any] = {}
+        self._pace = Pace(10.0)
+
+    async def initialize(self, config_path: str | Path, rate_limit: float = 10.0) -> None:
+        """Read the file of the servers; calling it again changes nothing."""
+        if not self.initialized:
+            self._settings, self._pace, self.initialized = dict(read_servers(Path(config_path))), Pace(rate_limit), True
+
+    async def fetch_tool_schemas(self, tool_selected_list: Collection[str] | None = None) -> list[dict[str, Any]]:
+        """Return the schemas of the chosen tools."""
+        schemas: list[dict[str, Any]] = []
+        for name, settings in self._settings.items():
+            server = McpServer(name, settings)
+            for schema in await asyncio.to_thread(list_tools, name, settings):
+                tool = schema["function"]["name"]
+                if not tool_selected_list or tool in tool_selected_list:
+                    self.tool_client_mapping[tool] = server
+                    schemas.append(schema)
+        return schemas
+
+    async def call_tool(self, tool_name: str, parameters: dict[str, Any], timeout: float) -> Any:
+        """Call a tool of one of the servers, at the pace that `initialize` was given."""
+        await self._pace.wait()
+        server = self.get_client_with_tool_name(tool_name)
+        server.open("verl")
+        try:
+            return await server.call("verl", tool_name, parameters, timeout_s=timeout)
+        finally:
+            await server.close("verl")
+
+    def get_client_with_tool_name(self, tool_name: str) -> McpServer:
+        """Return the server of a tool.
+
+        Raises:
+            UnknownNameError: `fetch_tool_schemas` has met none of that name.
+        """
+        if tool_name not in self.tool_client_mapping:
+            known = self.tool_client_mapping
+            raise UnknownNameError(f"no MCP server has a tool {tool_name!r}.{did_you_mean(tool_name, known)}")
+        return self.tool_client_mapping[tool_name]
+
+
+def mcp2openai(mcp_tool: Any) -> dict[str, Any]:
+    """Return the schema of a server's tool in OpenAI's form."""
+    return OpenAIFunctionToolSchema.from_mcp(mcp_tool).to_dict()
+
+
+ClientManager = MCPClientManager()
+"""The one that tools share."""

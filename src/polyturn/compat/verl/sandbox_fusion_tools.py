@@ -1,0 +1,82 @@
+"""verl.tools.sandbox_fusion_tools: the sandbox tool with the pool that recipes run their own `execute` in.
+
+    result = await self.execution_pool.execute.remote(self.execute_code, instance_id, code, timeout, language)
+
+The pool's threads are this process's, its limit the tool's own; what a function raises is raised, where verl's pool logs it
+and returns None.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from polyturn.core.errors import ConfigError, RewardError
+from polyturn.rewards.code import Sandbox
+from polyturn.tools import sandbox
+from polyturn.tools.schema import ToolResponse
+from polyturn.tools.search import max_concurrent
+from polyturn.tools.service import ServiceReply
+
+T = TypeVar("T")
+
+
+class PoolMode(Enum):
+    """How a pool runs its functions."""
+
+    ThreadMode = 1
+    ProcessMode = 2
+
+
+class ExecutionPool:
+    """Runs functions in threads, `num_workers` at once."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="verl-pool")
+        self.execute = SimpleNamespace(remote=self._execute)
+        self.ping = SimpleNamespace(remote=functools.partial(self._execute, bool, True))
+
+    def _execute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+
+
+def init_execution_pool(
+    num_workers: int, enable_global_rate_limit: bool = True, rate_limit: int = 10, mode: PoolMode = PoolMode.ThreadMode
+) -> ExecutionPool:
+    """Return a pool of as many threads as may run at once.
+
+    Raises:
+        NotImplementedError: the mode is not that of threads.
+    """
+    if mode is not PoolMode.ThreadMode:
+        raise NotImplementedError(f"a pool runs its functions in threads; {mode} is not offered")
+    limit = {"rate_limit": rate_limit} if enable_global_rate_limit else {"enable_global_rate_limit": False}
+    return ExecutionPool(
+        max_concurrent({"num_workers": num_workers, **limit}, num_workers=num_workers, rate_limit=rate_limit)
+    )
+
+
+class VerlSandboxFusionTool(sandbox.SandboxFusionTool):
+    """Runs code; its own `execute` asks the sandbox without a thread."""
+
+    @functools.cached_property
+    def execution_pool(self) -> ExecutionPool:
+        """What runs functions of a class that inherits this one."""
+        return ExecutionPool(self.max_concurrency)
+
+    def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:
+        """Run code and return what the model reads; called in a thread."""
+        asked = Sandbox(url=self.sandbox_fusion_url, memory_limit_mb=self.memory_limit_mb, timeout_s=timeout)
+        try:
+            reply = ServiceReply(status="ok", data=asked.run(code, language=language))
+        except (RewardError, ConfigError) as problem:
+            reply = ServiceReply(status="unreachable", error=str(problem))
+        return ToolResponse(text=sandbox.read_reply(reply, timeout_s=timeout)[1])
+
+
+SandboxFusionTool = VerlSandboxFusionTool  # the name that its users import

@@ -1,0 +1,92 @@
+"""Tasks from a data set of the Hugging Face hub, read by `datasets`.
+
+    open_hub_dataset("openai/gsm8k", split="train", part="train", subset="main", columns={"prompt": "question"})
+
+Separate from `dataset.py`, which reads files and needs no library for it. Rows become tasks by the same rules; `columns`
+gives those that have other names in the data set their names here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
+from polyturn.data.dataset import TaskDataset
+from polyturn.tokens.hub import unreachable
+
+
+class _DatasetRows:
+    """The rows of a data set, under the names that tasks have."""
+
+    def __init__(self, name: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+        self.path = Path(name)
+        self._rows = rows
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Any:
+        row = self._rows[index]
+        renamed = {key: row[own] for key, own in self._columns.items()}
+        return {key: value for key, value in row.items() if key not in self._columns.values()} | renamed
+
+
+def open_hub_dataset(
+    name: str,
+    *,
+    split: str,
+    part: str,
+    subset: str | None = None,
+    first: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    base: Path | None = None,
+) -> TaskDataset:
+    """Open a data set by its name on the hub, or a folder with one.
+
+    Args:
+        name: owner/name on the hub, or a folder.
+        split: "train" or "eval"; starts the ids of tasks that have none.
+        part: The data set's split, or a part of one: `train[:1000]`.
+        subset: Which of its configurations, where it has several.
+        first: Fetch only so many rows, from the first on; None fetches all.
+        columns: The name that a task's column has in the data set, where it is another.
+        base: The folder that a relative folder starts from.
+
+    Raises:
+        ConfigError: `datasets` is not installed.
+        DataError: there is no such data set, part or column, or it cannot be fetched.
+    """
+    try:
+        import datasets
+    except ImportError as problem:
+        raise ConfigError(
+            f"the data set {name!r} is read by the package datasets, which is not installed: pip install 'polyturn[hub]'"
+        ) from problem
+    folder = (base or Path()) / Path(name).expanduser()
+    if folder.is_file():
+        raise DataError(f"`dataset` names the file {name!r}; name files by `files`")
+    why = None
+    if not folder.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise DataError(
+                f"there is no folder {str(folder)!r}; `dataset` names a data set on the hub as owner/name, or a folder"
+            )
+        why = unreachable()  # one attempt; the library itself would try for a minute
+    fetch = datasets.DownloadConfig(local_files_only=True) if why else None
+    try:
+        source = str(folder) if folder.is_dir() else name
+        found = datasets.load_dataset(source, subset, split=part, streaming=first is not None, download_config=fetch)
+        rows: Sequence[Mapping[str, Any]] = found if first is None else list(found.take(first))
+    except Exception as problem:  # whatever a data set's files, its loader or the network bring about
+        reason = f"the hub cannot be reached ({why}) and its cache does not hold it" if why else one_line(problem)[:300]
+        advice = "try again where the hub can be reached, or name files by `files`" if why else "see `subset` and `split`"
+        raise DataError(f"the data set {name!r} cannot be opened: {reason}; {advice}") from problem
+    if not len(rows):
+        raise DataError(f"the data set {name!r} has no row in {part!r}; {split!r} needs at least one task")
+    for key, own in (columns or {}).items():
+        if own not in rows[0]:
+            raise DataError(f"columns has {key}: {own}, and {name!r} has no column {own!r}.{did_you_mean(own, rows[0])}")
+    return TaskDataset([_DatasetRows(name, rows, columns or {})], split=split)

@@ -1,0 +1,175 @@
+"""What an engine of one's own needs: the frame to inherit, and what a run gives to whoever makes the engine.
+
+    # pyproject.toml:   [project.entry-points."polyturn.engines"]
+    #                   mine = "my_package.engine:build"                        then `engine.kind: mine`
+
+    def build(setup: EngineSetup, *, url: str) -> Engine:                       engine: {kind: mine, kwargs: {url: ...}}
+        return MyEngine(url, max_context=setup.max_context)
+
+The engines of our own are made in the same way, by the `build` of `embedded.py`, `vllm.py` and `sglang.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.core.registry import Registry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from polyturn.tokens.multimodal import MediaProcessor
+
+
+class ModelFolder(NamedTuple):
+    """A model on disk, as a server loads it."""
+
+    path: Path
+    is_temporary: bool
+    """Whether it was written for the engine, which deletes it when it closes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    """What a run gives to the engine that samples its completions."""
+
+    options: Any
+    """The section `engine` of the configuration; `launch` holds the defaults where the section has none."""
+    model: PreTrainedModel
+    """The model whose weights are sampled from: the trainer's own, or a frozen one."""
+    media: MediaProcessor | None
+    """Turns pictures into what the model sees; None for a model of text."""
+    max_context: int
+    """The longest prompt plus completion, in tokens."""
+    sampling: SamplingParams
+    """How most completions of the run are sampled."""
+    trains_meanwhile: bool
+    """Whether training and sampling run side by side."""
+    base: Path
+    """The folder of the configuration, where relative paths start."""
+    model_folder: Callable[[], ModelFolder]
+    """Return a folder that a server can load the model from; it is written at the first call where there is none."""
+
+
+engines: Registry[Callable[..., Engine]] = Registry("engines")
+"""Name -> (setup, **kwargs) -> engine."""
+
+
+class BusyClock:
+    """Counts the seconds in which at least one request was being answered."""
+
+    def __init__(self) -> None:
+        self._num_live = 0
+        self._since = self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds so far, those of requests that still run included."""
+        return self._seconds + (time.perf_counter() - self._since if self._num_live else 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time of one request."""
+        if not self._num_live:
+            self._since = time.perf_counter()
+        self._num_live += 1
+        try:
+            yield
+        finally:
+            self._num_live -= 1
+            if not self._num_live:
+                self._seconds += time.perf_counter() - self._since
+
+
+class BaseEngine(ABC):
+    """An engine without sessions, metrics or weights of its own; `core.protocols.Engine`.
+
+    A subclass writes `capabilities`, `generate` and `abort`, counts its requests with `busy.running()`, and overrides what
+    else it offers.
+    """
+
+    def __init__(self) -> None:
+        self.busy = BusyClock()
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> EngineCapabilities:
+        """What this engine can do."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request was being answered."""
+        return self.busy.seconds
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a running request now; its `generate` returns what there is. Unknown ids are fine."""
+
+    async def end_session(self, session_id: str) -> None:
+        """Keep nothing for an episode, so that there is nothing to forget."""
+        return
+
+    @abstractmethod
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        """Serve policy version `version` from now on."""
+
+    def read_metrics(self) -> Mapping[str, float]:
+        """Return no metrics."""
+        return {}
+
+    async def close(self) -> None:
+        """Hold nothing that would have to be freed."""
+        return
+
+
+class EngineWrapper:
+    """An engine in front of another one, which is asked in everything that a subclass does not do itself."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What the engine can do."""
+        return self.engine.capabilities
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the engine spent generating so far."""
+        return self.engine.busy_s
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Let the engine sample one completion."""
+        return await self.engine.generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        """Let the engine end a request."""
+        await self.engine.abort(request_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Let the engine forget an episode."""
+        await self.engine.end_session(session_id)
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        """Let the engine serve `version`."""
+        await self.engine.update_weights(version, weights=weights)
+
+    def read_metrics(self) -> Mapping[str, float]:
+        """Return the engine's metrics."""
+        return self.engine.read_metrics()
+
+    async def close(self) -> None:
+        """Close the engine."""
+        await self.engine.close()

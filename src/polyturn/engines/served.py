@@ -1,0 +1,113 @@
+"""From the section `engine` to a pool of servers of one kind: those that run already, or those that it starts.
+
+{kind: vllm, urls: ["http://a:8000"]}   ->  EnginePool([VllmEngine("http://a:8000")])
+{kind: sglang, launch: {replicas: 2}}   ->  EnginePool of two clients; each starts its server when it is first asked
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from polyturn.core.errors import ConfigError
+from polyturn.core.secret import bearer, token_from
+from polyturn.engines.base import EngineSetup
+from polyturn.engines.launcher import LaunchSpec
+from polyturn.engines.order import make_policy
+from polyturn.engines.pool import EnginePool
+from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weight_transport import choose_way
+
+_FOR_PROBES = 16
+"""Places on a server beyond those of the rollout, so that looking at its weights never waits for an episode."""
+
+
+def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Callable[..., LaunchSpec]) -> EnginePool:
+    """Make a pool of servers; those that are to be started are when they are first asked.
+
+    Args:
+        setup: What the run gives.
+        client: The client of one server.
+        command: Returns how a server is started; see `serve_commands.py`.
+
+    Raises:
+        ConfigError: the section asks for what servers cannot do, or the server is not installed.
+    """
+    import torch
+
+    options = setup.options
+    if options.deterministic:
+        raise ConfigError(
+            f"engine.deterministic is for the embedded engine; a {client.name} server does not promise equal bits"
+        )
+    way = choose_way(options.weights, options.urls, has_gpu=torch.cuda.is_available())
+    root = None if options.weights_folder is None else setup.base / options.weights_folder
+    if root is not None and not root.is_dir():
+        raise ConfigError(f"engine.weights_folder is {root}, which is no folder; make it where the servers see it too")
+    order = make_policy(options.order, base=setup.base, **options.order_kwargs)
+    folder = setup.model_folder()
+    key = token_from({"token_env": options.api_key_env}, where="engine.api_key_env")
+    launches = [] if options.urls else _launches(setup, client, command, folder.path)
+    servers = [(url, None) for url in options.urls] + [("", spec) for spec in launches]
+    clients = [
+        client(
+            url,
+            vocab_size=int(setup.model.config.get_text_config().vocab_size),
+            max_context=setup.max_context,
+            max_in_flight=options.max_in_flight + _FOR_PROBES,
+            timeout_s=options.timeout_s,
+            health_s=options.health_s,
+            way=way,
+            headers=bearer(key),
+            media=setup.media,
+            launch=launch,
+            max_restarts=options.launch.max_restarts,
+        )
+        for url, launch in servers
+    ]
+    return EnginePool(
+        clients,
+        policy=order,
+        slots=options.max_in_flight,
+        max_tries=options.max_tries,
+        patience_s=options.patience_s,
+        files=WeightFolder(folder.path, root=None if root is None else root.resolve(), owns_model=folder.is_temporary),
+    )
+
+
+def _launches(
+    setup: EngineSetup, client: type[RemoteEngine], command: Callable[..., LaunchSpec], folder: Path
+) -> list[LaunchSpec]:
+    import torch
+
+    launch = setup.options.launch
+    if launch.python is None and importlib.util.find_spec(client.name) is None:
+        raise ConfigError(
+            f"{client.name} is not installed here; set engine.launch.python to the interpreter of an environment that has "
+            "it, or engine.urls to a server that runs"
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and launch.replicas > 1 and not launch.devices:
+        raise ConfigError(
+            f"engine.launch.replicas is {launch.replicas} and nothing says which GPUs each server gets; set "
+            'engine.launch.devices, for example ["0,1", "2,3"]'
+        )
+    specs = []
+    for number in range(launch.replicas):
+        devices = {"CUDA_VISIBLE_DEVICES": launch.devices[number]} if launch.devices else {}
+        spec = command(
+            python=launch.python or sys.executable,
+            model=folder.resolve(),
+            max_context=setup.max_context,
+            device=device,
+            sees=setup.media is not None,
+            args=launch.args,
+            env={**devices, **launch.env},
+        )
+        log = None if launch.log is None else Path(launch.log if number == 0 else f"{launch.log}.{number}")
+        specs.append(dataclasses.replace(spec, ready_timeout_s=launch.ready_timeout_s, log=log))
+    return specs

@@ -1,0 +1,178 @@
+"""JsonClient: JSON over HTTP to a server and back. The one HTTP client; who asks decides what an answer means.
+
+    client = JsonClient(headers=bearer(token), timeout_s=30)
+    reply = await client.send("POST", "http://127.0.0.1:8000/retrieve", {"queries": […]})
+    reply.status, reply.json(), reply.said()
+    await client.close()
+
+An answer is read up to a bound, no redirect is followed (to where it leads, nobody asked us to send anything), and what an
+error shows holds no secret. A client may be used in one event loop after another; `ask_now` is for plain code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.answers import LargeAnswerError, whole
+from polyturn.core.errors import one_line
+from polyturn.core.secret import hide, is_secret_name
+from polyturn.infra.run_sync import in_own_loop
+
+if TYPE_CHECKING:
+    import aiohttp
+
+KEEP_ALIVE_S = 3.0
+"""Less than servers keep an idle connection (5 s), so that none is used in the moment in which they close it."""
+MAX_RETRY_AFTER_S = 60.0
+
+
+class BrokenOffError(ConnectionError):
+    """A connection ended before its answer did; the request may still be at work."""
+
+
+class NotReachedError(BrokenOffError):
+    """There is no connection, so nothing was sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpReply:
+    """What a server answered."""
+
+    status: int
+    content: bytes
+    headers: Mapping[str, str]
+    secrets: tuple[str, ...] = ()
+    """What `said` leaves out."""
+
+    @property
+    def content_type(self) -> str:
+        """What the content is said to be; empty where nothing is said."""
+        return self.headers.get("content-type", "")
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """How long the server asks to wait; None where it does not."""
+        try:
+            return min(MAX_RETRY_AFTER_S, max(0.0, float(self.headers["retry-after"])))
+        except (KeyError, ValueError):
+            return None
+
+    def json(self) -> Any:
+        """Return the content read as JSON.
+
+        Raises:
+            ValueError: it is none, or nested too deeply.
+        """
+        try:
+            return json.loads(self.content)
+        except RecursionError as problem:
+            raise ValueError("it is nested too deeply") from problem
+
+    def said(self, limit: int = 500) -> str:
+        """Return the beginning of the content, to be shown."""
+        return hide(self.content[: 4 * limit + 4096].decode("utf-8", "replace"), *self.secrets)[:limit]
+
+
+class JsonClient:
+    """Connections to servers, opened by the first request."""
+
+    def __init__(
+        self,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = 60.0,
+        max_connections: int = 0,
+        uses_proxy: bool = False,
+    ) -> None:
+        """Describe the connections.
+
+        Args:
+            headers: Sent with every request; the values of those with a secret's name are shown nowhere.
+            timeout_s: The deadline of a request that names none; None is no deadline.
+            max_connections: Connections at once; 0 is no bound.
+            uses_proxy: Whether to go through the proxy that the environment names, as to endpoints of others.
+        """
+        self._headers = dict(headers or {})
+        self._secrets = tuple(v.removeprefix("Bearer ") for k, v in self._headers.items() if is_secret_name(k))
+        self._timeout_s = timeout_s
+        self._max_connections = max_connections
+        self._uses_proxy = uses_proxy
+        self._session: tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession] | None = None
+
+    async def send(
+        self, method: str, url: str, body: Any = None, *, timeout_s: float | None = None, max_bytes: int | None = None
+    ) -> HttpReply:
+        """Send one request and return what is answered, whatever its status.
+
+        Args:
+            method: GET, POST and such.
+            url: Where to.
+            body: Sent as JSON; bytes are sent as they are, as JSON written already.
+            timeout_s: The deadline of the whole exchange.
+            max_bytes: The largest answer.
+
+        Raises:
+            NotReachedError: nothing was sent.
+            BrokenOffError: the connection ended first.
+            TimeoutError: the deadline passed first.
+            LargeAnswerError: the answer is too large.
+        """
+        import aiohttp
+
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = None if data is None else {"content-type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
+        request = self._opened().request(method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False)
+        try:
+            async with request as reply:
+                try:
+                    content = await whole(reply.content.iter_any(), limit=max_bytes)
+                except LargeAnswerError as problem:
+                    raise LargeAnswerError(f"HTTP {reply.status}: {problem}") from problem
+                kept = {name.lower(): value for name, value in reply.headers.items()}
+                return HttpReply(status=reply.status, content=content, headers=kept, secrets=self._secrets)
+        except aiohttp.ClientConnectorError as problem:
+            raise NotReachedError(hide(one_line(problem), *self._secrets)) from problem
+        except TimeoutError:
+            raise
+        except (aiohttp.ClientError, ConnectionError, ValueError) as problem:
+            if isinstance(problem, ValueError) and not isinstance(problem, aiohttp.ClientError):
+                raise  # an answer that is too large, or no address
+            raise BrokenOffError(hide(one_line(problem), *self._secrets)) from problem
+
+    async def close(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        if self._session is not None:
+            (loop, session), self._session = self._session, None
+            if loop is asyncio.get_running_loop():
+                await session.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session[0] is not loop:
+            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = (
+                loop,
+                aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=self._uses_proxy),
+            )
+        return self._session[1]
+
+
+def ask_now(method: str, url: str, body: Any = None, *, headers: Mapping[str, str], timeout_s: float) -> HttpReply:
+    """Send one request from plain code; raises what `JsonClient.send` does."""
+
+    async def ask() -> HttpReply:
+        client = JsonClient(headers=headers, timeout_s=timeout_s, uses_proxy=True)
+        try:
+            return await client.send(method, url, body)
+        finally:
+            await client.close()
+
+    reply: HttpReply = in_own_loop(ask)
+    return reply

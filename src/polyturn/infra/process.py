@@ -1,0 +1,255 @@
+"""ManagedProcess: a child process with a session of its own, its last words, and an end that leaves nothing of it behind.
+
+    process = ManagedProcess(["python", "server.py"], log=Path("server.log"))
+    process.is_alive, process.tail()
+    process.end(grace_s=5)               asked, then killed; every process that it started, too
+
+Where the kernel offers it, the child is told to end when this process dies, however it dies. Because the kernel asks which
+thread started it, all children are started by one thread, which never ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import IO, Any, Literal
+
+POLL_S = 0.05
+_KILLED_S = 5.0
+"""How long the system may take to end processes that were killed."""
+_TAIL_BYTES = 1 << 16
+_DIE_WITH_PARENT = (
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # PR_SET_PDEATHSIG; it survives the exec
+    "if os.getppid() != int(sys.argv[1]): sys.exit('the process that started this one is gone')\n"
+    "os.execvp(sys.argv[2], sys.argv[2:])\n"
+)
+
+
+class ManagedProcess:
+    """One child process. What it writes goes to a log, except for pipes that are asked for."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        pipes: bool = False,
+        pass_fds: Sequence[int] = (),
+        log: Path | Literal["inherited", "none"] | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            command: The program and its arguments.
+            env: All of its environment; None is this process's.
+            pipes: Whether its standard input and output are `stdin` and `stdout`; else it reads nothing, and its output is
+                logged.
+            pass_fds: Descriptors that it inherits.
+            log: What it writes is added to this file, goes where this process's output goes ("inherited"), or nowhere
+                ("none"); None is a file of its own, which `close` removes.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        environ = dict(os.environ if env is None else env)
+        started = dies_with_parent(command, env=environ)
+        self._log: IO[bytes] | None = None
+        if not isinstance(log, str):
+            self._log = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115
+        written: Any = self._log or (None if log == "inherited" else subprocess.DEVNULL)
+        self._is_over = False
+        self._process: subprocess.Popen[bytes] = _in_lasting_thread(
+            lambda: subprocess.Popen(
+                started,
+                stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if pipes else written,
+                stderr=written,
+                env=environ,
+                pass_fds=tuple(pass_fds),
+                start_new_session=True,
+            )
+        )
+        self.pid = self._process.pid
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs; its children may outlive it."""
+        return self._process.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        """What it ended with, minus the signal's number if it was killed; None while it runs."""
+        return self._process.poll()
+
+    def tail(self, lines: int = 20) -> str:
+        """Return the last lines of its log."""
+        if self._log is None or self._log.closed:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        data = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        return "\n".join(data.decode("utf-8", "replace").splitlines()[-lines:]).rstrip()
+
+    def members(self) -> list[int]:
+        """Return the live processes of its session."""
+        self._process.poll()  # reaps the main process, which would stay in the list as a zombie
+        return session_of(self.pid)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it has ended, within a time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return not self.is_alive
+
+    def end(self, *, grace_s: float = 0.0, asks: bool = True) -> None:
+        """End it and every process of its session; ending twice is fine.
+
+        Args:
+            grace_s: How long it may take by itself, once its input is closed and it was asked; 0 kills at once.
+            asks: Whether it is sent SIGTERM; else its input's end must be enough.
+        """
+        if self._is_over:
+            return  # its number may be another's by now
+        self._is_over = True
+        with contextlib.suppress(OSError):
+            if self.stdin is not None:
+                self.stdin.close()
+        if grace_s:
+            if asks:
+                signal_session(self.pid, signal.SIGTERM)
+            self._await_end(grace_s)
+        signal_session(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._await_end(_KILLED_S)
+        if self.stdout is not None:
+            self.stdout.close()
+
+    def close(self) -> None:
+        """Close its log, after its end."""
+        if self._log is not None:
+            self._log.close()
+
+    def _await_end(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.members() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+async def end_async(process: asyncio.subprocess.Process, *, grace_s: float) -> bool:
+    """End a process of asyncio's that leads a session, and all of the session; return whether it has ended.
+
+    Its own exit alone is waited for: `process.wait` would also wait for children that hold its pipes.
+
+    Args:
+        process: Started with `start_new_session`.
+        grace_s: How long it may take by itself once its input is closed, and again once it was asked.
+    """
+    if process.stdin is not None:
+        process.stdin.close()
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            signal_session(process.pid, number)
+        deadline = time.monotonic() + grace_s
+        while process.returncode is None and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        if process.returncode is not None:
+            break
+    signal_session(process.pid, signal.SIGKILL)  # children that outlived it
+    return process.returncode is not None
+
+
+def dies_with_parent(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
+) -> list[str]:
+    """Return a command that does the same and is told to end when the thread that starts it does, where the kernel can.
+
+    Raises:
+        OSError: there is no such program in the environment and the folder that it would run in.
+    """
+    program = os.path.join(cwd or "", command[0]) if os.sep in command[0] else command[0]
+    if shutil.which(program, path=(os.environ if env is None else env).get("PATH")) is None:
+        code = errno.EACCES if os.path.exists(program) else errno.ENOENT
+        raise OSError(code, os.strerror(code), command[0])
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on at 127.0.0.1."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def session_of(pid: int) -> list[int]:
+    """Return the live processes of the session that `pid` leads; only `pid` where the system does not list them."""
+    if not Path("/proc/self/stat").exists():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return []
+        return [pid]
+    return [member for member, session, state in _processes() if session == pid and state != "Z"]
+
+
+def signal_session(pid: int, number: signal.Signals) -> None:
+    """Send a signal to every process of the session that `pid` leads, and to nothing else; to the youngest first."""
+    for member in sorted(session_of(pid), reverse=True):  # what watches over its parent does not see it go
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(member, number)
+
+
+def _processes() -> list[tuple[int, int, str]]:
+    """Return (process id, session id, state) of every process that /proc lists."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        fields = stat.rpartition(")")[2].split()  # the name, in brackets, may hold blanks and brackets itself
+        found.append((int(entry.name), int(fields[3]), fields[0]))
+    return found
+
+
+def _in_lasting_thread(start: Callable[[], Any]) -> Any:
+    """Return what `start` returns in the one thread that starts processes."""
+    done: Future[Any] = Future()
+    _starter(os.getpid()).put((done, start))
+    return done.result()
+
+
+@functools.cache
+def _starter(pid: int) -> queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]:
+    """Return the queue of the thread that starts processes; a forked process has another one."""
+    waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            done, start = waiting.get()
+            try:
+                done.set_result(start())
+            except BaseException as problem:
+                done.set_exception(problem)
+
+    threading.Thread(target=work, name="polyturn-starter", daemon=True).start()
+    return waiting

@@ -1,0 +1,71 @@
+"""The keys of a YAML file, and one sentence about a file that cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.nesting import MAX_DEPTH
+
+MAX_VALUES = 1_000_000
+"""Values of a file, each counted wherever an alias repeats it."""
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file, interpolations left as they are.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        num = _num_values(path)
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if num <= MAX_VALUES else None
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        what = "a tab indents it; YAML takes spaces alone" if _is_tab(error, path) else f"{error.problem}; correct it"
+        raise ConfigError(f"{path}{line}: this is not YAML ({what})") from error
+    except AssertionError as error:  # what OmegaConf says of a file that holds one number
+        raise ConfigError(f"{path} must hold keys with values, and it holds one value") from error
+    except (OmegaConfBaseException, OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a config: {one_line(error):.500}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter") from error
+    if num > MAX_VALUES:
+        raise ConfigError(
+            f"{path} has {num:,} values where its aliases (*name) are written out; at most {MAX_VALUES:,} are read"
+        )
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold keys with values, and it holds a {type(values).__name__}")
+    return {str(k): v for k, v in values.items()}
+
+
+def _num_values(path: Path) -> int:
+    """Return how many values a file has, each counted wherever an alias repeats it.
+
+    Raises:
+        RecursionError: a part holds itself, or is nested too deep.
+    """
+    sizes: dict[yaml.Node, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if node not in sizes:
+            below = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+            sizes[node] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(map(size, below)))
+        return sizes[node]
+
+    with path.open(encoding="utf-8") as file:
+        root = yaml.compose(file, Loader=yaml.SafeLoader)
+    return 0 if root is None else size(root)
+
+
+def _is_tab(error: yaml.MarkedYAMLError, path: Path) -> bool:
+    mark = error.problem_mark
+    if mark is None:
+        return False
+    line = path.read_text(encoding="utf-8", errors="replace").splitlines()[mark.line : mark.line + 1]
+    return "".join(line)[mark.column : mark.column + 1] == "\t"

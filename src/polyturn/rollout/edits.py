@@ -1,0 +1,174 @@
+"""Pure functions behind the edits of a history: what a full context leaves out, what stays of a completion that goes on,
+how reasoning is shown again, and who wrote a message that comes back as a dict.
+
+    shorten     prompt a0 o0 a1 o1 a2 o2   --drop_oldest-->   prompt a1 o1 a2 o2
+                prompt a0 o0 a1 o1 a2 o2   --compact------>   prompt a0 [left out] a1 [left out] a2 o2
+    kept_of     ids [The][ answer][ is][ 8][.], keep "The answer i"   ->   ids [The][ answer], and the text " i" beyond them
+    as_written  reasoning "2 + 2 is 4.", content "4"   ->   content "<think>2 + 2 is 4.</think>\\n4", its reasoning a part
+
+The newest observation always stays, because the model has not seen it yet. Sampled ids are never cut inside a token and
+never made again: the longest run of them is kept that spells no more than is wanted; the rest is an addition like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from polyturn.core.errors import SchedulerError
+from polyturn.core.generation import Completion
+from polyturn.core.messages import Message, Origin, with_origin
+from polyturn.rollout.limits import ContextPolicy
+from polyturn.tokens.codec import Codec
+
+LEFT_OUT = "[left out to save space]"
+
+
+def shorten(
+    messages: Sequence[Message],
+    *,
+    policy: ContextPolicy,
+    num_prompt: int,
+    fits: Callable[[Sequence[Message]], bool],
+) -> list[Message] | None:
+    """Return a shorter history that fits, or None when the policy has none.
+
+    Args:
+        messages: The prompt, then turns and what they drew, the newest observation last.
+        policy: What may be left out.
+        num_prompt: How many leading messages are the task's prompt, which always stays.
+        fits: Whether a history leaves room for at least one sampled token.
+    """
+    prompt, rest = list(messages[:num_prompt]), list(messages[num_prompt:])
+    starts = [i for i, m in enumerate(rest) if m.role == "assistant"]
+    if policy is ContextPolicy.STOP or not starts:
+        return None
+    for newest in range(1, len(starts)):
+        if policy is ContextPolicy.DROP_OLDEST:
+            candidate = prompt + rest[starts[newest] :]
+        else:
+            older = [m if m.role == "assistant" else _left_out(m) for m in rest[: starts[newest]]]
+            candidate = prompt + older + rest[starts[newest] :]
+        if fits(candidate):
+            return candidate
+    return None
+
+
+def _left_out(message: Message) -> Message:
+    is_short = len(message.text) <= len(LEFT_OUT) and not message.media
+    return message if is_short else dataclasses.replace(message, content=LEFT_OUT)
+
+
+class Kept(NamedTuple):
+    """The part of a completion that stays."""
+
+    num_tokens: int
+    """How many of its ids stay."""
+    text: str
+    """What those say."""
+    rest: str
+    """The text that stays beyond them, because it ends inside a token."""
+
+
+def kept_of(codec: Codec, completion: Completion, keep: str | int | None) -> Kept:
+    """Return the part of a completion that stays when its message goes on.
+
+    Args:
+        codec: Reads its ids.
+        completion: The last one.
+        keep: The text that stays, a beginning of what it says; or a number of tokens; None keeps all but the token that
+            ends the turn.
+
+    Raises:
+        SchedulerError: the completion does not begin like that, or has fewer tokens.
+    """
+    ids = completion.token_ids
+    ends = len(ids) > 0 and int(ids[-1]) in codec.stop_token_ids
+    total = len(ids) - 1 if ends else len(ids)
+    text = codec.decode(ids[:total])
+    if keep is None:
+        return Kept(total, text, "")
+    if isinstance(keep, int):
+        if not 0 <= keep <= len(ids):
+            raise SchedulerError(f"a completion of {len(ids)} tokens cannot keep {keep} of them")
+        count = min(keep, total)
+        return Kept(count, codec.decode(ids[:count]), "")
+    if not text.startswith(keep):
+        raise SchedulerError(
+            f"the turn cannot keep {keep[:80]!r}, because it says {text[:80]!r}; keep a beginning of `turn.text`, or "
+            "edit the history with `rewrite`"
+        )
+    low, high = 0, total  # the most ids whose text is a beginning of what stays
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(codec.decode(ids[:middle])) <= len(keep):
+            low = middle
+        else:
+            high = middle - 1
+    while low and not keep.startswith(codec.decode(ids[:low])):
+        low -= 1  # a character that is cut in the middle decodes to something else
+    kept = codec.decode(ids[:low])
+    return Kept(low, kept, keep[len(kept) :])
+
+
+def as_written(messages: Sequence[Message], pairs: Sequence[tuple[Message, str]]) -> Sequence[Message]:
+    """Return messages with what the model wrote back in the content, for templates that have no field for reasoning.
+
+    Args:
+        messages: Those to be shown. A message is told by its identity: the same object stands for the same text wherever it
+            is shown again, in an edited history and in a fork, and one that a plug-in made is shown as it is.
+        pairs: Messages with reasoning, and their texts to the letter.
+    """
+    if not pairs:
+        return messages
+    written = {id(message): text for message, text in pairs}
+    return [_with_reasoning(m, written[id(m)]) if id(m) in written else m for m in messages]
+
+
+_THOUGHT = re.compile(r"(\s*)<think>(.*?)(?:(</think>)(.*))?", re.DOTALL)
+
+
+def _with_reasoning(message: Message, text: str) -> Message:
+    """Return the message whose content is `text` up to the end of what it said, without the calls, its reasoning apart."""
+    if message.text:
+        start = text.rfind(message.text)
+        if start < 0:  # the content stands in pieces around calls
+            return message
+        text = text[: start + len(message.text)]
+    elif message.tool_calls:
+        raw = message.tool_calls[0].raw
+        if not raw or raw not in text:
+            return message
+        text = text.partition(raw)[0].rstrip()
+    found = _THOUGHT.fullmatch(text)
+    if found is None:
+        return message
+    before, thought, closing, after = found.groups()
+    parts = (
+        {"type": "text", "text": before},
+        {"type": "reasoning", "text": thought, "is_open": closing is None},
+        {"type": "text", "text": after or ""},
+    )
+    return dataclasses.replace(message, content=parts, reasoning=None)
+
+
+def with_known_origin(messages: Sequence[Message], held: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages for a history that has `held`, each with who wrote it.
+
+    Where nobody says it, a message that says what one of `held` says is that one, each of them once, and any other is the
+    environment's. Of those that say the same, none is trusted more than the others.
+    """
+    if all(m.origin is not None for m in messages):
+        return tuple(messages)
+    known: dict[str, list[Message]] = {}
+    for one in held:
+        known.setdefault(repr(one.to_openai()), []).append(one)
+
+    def taken(message: Message) -> Message:
+        same = known.get(repr(message.to_openai()), [])
+        least = next((m for m in same if m.origin is Origin.ENVIRONMENT), None)
+        return least or (same.pop(0) if same else message)
+
+    return with_origin([m if m.origin is not None else taken(m) for m in messages], Origin.ENVIRONMENT)

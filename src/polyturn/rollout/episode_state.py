@@ -1,0 +1,175 @@
+"""EpisodeState: what an episode is made of, and what plug-ins read of it: schedulers all, interactions an `EpisodeView`.
+
+    segments    assistant  [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          the model's own
+                user       [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          an aside, which weighs 0
+
+What the run's model says for somebody else is an aside: its tokens are in the record, in segments of another agent, but it
+is no turn of the conversation, so that no reward function takes it for what the model said. Separate from `Episode`, which
+acts: nothing here changes anything or waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from polyturn.core.arrays import Ids
+from polyturn.core.generation import SamplingParams
+from polyturn.core.lifecycle import Lifecycle
+from polyturn.core.messages import Message
+from polyturn.core.task import Task
+from polyturn.interactions.context import VoiceOptions
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.history import History
+from polyturn.rollout.open_turn import GivenReward, OpenTurn
+from polyturn.rollout.resources import ForkTools, Resources
+from polyturn.tokens.codec import Codec
+
+
+class Aside(NamedTuple):
+    """Options of a fork outside the conversation: another speaker's turn, or a look-ahead."""
+
+    label: str
+    """Whose tokens they are in the record, in segments of their own."""
+    seed: int
+    is_trained: bool = False
+    """Whether its tokens are trained; they weigh 0 otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeView:
+    """What an interaction is told beyond the messages; a `ConversationView`."""
+
+    id: str
+    seed: int
+    num_user_turns: int
+    speak: Callable[[Sequence[Mapping[str, Any]], VoiceOptions], Coroutine[Any, Any, Message]]
+
+
+def sampled_for(options: VoiceOptions, sampling: SamplingParams) -> SamplingParams:
+    """Return how a voice is sampled in a run that samples like `sampling`."""
+    return dataclasses.replace(
+        sampling,
+        max_tokens=options.max_tokens,
+        temperature=sampling.temperature if options.temperature is None else options.temperature,
+        top_p=sampling.top_p if options.top_p is None else options.top_p,
+    )
+
+
+class EpisodeState:
+    """A live run of one task, as a scheduler reads it. Its own is the history; resources it shares with its forks."""
+
+    def __init__(
+        self, context: RolloutContext, task: Task, *, id: str, seed: int = 0, sampling: SamplingParams | None = None
+    ) -> None:
+        """Begin a run of `task`, in which nothing has been started yet; `run_episode` says what the arguments mean."""
+        self.id = id
+        self.task = task
+        self.given_reward: GivenReward | None = None
+        """What the scheduler says the episode is worth, in place of the run's reward functions; None leaves it to them."""
+        self.lifecycle = Lifecycle()
+        """Which state it is in."""
+        self.limits = context.limits
+        """How far it may go; a scheduler that drives a fork may give it limits of its own."""
+        self.listed_tools: tuple[Mapping[str, Any], ...] | None = None
+        """The tools that prompts list in place of the task's; None for the task's."""
+        self.aside_of = -1
+        """The turn that an aside belongs to, by its index."""
+        self._context = context
+        self._seed = seed
+        self._sampling = sampling or context.sampling
+        self._stops: tuple[str, ...] = ()
+        self._aside: Aside | None = None
+        self._tools: ForkTools | None = None
+        """Of a fork: its own tools; None where it has all in common with the episode."""
+        self._history = History(
+            context.encoder_for(task), context.parser, task.prompt, renders_history=context.renders_history
+        )
+        self.resources = Resources(context, task, id=id)
+        """What it shares with its forks, for who runs it and watches it; a scheduler needs none of it."""
+
+    @property
+    def history(self) -> History:
+        """Its messages and tokens, for who runs it and watches it."""
+        return self._history
+
+    @property
+    def seed(self) -> int:
+        """What every random choice in this conversation follows from."""
+        return self._seed
+
+    @property
+    def turns(self) -> list[OpenTurn]:
+        """The turns of this episode, and those that it had when it was forked."""
+        return self._history.turns
+
+    @property
+    def num_user_turns(self) -> int:
+        """How many replies of the interaction this conversation has had."""
+        return self._history.num_user_turns
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began that count for its time limit; the time between two processes does not."""
+        return self.resources.elapsed_s
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far, as the model is shown it."""
+        return self._history.messages
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """What the model is shown first: the task's prompt, unless a plug-in changed it."""
+        return self._history.prompt or self.task.prompt
+
+    @property
+    def agent(self) -> str:
+        """Whose history this is."""
+        return self._history.builder.agent
+
+    @property
+    def has_partner(self) -> bool:
+        """Whether the task's row names an interaction."""
+        return self.resources.has_interaction
+
+    @property
+    def shows_media(self) -> bool:
+        """Whether messages may show images and other media."""
+        return self._context.media is not None
+
+    @property
+    def codec(self) -> Codec:
+        """The tokenizer and the chat template of the run."""
+        return self._context.codec
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its turns are sampled, within the limits."""
+        return self._sampling
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts with which a turn ends."""
+        return self._stops
+
+    @property
+    def context_ids(self) -> Ids:
+        """[T] the ids that the model has been shown and has written so far, read-only."""
+        return self._history.context
+
+    @property
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the task may call, in OpenAI's function form."""
+        return self._context.tools.schemas_of(self.task)
+
+    def count_tokens(
+        self, messages: Sequence[Message | Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> int:
+        """Return how many tokens the prompt of a history has, for policies with a budget; `tools` replace its own."""
+        typed = self._history.typed(messages)
+        if tools is None:
+            return self._history.length_of(typed)
+        return len(self._context.encoder_listing(tools).start(typed))

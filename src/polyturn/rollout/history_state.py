@@ -1,0 +1,317 @@
+"""HistoryState: what a history holds, and each thing that may happen to it, as an event that can be replayed.
+
+    ("shown", …)  ("sampled", …)  ("answered", …)  ("edited", …)  ("given", …)  ("continued", …)  ("weighed", …)
+
+What the model is shown next is one value:
+
+    Append(messages)    held ids + the encoded new messages     the default: the model keeps all it wrote, reasoning included
+    Continue(said, …)   held ids + a text or ids                the same assistant message goes on behind it
+    Render(messages)    the template writes the whole history   after an edit; with `renders_history` before every turn
+    Given(ids)          the caller's own ids                    for agents that write their prompts themselves
+
+Separate from `History`, which decides, encodes and parses, because here that is over: an event has the ids and the messages
+that came of it. So `replay` of the events of one history, on a new one of the same prompt, leaves it where the first one
+stood, without an encoder, a parser or a plug-in being asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from polyturn.core.arrays import Floats, Ids, ids_array
+from polyturn.core.builder import BuilderState, TrajectoryBuilder
+from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.media import Media
+from polyturn.core.messages import Message, Origin, to_openai
+from polyturn.core.trajectory import Span, SpanRef
+from polyturn.rollout.open_turn import OpenTurn
+from polyturn.rollout.stop_strings import Stopped
+
+NO_IDS = ids_array([])
+
+
+class Append(NamedTuple):
+    """New messages behind the ids that are held."""
+
+    messages: tuple[Message, ...] = ()
+
+
+class Continue(NamedTuple):
+    """The same assistant message goes on."""
+
+    said: str
+    """What it says already."""
+    addition: Ids = NO_IDS
+    """What is shown behind the ids that are held."""
+
+
+class Render(NamedTuple):
+    """A full render of the history, which was edited, and of messages behind it."""
+
+    messages: tuple[Message, ...] = ()
+    last: Continue | None = None
+    """How the last message of the history goes on, where it does."""
+
+
+class Given(NamedTuple):
+    """Ids that an agent wrote itself: the whole prompt, whatever the messages say."""
+
+    ids: Ids
+    messages: tuple[Message, ...] = ()
+    """Kept in the history, not encoded."""
+
+
+Next = Append | Continue | Render | Given
+
+
+class Prompt(NamedTuple):
+    """What the model is going to be shown."""
+
+    ids: Ids
+    """What is appended; the whole prompt if `is_whole`."""
+    is_whole: bool
+    num_new: int
+    """Tokens that the environment adds, each counted once however often the history is rendered."""
+    length: int
+    """Tokens of the whole prompt."""
+    media: tuple[Media, ...] = ()
+    """The images and other media that `ids` show."""
+
+
+class Mark(NamedTuple):
+    """A place right behind a turn, to go on from when the history has gone on."""
+
+    place: BuilderState
+    messages: list[Message]
+    """The history's own list, of which the first `num_messages` count: it only grows, and an edit replaces it."""
+    num_messages: int
+    num_prompt: int
+    last_id: int | None
+    is_canonical: bool
+    num_turns: int
+    response_tokens: int
+    num_user_turns: int
+    tools: Mapping[str, Any] | None = None
+    """What the tools kept there, where it was asked for; see `Episode.mark_with_tools`."""
+
+
+Event = tuple[Any, ...]
+"""The name of what happened, and its values: what a journal keeps."""
+
+
+class HistoryState:
+    """What a history holds."""
+
+    def __init__(self, messages: Sequence[Message], *, is_canonical: bool) -> None:
+        """Begin with `messages` as the prompt."""
+        self.builder = TrajectoryBuilder()
+        self.turns: list[OpenTurn] = []
+        """In order; a fork begins with those that there were before it."""
+        self.events: list[Event] | None = None
+        """What happened since a journal last asked; None where none does."""
+        self.prompt: tuple[Message, ...] | None = None
+        """What the model was shown first, once it was."""
+        self.prompt_tokens = 0
+        """How many tokens that had."""
+        self.num_cut = 0
+        """Sampled tokens that were cut away, those of forks not counted."""
+        self.num_user_turns = 0
+        """How many replies of the interaction it has had."""
+        self.is_canonical = is_canonical
+        """Whether the held ids are meant to equal a full render of the messages."""
+        self._next: Next = Append()
+        self._last_id: int | None = None
+        self._rejoins = False
+        """Another branch may have appended here: the next prompt looks for a segment that it continues."""
+        self._written: list[tuple[Message, str]] = []
+        """What the model wrote where it reasoned; shared with forks."""
+        self._has_user_reply = False
+        """Whether the last answer came from the interaction."""
+        self._response_tokens = 0
+        """Tokens after the first prompt, sampled and observed."""
+        self._set_prompt(messages)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far, as the model is shown it."""
+        return tuple(self._messages)
+
+    @property
+    def openai(self) -> list[dict[str, Any]]:
+        """The same as OpenAI-style dicts, in a list of the caller's own."""
+        return list(self._openai)
+
+    @property
+    def context(self) -> Ids:
+        """[T] the ids of the next prompt, once it is shown."""
+        return self.builder.context
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the model has been shown and has written."""
+        return self.builder.num_tokens
+
+    @property
+    def next(self) -> Next:
+        """What the model is shown next."""
+        return self._next
+
+    # Its events.
+
+    def replay(self, events: Sequence[Event]) -> None:
+        """Let happen once more what `events` of another history of the same prompt say; nothing is encoded or parsed."""
+        kept, self.events = self.events, None
+        for name, *values in events:
+            _REPLAYED[name](self, *values)
+        self.events = kept
+
+    def _happened(self, *event: Any) -> None:
+        if self.events is not None:
+            self.events.append(event)
+
+    @property
+    def _waiting(self) -> tuple[Message, ...]:
+        """The messages that wait to be shown."""
+        return () if isinstance(self._next, Continue) else self._next.messages
+
+    @property
+    def _said(self) -> str | None:
+        """What the assistant message that goes on says already; None where the next turn opens one."""
+        last = self._next.last if isinstance(self._next, Render) else self._next
+        return last.said if isinstance(last, Continue) else None
+
+    def _named(self, agent: str) -> None:
+        self.builder.agent = agent
+
+    def _reasoned(self, message: Message, text: str) -> None:
+        self._written.append((message, text))
+
+    def _set_prompt(self, messages: Sequence[Message]) -> None:
+        self._messages, self._openai = list(messages), to_openai(messages)
+        self.num_prompt = len(self._messages)
+        """How many leading messages are the prompt, which no context policy leaves out."""
+        self._next = Append(self._waiting)
+
+    def _show(self, prompt: Prompt) -> SpanRef | None:
+        last, builder, waiting = self.turns[-1] if self.turns else None, self.builder, self._waiting
+        turn, ref = -1 if last is None else last.index, None
+        if self.prompt is None:
+            self.prompt, self.prompt_tokens = self.messages, prompt.length
+        if prompt.is_whole:
+            ref = builder.rewrite(prompt.ids, turn=turn, media=prompt.media)
+        elif self._rejoins:
+            whole = np.concatenate([builder.context, prompt.ids])
+            ref = builder.rewrite(whole, turn=turn, media=(*builder.media, *prompt.media))
+        elif len(prompt.ids) or waiting:
+            ref = builder.observe(prompt.ids, turn=turn)
+            builder.add_media(*prompt.media)
+        self._messages += waiting
+        self._openai += to_openai(waiting)
+        self._next = Append() if self._said is None else Continue(self._said)
+        self._rejoins = False
+        if ref is not None and last is not None:
+            last.spans.append(ref)
+        self._response_tokens += prompt.num_new
+        return ref
+
+    def _shown(
+        self, is_whole: bool, segment: int, span: Span | None, num_new: int, length: int, media: Sequence[Media]
+    ) -> None:
+        ids, held = NO_IDS if span is None else span.ids, self.builder.build()
+        if is_whole and segment < len(held):
+            ids = np.concatenate([held[segment].token_ids, ids])
+        self._show(Prompt(ids, is_whole, num_new, length, tuple(media)))
+
+    def _sampled(self, message: Message, text: str, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
+        completion, said = ended.completion, self._said
+        if said is not None:
+            self._messages.pop()
+            self._openai.pop()
+        self._messages.append(message)
+        self._openai.append(message.to_openai())
+        self._last_id = int(completion.token_ids[-1]) if len(completion.token_ids) else None
+        if isinstance(self._next, Continue | Render):
+            self._next = Append() if isinstance(self._next, Continue) else self._next._replace(last=None)
+        turn = OpenTurn(
+            index=index,
+            message=message,
+            completion=completion,
+            cut_by=cut_by,
+            text=text,
+            said_before=said or "",
+            num_tokens=len(completion.token_ids),
+            spans=list(self.builder.sample(completion, turn=index)),
+            stopped_by=ended.stop,
+        )
+        self.num_cut += ended.num_dropped
+        self._response_tokens += turn.num_tokens
+        self.turns.append(turn)
+        return turn
+
+    def _resampled(self, message: Message, text: str, spans: Sequence[Span], *rest: Any) -> None:
+        finish, versions, info, stop, num_dropped, index, cut_by = rest
+        given = [span.logprobs for span in spans if span.logprobs is not None]
+        completion = Completion(
+            token_ids=np.concatenate([span.ids for span in spans]),
+            logprobs=np.concatenate(given) if given else None,
+            finish_reason=FinishReason(finish),
+            policy_versions=tuple((start, version) for start, version in versions),
+            info=info,
+        )
+        self._sampled(message, text, Stopped(completion, stop, num_dropped), index=index, cut_by=StopReason(cut_by))
+
+    def _answered(self, messages: Sequence[Message], is_user: bool) -> None:
+        if not isinstance(self._next, Continue):
+            self._next = self._next._replace(messages=tuple(messages))
+        self._has_user_reply = is_user
+        self.num_user_turns += is_user
+
+    def _edited(self, messages: Sequence[Message], waiting: Sequence[Message], said: str | None, addition: Ids) -> None:
+        self._messages, self._openai = list(messages), to_openai(messages)
+        self._next = Render(tuple(waiting), None if said is None else Continue(said, addition))
+        self.is_canonical = False
+
+    def _given(self, ids: Ids) -> None:
+        self._next, self.is_canonical = Given(ids), False
+
+    def _continued(self, num_kept: int, kept: str, text: str, addition: Ids, own: Message, whole: Message) -> int:
+        turn = self.turns[-1]
+        dropped = self.builder.cut(turn.sampled_spans, keep=num_kept)
+        self._response_tokens -= turn.num_tokens - num_kept
+        if dropped:
+            turn.num_tokens = num_kept
+        self.num_cut += dropped
+        turn.text, turn.is_continued, turn.message = kept, True, own
+        turn.observation += (Message(role="assistant", content=text, origin=Origin.ENVIRONMENT),)
+        self._messages[-1], self._openai[-1] = whole, whole.to_openai()
+        self._next, self.is_canonical = Continue(turn.said_before + kept + text, addition), False
+        return dropped
+
+    def _weighed(self, index: int, weights: ArrayLike) -> None:
+        turn = next(turn for turn in self.turns if turn.index == index)
+        self.builder.reweigh(turn.sampled_spans, weights_of(turn, weights))
+
+
+_REPLAYED: dict[str, Callable[..., Any]] = {
+    "named": HistoryState._named,
+    "reasoned": HistoryState._reasoned,
+    "prompt": HistoryState._set_prompt,
+    "shown": HistoryState._shown,
+    "sampled": HistoryState._resampled,
+    "answered": HistoryState._answered,
+    "edited": HistoryState._edited,
+    "given": HistoryState._given,
+    "continued": HistoryState._continued,
+    "weighed": HistoryState._weighed,
+}
+
+
+def weights_of(turn: OpenTurn, weights: ArrayLike) -> Floats:
+    """Return the loss weights of a turn's sampled tokens: `weights`, one for all of them or one per token."""
+    values = np.asarray(weights, np.float32)
+    return values if values.ndim else np.full(turn.num_tokens, values, np.float32)

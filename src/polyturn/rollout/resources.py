@@ -1,0 +1,383 @@
+"""Resources: what an episode and its forks share, started once and closed once, whoever used it and whatever happens.
+
+    tools, interaction    foreign code that may raise, hang or score; each start has exactly one end
+    engine requests       one completion at a time for each history; aborted, and their sessions ended, from here
+    clock                 the seconds that count for the time limit; it can be paused while a person is waited for
+    record                the turns of all histories, in the order in which they were completed
+
+Separate from the episode, of which each fork is one with a history of its own. Of tools that can be snapshotted a fork has
+its own, begun when it first calls one:
+
+    conversation   note ── note ──┬── note             its notebook has three notes
+                                  └── note (a fork)    its own has three as well; neither shows the other's third
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyturn.core.errors import EngineError, InteractionError, LifecycleError, SnapshotError, one_line
+from polyturn.core.generation import GenerateRequest
+from polyturn.core.lifecycle import Lifecycle
+from polyturn.core.messages import Message, Origin
+from polyturn.core.task import Task
+from polyturn.core.trajectory import ToolResult
+from polyturn.interactions.context import ConversationView
+from polyturn.rollout.bridge import LoopBridge
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.history import History
+from polyturn.rollout.open_turn import OpenTurn, Reply
+from polyturn.rollout.stop_strings import Stopped, generate_until
+from polyturn.tools.session import ToolSession, copied
+
+logger = logging.getLogger(__name__)
+
+END_SESSION_S = 30.0
+"""How long an engine may take to drop what it keeps of a conversation."""
+ABORT_S = 30.0
+"""How long an engine may take to hear that a completion is to end."""
+
+
+class Fork(NamedTuple):
+    """A fork, as what it shares knows it."""
+
+    id: str
+    history: History
+    lifecycle: Lifecycle
+
+
+class Resources:
+    """The shared part of one episode."""
+
+    def __init__(self, context: RolloutContext, task: Task, *, id: str) -> None:
+        """Begin with nothing started."""
+        self.id = id
+        """The id of the episode itself; forks have others."""
+        self.task = task
+        self.bridge = LoopBridge()
+        """Its way from threads to the event loop."""
+        self.forks: list[Fork] = []
+        """All but the episode itself."""
+        self.turns: list[OpenTurn] = []
+        """All turns, in the order in which they were completed."""
+        self.num_asides, self.aside_tokens = 0, 0
+        """Completions of asides, which are no turns, and the tokens that those had."""
+        self.is_started = False
+        """Whether tools and interaction are."""
+        self.on_turn: Callable[[], Awaitable[None]] | None = None
+        """Called behind each complete turn and once the prompt is shown, for a journal; None where there is none."""
+        self.began = time.monotonic()
+        """Moved back by the seconds that an earlier process spent."""
+        self._context = context
+        self._tools = context.tools.session(id)
+        self._interaction = context.partner_for(task)
+        self._fork_tools: list[ForkTools] = []
+        self._answered: dict[str, asyncio.Event] = {}
+        """The requests that the engine is answering; set once it has."""
+        self._before_s, self._since = 0.0, self.began
+        self._num_pauses = 0
+        self._timeout: asyncio.Timeout | None = None
+        self._limit_s: float | None = None
+
+    # Start, snapshot and end.
+
+    async def start(self) -> tuple[Message, ...]:
+        """Create the tools and start the interaction; return what the tools say at once, for the prompt.
+
+        Raises:
+            ToolStartError, InteractionError: one could not be started.
+        """
+        self.is_started = True
+        said = await self._tools.start(self.task)
+        if self._interaction is not None:
+            await self._interaction.start(self.id)
+        return _tool_messages(said)
+
+    @property
+    def why_not(self) -> str | None:
+        """Why a conversation with these tools and this interaction cannot go on after a restart; None where it can."""
+        hooks = [self._context.tools.seams[name] for name in self._tools.names]
+        hooks += [] if self._interaction is None else [self._interaction.seam]
+        return next((one.why_not for one in hooks if one.why_not is not None), None)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Return what tools and interaction keep of the episode.
+
+        Raises:
+            SnapshotError: one of them raised or was late.
+        """
+        tools = await self._tools.snapshot()
+        try:
+            return {"tools": tools, "partner": None if self._interaction is None else await self._interaction.snapshot()}
+        except InteractionError as problem:
+            raise SnapshotError(str(problem)) from problem
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        """Begin again, and let everyone take up what `snapshot` returned.
+
+        Raises:
+            PolyturnError: one of them raised or was late.
+        """
+        await self.start()
+        await self._tools.restore(state["tools"])
+        if self._interaction is not None:
+            await self._interaction.restore(state["partner"])
+
+    async def close(self) -> list[str]:
+        """Release the tools, finalize the interaction, free the engine's sessions; return what went wrong."""
+        self.bridge.close()
+        self.on_turn = None
+        problems = [problem for tools in self._fork_tools for problem in await tools.close()]
+        problems += [str(p) for p in await self._tools.close()]
+        if self._interaction is not None and (problem := await self._interaction.close()) is not None:
+            problems.append(problem)
+        return problems + await self._end_sessions()
+
+    # Tools and interaction.
+
+    @property
+    def has_interaction(self) -> bool:
+        """Whether the task's row names an interaction."""
+        return self._interaction is not None
+
+    @property
+    def asks_person(self) -> bool:
+        """Whether it is a person who answers."""
+        return self._interaction is not None and self._interaction.asks_person
+
+    def fork_tools(self, id: str, *, above: ForkTools | None, states: Mapping[str, Any] | None) -> ForkTools | None:
+        """Return the tools of a fork; None where it shares all of them.
+
+        Args:
+            id: The fork's id.
+            above: The tools of the fork that it is a fork of.
+            states: What the tools kept where it goes on; None is what they keep when it first calls one.
+        """
+        if not self._tools.has_states:
+            return None
+        made = ForkTools(above or self._tools, id=id, states=states)
+        self._fork_tools.append(made)
+        return made
+
+    async def tool_states(self, own: ForkTools | None) -> Mapping[str, Any] | None:
+        """Return what the tools of the episode, or of a fork, keep now; None where none keeps anything that can be had.
+
+        Raises:
+            SnapshotError: a tool's `snapshot` raised, was late, or returned what cannot be copied.
+        """
+        if not self._tools.has_states:
+            return None
+        return copied(await (self._tools.snapshot() if own is None else own.states()))
+
+    async def call_tools(
+        self, turn: OpenTurn, messages: Callable[[], list[dict[str, Any]]], *, own: ForkTools | None
+    ) -> Reply:
+        """Run the turn's tool calls; a call that fails is an observation like any other. A fork brings its `own` tools."""
+        began = time.monotonic()
+        tools = self._tools if own is None else await own.session()
+        turn.tool_results = await tools.call(turn.message.tool_calls, messages=messages)
+        turn.timings["tools"] = time.monotonic() - began
+        for result in turn.tool_results:
+            if result.reward is not None:
+                key = f"tool/{result.name}"
+                turn.scores[key] = turn.scores.get(key, 0.0) + result.reward
+        return Reply(messages=_tool_messages(turn.tool_results))
+
+    async def ask_interaction(self, turn: OpenTurn, messages: list[dict[str, Any]], scene: ConversationView) -> Reply:
+        """Let the interaction answer the turn and score it; one that asks for the scene is told it.
+
+        Raises:
+            InteractionError: it raised, was late, or answered something that cannot be understood.
+        """
+        if self._interaction is None:
+            raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
+        began = time.monotonic()
+        answer = await self._interaction.reply(messages, scene)
+        turn.timings["interaction"] = time.monotonic() - began
+        if answer.score is not None:
+            turn.scores["interaction"] = answer.score
+        return Reply(
+            messages=(Message(role="user", content=answer.content, origin=Origin.ENVIRONMENT),),
+            is_done=answer.is_done,
+            info=dict(answer.metadata),
+        )
+
+    async def score_last(self, turns: Sequence[OpenTurn]) -> None:
+        """Ask the interaction for the score of a final turn that no reply scored."""
+        if self._interaction is not None and turns and "interaction" not in {*turns[-1].timings, *turns[-1].scores}:
+            score = await self._interaction.final_score()
+            if score is not None:
+                turns[-1].scores["interaction"] = score
+
+    async def tool_rewards(self) -> dict[str, float | None]:
+        """Return each tool's `calc_reward`."""
+        return await self._tools.finish()
+
+    # The engine.
+
+    async def sample(self, request: GenerateRequest, *, stops: Sequence[str]) -> Stopped:
+        """Let the engine sample one completion, which ends where the model has written one of `stops`.
+
+        Raises:
+            EngineError: the engine is lost, refuses the request, or sampled a token that it was told not to.
+        """
+        engine, banned = self._context.engine, request.sampling.banned_token_ids
+        answered = self._answered[request.request_id] = asyncio.Event()
+        try:
+            if stops:
+                ended = await generate_until(engine, request, stops=stops, codec=self._context.codec)
+            else:
+                ended = Stopped(await engine.generate(request), None, 0)
+        finally:
+            answered.set()
+            del self._answered[request.request_id]
+        if banned and np.isin(ended.completion.token_ids, banned).any():
+            raise EngineError(
+                f"the engine sampled a token that it was told not to (one of {banned}, which stand for media); use an "
+                "engine that heeds SamplingParams.banned_token_ids"
+            )
+        return ended
+
+    async def abort(self) -> None:
+        """Let the engine end what it is sampling, and wait until it has."""
+        for request_id, answered in list(self._answered.items()):
+            try:
+                async with asyncio.timeout(ABORT_S):
+                    await self._context.engine.abort(request_id)
+            except TimeoutError:
+                logger.warning("%s: the engine did not take an abort within %g s; it samples on", request_id, ABORT_S)
+            await answered.wait()
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that all completions had, asides included."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns) + self.aside_tokens
+
+    async def _end_sessions(self) -> list[str]:
+        """Let the engine drop what it keeps of the histories; return what went wrong."""
+        problems = []
+        for session_id in (self.id, *(fork.id for fork in self.forks)):
+            try:
+                async with asyncio.timeout(END_SESSION_S):
+                    await self._context.engine.end_session(session_id)
+            except (EngineError, TimeoutError) as problem:
+                problems.append(f"{session_id}: the engine did not end the session: {one_line(problem)}")
+        return problems
+
+    # The clock.
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that count for the time limit, the time between two processes left out."""
+        return self._before_s + (0.0 if self._num_pauses else time.monotonic() - self._since)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds since the episode began, whoever it waited for, the time between two processes left out."""
+        return time.monotonic() - self.began
+
+    def spent(self, *, elapsed_s: float, duration_s: float) -> None:
+        """Go on from where an earlier process left the clock."""
+        now = time.monotonic()
+        self._before_s, self._since, self.began = elapsed_s, now, now - duration_s
+
+    @asynccontextmanager
+    async def within(self, limit_s: float | None) -> AsyncIterator[asyncio.Timeout]:
+        """Cancel what is done inside the block once the clock shows `limit_s`; None is no limit.
+
+        Raises:
+            TimeoutError: it does, and the time-out has `expired`.
+        """
+        self._limit_s = limit_s
+        async with asyncio.timeout(self._rest_s()) as self._timeout:
+            try:
+                yield self._timeout
+            finally:
+                self._timeout = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the clock stand still inside the block; blocks may overlap.
+
+        A person who is asked has a deadline of their own, so that leaving them their time lets nothing hang.
+        """
+        if not self._num_pauses:
+            self._before_s = self.elapsed_s
+        self._num_pauses += 1
+        self._reschedule()
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+            if not self._num_pauses:
+                self._since = time.monotonic()
+                self._reschedule()
+
+    def _rest_s(self) -> float | None:
+        return None if self._limit_s is None else max(0.0, self._limit_s - self.elapsed_s)
+
+    def _reschedule(self) -> None:
+        if self._timeout is None or self._timeout.expired():
+            return
+        rest_s = None if self._num_pauses else self._rest_s()
+        self._timeout.reschedule(None if rest_s is None else asyncio.get_running_loop().time() + rest_s)
+
+
+class ForkTools:
+    """The tools of one fork: those that can be snapshotted are its own, begun at the first call; the others are shared."""
+
+    __slots__ = ("_above", "_begun", "_id", "_lock", "_problems", "_states")
+
+    def __init__(self, above: ToolSession | ForkTools, *, id: str, states: Mapping[str, Any] | None) -> None:
+        """Begin nothing yet; `Resources.fork_tools` says what the arguments mean."""
+        self._above, self._id, self._states = above, id, states
+        self._begun: ToolSession | None = None
+        self._lock = asyncio.Lock()
+        self._problems: list[str] = []
+
+    async def session(self) -> ToolSession:
+        """Return its tools, begun.
+
+        Raises:
+            ToolStartError, SnapshotError: one cannot be begun again where it stood.
+        """
+        async with self._lock:
+            if self._begun is None:
+                above = await self._session_above()
+                # A copy at once: a state may be a live one, and whoever it is of goes on meanwhile.
+                states = copied(await above.snapshot()) if self._states is None else self._states
+                begun = above.branch(self._id)
+                try:
+                    await begun.start_branch(states)
+                except BaseException:  # also a cancellation: whoever asks again gets tools that stand where they stood
+                    self._problems += await begun.close()
+                    raise
+                self._begun = begun
+            return self._begun
+
+    async def states(self) -> Mapping[str, Any]:
+        """Return what its tools keep."""
+        if self._begun is not None:
+            return await self._begun.snapshot()
+        return await (await self._session_above()).snapshot() if self._states is None else self._states
+
+    async def close(self) -> list[str]:
+        """Release its tools, if there are any; return what went wrong."""
+        return [*self._problems, *(() if self._begun is None else await self._begun.close())]
+
+    async def _session_above(self) -> ToolSession:
+        return self._above if isinstance(self._above, ToolSession) else await self._above.session()
+
+
+def _tool_messages(results: Sequence[ToolResult]) -> tuple[Message, ...]:
+    return tuple(
+        Message(role="tool", content=r.content, tool_call_id=r.call_id, name=r.name, origin=Origin.ENVIRONMENT)
+        for r in results
+    )

@@ -1,0 +1,343 @@
+"""The run of one episode, whatever happens: the scheduler drives it, everything is released, what came of it is scored.
+
+    run_episode    task -> Trajectory with its reward, taken up from a journal where an earlier process left it there
+
+Here it is decided what a failure is: what the model cannot answer for ends the trajectory with its error, a broken invariant
+ends the run, and whatever happens, also a cancellation, everything that was started is released once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from polyturn.core.aio import finish
+from polyturn.core.errors import (
+    AlignmentError,
+    ConfigError,
+    LifecycleError,
+    PolyturnError,
+    RolloutError,
+    SchedulerError,
+    TemplateError,
+    one_line,
+    raised_at,
+)
+from polyturn.core.generation import SamplingParams
+from polyturn.core.lifecycle import RequestState, StopReason
+from polyturn.core.protocols import Scheduler
+from polyturn.core.reward import MAX_REWARD, as_score, shown
+from polyturn.core.task import Task
+from polyturn.core.trajectory import Trajectory
+from polyturn.rollout import event_log
+from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.history import History
+from polyturn.rollout.journal import EpisodeJournal
+from polyturn.rollout.open_turn import OpenTurn
+from polyturn.tokens import sanity
+
+logger = logging.getLogger(__name__)
+
+BROKEN = (AlignmentError, LifecycleError, ConfigError, TemplateError, RolloutError)
+"""A broken invariant or a set-up that cannot work: these end the run, not the trajectory."""
+CLOSE_TIMEOUT_S = 60.0
+"""How long a scheduler may take to let go of a trajectory that has ended."""
+CANCELLED_S = 3.0
+"""How long an episode that is cancelled waits for all of its releases; those that take longer go on by themselves."""
+
+
+class _Driven(NamedTuple):
+    """What came of an episode, before its reward."""
+
+    trajectory: Trajectory
+    tool_rewards: Mapping[str, float | None]
+
+
+async def run_episode(
+    context: RolloutContext,
+    task: Task,
+    *,
+    id: str,
+    seed: int = 0,
+    sampling: SamplingParams | None = None,
+    on_start: Callable[[Episode], object] | None = None,
+) -> Trajectory:
+    """Run `task` to its end and return the record, with its reward.
+
+    A failure that the model cannot answer for ends the trajectory with its error; a broken invariant is raised.
+    Tools and the interaction are released exactly once, also on error, time-out and cancellation.
+
+    Args:
+        context: What the episodes of a run share.
+        task: The task.
+        id: Unique among live episodes; the engine's session id.
+        seed: Every random choice of the episode follows from it.
+        sampling: Overrides the context's sampling.
+        on_start: Is told the episode before anything else happens.
+    """
+
+    def make() -> Episode:
+        episode = Episode(context, task, id=id, seed=seed, sampling=sampling)
+        episode.resources.bridge.enter()
+        return episode
+
+    journal, episode, scheduler = None, None, context.scheduler_for_episode()
+    if context.journal is not None and context.journal.takes(id):
+        journal = EpisodeJournal(context.journal, context, task, id=id, sampling=sampling or context.sampling)
+        if (finished := journal.trajectory()) is not None:
+            return finished
+        episode = await _resumed(journal, make, scheduler)
+    is_resumed = episode is not None
+    if episode is None:
+        episode, scheduler = make(), context.scheduler_for_episode()
+    if journal is not None:
+        journal.attach(episode, scheduler)
+    if on_start is not None:
+        on_start(episode)
+    try:
+        with context.rewarder.running.one(), _watched(context, id):
+            driven = await _drive(context, episode, scheduler, journal, is_resumed=is_resumed)
+            trajectory = _with_blocks(context, await _score(context, episode, driven))
+        if journal is not None:
+            await journal.end(trajectory)
+    except BaseException as problem:
+        _end(episode, RequestState.ABORTED if isinstance(problem, asyncio.CancelledError) else RequestState.FAILED)
+        raise
+    ends = {StopReason.ERROR: RequestState.FAILED, StopReason.ABORTED: RequestState.ABORTED}
+    _end(episode, ends.get(trajectory.stop_reason, RequestState.COMPLETED))
+    return trajectory
+
+
+def trajectory_of(
+    episode: Episode, stop_reason: StopReason, *, error: str | None = None, extra: Mapping[str, float] | None = None
+) -> Trajectory:
+    """Return the record of an episode, without its reward; its task has the prompt that the model was shown.
+
+    Args:
+        episode: The episode, which has ended.
+        stop_reason: Why it ended.
+        error: What failed, where something did.
+        extra: Further metrics.
+    """
+    shown_first, task = episode.history.prompt, episode.task
+    return Trajectory(
+        id=episode.id,
+        task=task if shown_first in (None, task.prompt) else dataclasses.replace(task, prompt=shown_first),
+        segments=episode.history.builder.build(),
+        turns=tuple(turn.freeze() for turn in episode.resources.turns),
+        stop_reason=stop_reason,
+        error=error,
+        metrics={**_metrics(episode), **(extra or {})},
+    )
+
+
+async def close_episode(episode: Episode, scheduler: Scheduler) -> list[str]:
+    """Close the episode even while it is being cancelled; the cancellation goes on once everything is released.
+
+    A release that takes longer than `CANCELLED_S` holds a cancellation up no longer, and goes on by itself.
+    """
+
+    async def close() -> list[str]:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await episode.call(scheduler, scheduler.on_trajectory_end, episode)
+            said = []
+        except (PolyturnError, TimeoutError) as problem:
+            said = [one_line(problem)]
+            logger.warning("%s: on_trajectory_end failed: %s", episode.id, said[0])
+        return said + await episode.resources.close()
+
+    problems, cancelled = await finish(asyncio.create_task(close()), grace_s=CANCELLED_S)
+    if cancelled is not None:
+        raise cancelled
+    return problems
+
+
+async def _resumed(journal: EpisodeJournal, make: Callable[[], Episode], scheduler: Scheduler) -> Episode | None:
+    """Return an episode that stands behind its last complete turn; None where it starts from its task."""
+    if not journal.can_resume():
+        return None
+    episode = make()
+    try:
+        await journal.restore(episode, scheduler)
+    except BaseException as problem:
+        await close_episode(episode, scheduler)
+        if not isinstance(problem, PolyturnError):
+            raise
+        journal.restart(problem)
+        return None
+    return episode
+
+
+async def _drive(
+    context: RolloutContext,
+    episode: Episode,
+    scheduler: Scheduler,
+    journal: EpisodeJournal | None,
+    *,
+    is_resumed: bool,
+) -> _Driven:
+    """Let the scheduler drive the episode to its end, and release everything."""
+    resources, stop = episode.resources, None if journal is None else journal.stop
+    tool_rewards: dict[str, float | None] = {}
+    extra: dict[str, float] = {}
+    error: str | None = None
+    try:
+        try:
+            async with resources.within(context.limits.timeout_s) as timeout:
+                if stop is None and not is_resumed:
+                    await episode.call(scheduler, scheduler.on_trajectory_start, episode)
+                stop = stop or await episode.call(scheduler, scheduler.run, episode, is_driver=True)
+            if not isinstance(stop, StopReason):
+                raise SchedulerError(f"the scheduler's run returned {stop!r:.100}; return a StopReason")
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            stop = StopReason.TIMEOUT
+        if not stop.is_failure:
+            if journal is not None:
+                await journal.keep(episode, stop=stop)
+            _check_scores(resources.turns)
+            extra.update(_check_tokens(context, episode))
+            episode.lifecycle.move(RequestState.SCORING)
+            await resources.score_last(episode.turns or resources.turns)
+            tool_rewards = await resources.tool_rewards()
+    except BROKEN:
+        raise
+    except PolyturnError as problem:
+        stop, error = StopReason.ERROR, _told(context, episode.id, problem)
+    finally:
+        problems = await close_episode(episode, scheduler)
+    if problems:
+        extra["close_errors"] = float(len(problems))
+    return _Driven(trajectory_of(episode, stop, error=error, extra=extra), tool_rewards)
+
+
+async def _score(context: RolloutContext, episode: Episode, driven: _Driven) -> Trajectory:
+    """Return the trajectory with its reward; one whose reward fails has failed."""
+    trajectory, given = driven.trajectory, episode.given_reward
+    if not trajectory.stop_reason.is_failure:
+        try:
+            outcome = None if given is None else (given.score, given.info)
+            reward = await context.rewarder.score(trajectory, driven.tool_rewards, outcome=outcome)
+            trajectory = dataclasses.replace(trajectory, reward=reward)
+        except BROKEN:
+            raise
+        except PolyturnError as problem:
+            failed = _told(context, episode.id, problem)
+            trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=failed)
+    if event_log.is_on():
+        event_log.ended(trajectory)
+    return trajectory
+
+
+def _end(episode: Episode, state: RequestState) -> None:
+    """Move to the state that ends the episode, forks included."""
+    episode.lifecycle.move(state)
+    for fork in episode.resources.forks:
+        if state is RequestState.COMPLETED:
+            fork.lifecycle.move(RequestState.SCORING)
+        fork.lifecycle.move(state)
+    episode.resources.forks.clear()
+
+
+def _told(context: RolloutContext, episode_id: str, problem: PolyturnError) -> str:
+    """Log why an episode failed, with the traceback of a plug-in's exception once for each line that raises; return why."""
+    where = raised_at(problem)
+    error = one_line(problem) + where
+    is_news = bool(where) and where not in context.told
+    context.told.add(where)
+    logger.warning("trajectory %s failed: %s", episode_id, error, exc_info=problem if is_news else None)
+    return error
+
+
+def _metrics(episode: Episode) -> dict[str, float]:
+    """Return the figures of an episode by name; those of things that did not happen are left out."""
+    resources, turns = episode.resources, episode.resources.turns
+    metrics: dict[str, float] = {
+        "num_turns": len(turns),
+        "sampled_tokens": sum(len(t.completion.token_ids) for t in turns),
+        "prompt_tokens": episode.history.prompt_tokens,
+        "context_tokens": episode.history.num_tokens,
+        "duration_s": resources.duration_s,
+    }
+    if num_cut := episode.history.num_cut + sum(fork.history.num_cut for fork in resources.forks):
+        metrics["dropped_cut"] = num_cut
+    if resources.forks:
+        metrics["num_forks"] = len(resources.forks)
+    if resources.num_asides:
+        metrics |= {"num_asides": resources.num_asides, "aside_tokens": resources.aside_tokens}
+    for name in ("generate", "tools", "interaction"):
+        metrics[f"{name}_s"] = sum(t.timings.get(name, 0.0) for t in turns)
+    metrics["prefilled_tokens"] = sum(t.completion.info.get("prefilled_tokens", 0) for t in turns)
+    return metrics
+
+
+def _check_scores(turns: Sequence[OpenTurn]) -> None:
+    """Check what plug-ins scored the turns with.
+
+    Raises:
+        SchedulerError: a score is no finite number.
+    """
+    for turn in turns:
+        for name, score in turn.scores.items():
+            if not isinstance(score, bool | int | float | np.number) or as_score(score) is None:
+                raise SchedulerError(
+                    f"turn {turn.index} has the score {name}={shown(score)}; it must be a finite number of at most "
+                    f"{MAX_REWARD:g}"
+                )
+            turn.scores[name] = float(score)
+
+
+def _check_tokens(context: RolloutContext, episode: Episode) -> dict[str, float]:
+    """Compare the held ids with a full render of the same messages, if it is this episode's turn; return metrics.
+
+    It changes nothing: a difference is counted, and warned of once per class and run. A history that was rewritten or
+    rendered holds full renders by construction and is not compared.
+    """
+    if not episode.resources.turns or not context.is_sanity_due():
+        return {}
+    histories: list[History] = [episode.history, *(fork.history for fork in episode.resources.forks)]
+    checked = [history for history in histories if history.turns and history.is_canonical]
+    if not checked:
+        return {}
+    metrics = {"sanity_checked": 1.0}
+    for history in checked:
+        held, codec = history.context, context.codec
+        try:
+            found = sanity.differences(held, history.full_render(), codec, mode=context.sanity_mode, parser=context.parser)
+        except TemplateError as problem:
+            found = (sanity.refused(problem, held, codec),)
+        for one in found:
+            context.warn_of(one, where=episode.id)
+            metrics[f"sanity_{one.kind}"] = metrics.get(f"sanity_{one.kind}", 0.0) + 1.0
+    return metrics
+
+
+@contextmanager
+def _watched(context: RolloutContext, episode_id: str) -> Iterator[None]:
+    """Watch the event loop while the episode lives, if the run does: its task has the episode's name."""
+    if context.watchdog is None:
+        yield
+        return
+    task = asyncio.current_task()
+    if task is not None:
+        task.set_name(episode_id)
+    with context.watchdog.watching():
+        yield
+
+
+def _with_blocks(context: RolloutContext, trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory with how often, and how long, its plug-ins held the event loop."""
+    count, seconds = (0, 0.0) if context.watchdog is None else context.watchdog.take(trajectory.id)
+    if not count:
+        return trajectory
+    blocks = {"loop_blocked": float(count), "loop_blocked_s": seconds}
+    return dataclasses.replace(trajectory, metrics={**trajectory.metrics, **blocks})

@@ -1,0 +1,164 @@
+"""EnvironmentLoop: every turn is an action in an environment, which answers, scores and says when it is over.
+
+    reset -> prompt;  turn -> step -> observation -> turn …        one environment per trajectory
+
+`Gym` is the loop for environments that rows name:
+
+    {"prompt": "Walk to the goal.", "env_config": {"name": "frozen_lake", "size": 4, "seed": 7}}      a row
+
+`env_config` names the environment and gives its arguments; what it leaves out comes from the scheduler's own. Each turn's
+reward is the turn's score "env"; a row without a data_source is rewarded with their sum. A cut completion is an action as
+well, and ends the episode all the same: an environment does not overrule a limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message, Origin
+from polyturn.core.plugin_class import check_class
+from polyturn.core.seeds import derive_seed
+from polyturn.core.task import Task
+from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.env import ENV, Env, EnvStep, envs, observed
+from polyturn.rollout.env_session import EnvSession
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.open_turn import OpenTurn, Reply
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.rollout.schedulers.registry import schedulers
+
+
+@keeps_deadlines
+class EnvironmentLoop(MultiTurnScheduler):
+    """Drives one environment per trajectory; a subclass says which, in `begin`."""
+
+    scores_turns = True
+
+    _session: EnvSession | None = None
+    _answer = EnvStep((), 0.0, False, {})
+
+    def begin(self, episode: Episode) -> tuple[EnvSession, int]:
+        """Return the episode's environment, not made yet, and the seed that it is reset with."""
+        raise NotImplementedError
+
+    def actions(self, episode: Episode, state: Mapping[str, Any]) -> Sequence[str]:
+        """Return all actions that the environment took before `state` was kept, for one that is replayed."""
+        return [turn.text for turn in episode.turns]
+
+    async def on_trajectory_start(self, episode: Episode) -> None:
+        """Make the environment and show what it shows."""
+        self._session, seed = self.begin(episode)
+        await self.open(episode, await self._session.reset(seed=seed), name=self._session.name)
+
+    async def open(self, episode: Episode, shown: Any, *, name: str) -> None:
+        """Show what the environment `name` showed first: a text behind the prompt, or messages in its place."""
+        if isinstance(shown, str):
+            episode.rewrite(with_text(episode.messages, shown))
+        elif messages := observed(shown, name=name):
+            episode.rewrite(messages)
+
+    async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> Any:
+        """Act; end the episode where the environment is done."""
+        ended = await self.act(turn.text)
+        self.score(turn)
+        if ended is not None:
+            turn.observation += self._answer.observation
+        return ended
+
+    async def act(self, action: str) -> StopReason | None:
+        """Take an action; return why the episode ends with it."""
+        assert self._session is not None
+        self._answer = await self._session.step(action)
+        return StopReason.ENV_DONE if self._answer.is_done else None
+
+    def score(self, turn: OpenTurn) -> None:
+        """Give a turn the reward and the info that its action drew."""
+        turn.scores["env"] = turn.scores.get("env", 0.0) + self._answer.reward
+        turn.info.update(self._answer.info)
+
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
+        """Show what the environment answered."""
+        return Reply(messages=self._answer.observation, goes_on=not self._answer.observation)
+
+    async def snapshot(self, episode: Episode) -> Any:
+        """Return what the environment keeps, or its trace."""
+        assert self._session is not None
+        return await self._session.snapshot()
+
+    async def restore(self, episode: Episode, state: Any) -> None:
+        """Make the environment again, where `state` left it."""
+        self._session, seed = self.begin(episode)
+        await self._session.restore(state, seed=seed, actions=self.actions(episode, state))
+
+    async def on_trajectory_end(self, episode: Episode) -> None:
+        """Close the environment."""
+        if self._session is not None:
+            await self._session.close()
+
+
+@schedulers.register("gym")
+class Gym(EnvironmentLoop):
+    """Drives the environment that the task's row names."""
+
+    def __init__(
+        self, *, env: str | None = None, env_config: Mapping[str, Any] | None = None, base: Path | None = None
+    ) -> None:
+        self._default = {**({} if env is None else {"name": env}), **(env_config or {})}
+        self._base = base
+        if "name" in self._default:
+            self._class(self._default["name"])
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a task whose environment is unknown or does not take its arguments."""
+        config = self._config(task)
+        name = config.pop("name")
+        config.pop("seed", None)
+        try:
+            inspect.signature(self._class(name)).bind(**config)
+        except TypeError as problem:
+            raise DataError(
+                f"task {task.id!r}: the environment {name!r} does not take its env_config: {problem}"
+            ) from problem
+
+    def begin(self, episode: Episode) -> tuple[EnvSession, int]:
+        """Return the environment of the row's `env_config`."""
+        config = self._config(episode.task)
+        name, seed = config.pop("name"), config.pop("seed", derive_seed(episode.task.id))
+        return EnvSession(name, self._class(name), config, call=functools.partial(episode.call, self)), seed
+
+    def _config(self, task: Task) -> dict[str, Any]:
+        own = task.extra.get("env_config") or {}
+        if not isinstance(own, Mapping):
+            raise DataError(
+                f"task {task.id!r}: env_config is {own!r:.100}; it must be an object with the environment's arguments"
+            )
+        config = {**self._default, **own}
+        if not isinstance(config.get("name"), str):
+            raise DataError(
+                f"task {task.id!r} names no environment; put `name` into its env_config, or set scheduler_kwargs.env"
+            )
+        return config
+
+    def _class(self, name: str) -> Callable[..., Env]:
+        found = envs.resolve(name, base=self._base)
+        if not callable(found):
+            raise ConfigError(f"the environment {name!r} is {found!r:.100}; it must be a class with reset, step and close")
+        if isinstance(found, type):
+            check_class(found, ENV, where=f"the environment {name!r}")
+        return found
+
+
+def with_text(prompt: tuple[Message, ...], text: str) -> tuple[Message, ...]:
+    """Return a prompt whose last message, a user's, ends with `text`, and is trusted like it."""
+    last = prompt[-1]
+    if last.role != "user" or not isinstance(last.content, str):
+        return (*prompt, Message(role="user", content=text, origin=Origin.ENVIRONMENT))
+    joined = f"{last.content}\n{text}" if last.content.strip() else text
+    return (*prompt[:-1], dataclasses.replace(last, content=joined, origin=Origin.ENVIRONMENT))

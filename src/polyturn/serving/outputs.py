@@ -1,0 +1,184 @@
+"""From a finished trajectory to what a rollout server replies: its outputs, and the rows that reward functions read.
+
+    rollout_outputs(trajectory)  ->  [RolloutOutput(response_token_ids=[[…], […]], rollout_infos={…, "num_turns": 2})]
+    reward_rows(trajectory)      ->  [{"messages": […], "request_id": "g0/1", "rollout_infos": {…}, "solution": "4", …}]
+
+Read off the record, so they are the same wherever the episode ran. A trajectory is one output, or as many as the user's own
+`run` returned; one of a native scheduler is an output for each segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from polyturn.core.generation import FinishReason
+from polyturn.core.media import media_of
+from polyturn.core.messages import Message
+from polyturn.core.trajectory import Span, SpanSource, Trajectory, Turn
+from polyturn.rewards.rendered_text import as_written
+from polyturn.serving.protocol import (
+    MEDIA,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RolloutOutput,
+    UsageInfo,
+)
+
+OUTPUTS = "_outputs"
+"""Where a turn's info holds the outputs that a scheduler of the user's own returned for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OutputTurns:
+    """The turns of one output."""
+
+    turns: tuple[Turn, ...]
+    messages: list[dict[str, Any]]
+    infos: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """Ids, masks and logprobs of an output, a list for each assistant message."""
+
+    ids: list[list[int]]
+    masks: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def rollout_outputs(trajectory: Trajectory) -> list[RolloutOutput]:
+    """Return the outputs of a trajectory. Masks are its loss weights; there is a logprob for each token that is trained."""
+    outputs = []
+    for part in _parts(trajectory):
+        tokens = _tokens(trajectory, part.turns)
+        last = part.turns[-1]
+        said = part.messages[-1]["content"] if part.messages else last.message.text
+        num = sum(map(len, tokens.ids))
+        choice = ChatCompletionResponseChoice(
+            index=0,
+            message=ChatMessage(role="assistant", content=said),
+            finish_reason="length" if last.finish_reason is FinishReason.LENGTH else "stop",
+            token_ids=_sampled(trajectory, last),
+            messages=part.messages,
+        )
+        prompt = int(trajectory.metrics.get("prompt_tokens", 0))
+        outputs.append(
+            RolloutOutput(
+                response=ChatCompletionResponse(
+                    model="polyturn", choices=[choice], usage=UsageInfo(prompt, num, prompt + num), id=trajectory.id
+                ),
+                messages=part.messages,
+                response_token_ids=tokens.ids,
+                response_loss_mask=tokens.masks,
+                rollout_logprobs=tokens.logprobs,
+                rollout_infos=dict(part.infos),
+            )
+        )
+    return outputs
+
+
+def reward_rows(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Return one row for each output: the row's columns, and what happened."""
+    task = trajectory.task
+    columns = dict(task.extra)
+    if task.ground_truth is not None:
+        columns.setdefault("solution", task.ground_truth)
+    if task.data_source is not None:
+        columns.setdefault("data_source", task.data_source)
+    media = {name: _media(trajectory, kind) for name, kind in MEDIA.items()}
+    rows = []
+    for part in _parts(trajectory):
+        ids = _tokens(trajectory, part.turns).ids
+        last = part.turns[-1]
+        is_cut = last.finish_reason is FinishReason.LENGTH
+        rows.append(
+            {
+                **{name: items for name, items in media.items() if items},
+                **columns,
+                "messages": part.messages,
+                "prompt_id": f"prompt_{task.id}",
+                "request_id": trajectory.id,
+                "finish_reason": "length" if is_cut else "stop",
+                "is_truncated": is_cut,
+                "rollout_infos": dict(part.infos),
+                "response_token_ids": ids[0] if len(ids) == 1 else ids,
+                **{name: part.infos[name] for name in MEDIA if part.infos.get(name)},
+            }
+        )
+    return rows
+
+
+def _parts(trajectory: Trajectory) -> list[_OutputTurns]:
+    recorded = [one for turn in trajectory.turns for one in turn.info.get(OUTPUTS, ())]
+    if recorded:
+        return [
+            _OutputTurns(
+                turns=tuple(t for t in trajectory.turns if t.index in one["turns"]),
+                messages=list(one["messages"]),
+                infos=one["rollout_infos"],
+            )
+            for one in recorded
+        ]
+    groups: dict[int, list[Turn]] = {}
+    for turn in trajectory.turns:
+        groups.setdefault(turn.spans[0].segment, []).append(turn)
+    parts = []
+    infos: dict[str, Any] = {}
+    for turns in groups.values():
+        for turn in turns:
+            infos.update({k: v for k, v in turn.info.items() if not k.startswith("_")})
+        until = turns[-1].index + 1
+        parts.append(
+            _OutputTurns(
+                turns=tuple(turns),
+                messages=_conversation(trajectory, until),
+                infos={**infos, "num_turns": until},
+            )
+        )
+    return parts
+
+
+def _conversation(trajectory: Trajectory, until: int) -> list[dict[str, Any]]:
+    """Return the conversation up to a turn, each reply as it was written."""
+    messages: list[Message] = list(trajectory.task.prompt)
+    for turn in trajectory.turns[:until]:
+        if not turn.is_continued:
+            messages += [turn.message, *(turn.observation if turn.index + 1 < until else ())]
+    return [{"role": "assistant", "content": as_written(m)} if m.role == "assistant" else m.to_openai() for m in messages]
+
+
+def _tokens(trajectory: Trajectory, turns: Sequence[Turn]) -> _Tokens:
+    found = _Tokens(ids=[], masks=[], logprobs=[])
+    goes_on = False
+    for turn in turns:
+        if not goes_on:
+            for lists in (found.ids, found.masks, found.logprobs):
+                lists.append([])  # type: ignore[attr-defined]
+        for span in map(trajectory.span, turn.spans):
+            if span.source is not SpanSource.SAMPLED and not turn.is_continued:
+                continue
+            _append(found, span)
+        goes_on = turn.is_continued
+    return found
+
+
+def _append(found: _Tokens, span: Span) -> None:
+    is_trained = span.loss_weights > 0
+    found.ids[-1].extend(span.ids.tolist())
+    found.masks[-1].extend(is_trained.astype(np.int64).tolist())
+    if span.logprobs is not None:
+        found.logprobs[-1].extend(span.logprobs[is_trained].tolist())
+
+
+def _sampled(trajectory: Trajectory, turn: Turn) -> list[int]:
+    spans = [s for s in map(trajectory.span, turn.spans) if s.source is SpanSource.SAMPLED]
+    return [int(i) for span in spans for i in span.ids]
+
+
+def _media(trajectory: Trajectory, kind: str) -> list[Any]:
+    return [m.source for message in trajectory.messages for m in media_of(message.content) if m.kind == kind]

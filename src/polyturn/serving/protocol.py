@@ -1,0 +1,236 @@
+"""Requests and responses of a rollout server: what a scheduler of its clients is given, and what its `run` returns.
+
+    RolloutInferRequest(messages=[{"role": "user", "content": "…"}], data_dict={"solution": "4"}, uuid="g0/1")
+    ChatCompletionResponse(choices=[ChatCompletionResponseChoice(message=ChatMessage(…), token_ids=[9, 2], …)])
+    RolloutOutput(response=…, messages=[…], response_token_ids=[[9, 2]], response_loss_mask=[[1, 1]])
+
+Plain mutable values, because user code edits them in place. Nothing here generates or trains.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid as unique
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, field_validator, model_validator
+
+from polyturn.core.media import to_source
+
+Messages = list[dict[str, Any]]
+Tool = dict[str, Any]
+MEDIA = {"images": "image", "audios": "audio", "videos": "video"}
+"""Side list of a request -> the kind of its items."""
+
+
+class SampledId(int):
+    """One sampled id: the object itself says where it was sampled, so it stays itself in every copy."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> SampledId:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SampledId:
+        return self
+
+
+class SampledText(str):
+    """One sampled text: the object itself says which turn it is, so it stays itself in every copy."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> SampledText:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SampledText:
+        return self
+
+
+@dataclass
+class InferRequest:
+    """One conversation to go on with."""
+
+    messages: Messages
+    images: list[Any] = field(default_factory=list)
+    audios: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    tools: list[Tool] | None = None
+    objects: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.messages, list), f"messages: {self.messages!r:.200}"
+        for name in MEDIA:
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, [value])
+
+    @staticmethod
+    def remove_response(messages: Messages) -> str | None:
+        """Take the reply off the end of a conversation, in place, and return it; None if there is none."""
+        return remove_response(messages)
+
+    def to_printable(self) -> dict[str, Any]:
+        """Return the request as plain values; a long text that is no content, such as an image, is cut short."""
+        return _printable(asdict(self))
+
+
+def remove_response(messages: Messages) -> str | None:
+    """Take the reply off the end of a conversation, in place, and return it; None if there is none."""
+    if messages and messages[-1]["role"] == "assistant":
+        content: str | None = messages.pop()["content"]
+        return content
+    return None
+
+
+def _printable(value: Any, key: str = "") -> Any:
+    if isinstance(value, str) and len(value) >= 1000 and key not in ("content", "text"):
+        return f"<<<base64:{value[:50]}..>>>"
+    if isinstance(value, dict):
+        return {k: _printable(v, k) for k, v in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list) else value
+
+
+@dataclass
+class RolloutInferRequest(InferRequest):
+    """A conversation of a rollout; `data_dict` holds the other columns of its row."""
+
+    data_dict: dict[str, Any] = field(default_factory=dict)
+    uuid: str | None = None
+    add_eos: bool | str | None = None
+
+
+@dataclass
+class RequestConfig:
+    """How to sample; a value of None means the run's own."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    num_beams: int = 1
+    stop: list[str] | None = field(default_factory=list)
+    seed: int | None = None
+    stream: bool = False
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    length_penalty: float = 1.0
+    return_details: bool = False
+    min_p: float | None = None
+    structured_outputs_regex: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.stop is None:
+            self.stop = []
+
+
+@dataclass
+class UsageInfo:
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+@dataclass
+class Function:
+    """Which function a call names."""
+
+    name: str
+    arguments: str | None
+
+
+@dataclass
+class ChatCompletionMessageToolCall:
+    """One tool call of a reply."""
+
+    function: Function
+    type: str = "function"
+    id: str = field(default_factory=lambda: f"toolcall-{unique.uuid4().hex}")
+
+
+@dataclass
+class ChatMessage:
+    """What the model said."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | int | None
+    tool_calls: list[ChatCompletionMessageToolCall] | None = None
+    reasoning_content: str | None = None
+
+
+@dataclass
+class ChatCompletionResponseChoice:
+    """One reply, with the ids as they were sampled."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: Literal["stop", "length"] | None
+    logprobs: dict[str, list[dict[str, Any]]] | None = None
+    token_ids: list[int] | None = None
+    messages: Messages | None = None
+    """The whole conversation; filled when the trajectory has ended."""
+    routed_experts: Any = None
+
+
+@dataclass
+class ChatCompletionResponse:
+    """What one request drew."""
+
+    model: str
+    choices: list[ChatCompletionResponseChoice]
+    usage: UsageInfo
+    id: str = field(default_factory=lambda: f"chatcmpl-{unique.uuid4().hex}")
+    object: str = "chat.completion"
+    created: int = field(default_factory=lambda: int(time.time()))
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None = None
+    images_size: list[Any] | None = None
+
+
+class RolloutOutput(BaseModel):
+    """What a `run` returns for one training sample, or what a rollout server replies."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    response: ChatCompletionResponse
+    messages: list[dict[str, Any]] | None = None
+    response_token_ids: list[list[int]] = []
+    """The ids of each turn; a turn that goes on in the same message extends the last list."""
+    response_loss_mask: list[list[int]] = []
+    rollout_logprobs: list[list[float]] = []
+    rollout_infos: dict[str, Any] = {}
+    prompt_logprobs: list[Any] | None = None
+
+    @field_validator("response_token_ids", "response_loss_mask", "rollout_logprobs", mode="wrap")
+    @classmethod
+    def _one_turn(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        """Read a flat list of numbers as one turn; sampled ids stay the objects that they are."""
+        if isinstance(value, list) and value and not isinstance(value[0], list | tuple):
+            value = [value]
+        return [
+            [own if isinstance(own, SampledId) else read for own, read in zip(given, found, strict=True)]
+            for given, found in zip(value, check(value), strict=True)
+        ]
+
+    @model_validator(mode="after")
+    def _media_as_text(self) -> RolloutOutput:
+        """Keep media in the infos as strings that survive JSON."""
+        for name, kind in MEDIA.items():
+            if self.rollout_infos.get(name):
+                self.rollout_infos[name] = as_sources(kind, self.rollout_infos[name])
+        return self
+
+
+def as_sources(kind: str, items: Any) -> list[Any]:
+    """Return one medium, or a list of them, as a list of data URIs, paths and addresses."""
+    return [to_source(kind, item) for item in (items if isinstance(items, list | tuple) else [items])]

@@ -1,0 +1,92 @@
+"""RowTable: a list of dicts that shows itself as a table, in a terminal and in a notebook.
+
+run.metrics[-1]["reward/mean"]      a row is a dict
+run.metrics["reward/mean"]          a column, None where a row has no such number
+run.metrics.to_pandas()             where pandas is installed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from polyturn.core.errors import ConfigError, DataError, did_you_mean
+
+MAX_ROWS = 20
+"""Rows that are shown, the last ones."""
+
+
+class RowTable(list[dict[str, Any]]):
+    """Rows as dicts, and which of their columns are shown."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), *, shown: Sequence[str] = ()) -> None:
+        """Take rows; of the columns `shown` are shown where any row has them, or all where none is named."""
+        super().__init__(dict(row) for row in rows)
+        self._shown = tuple(shown)
+
+    @property
+    def columns(self) -> list[str]:
+        """Every column of any row, in the order in which they appear."""
+        return list(dict.fromkeys(name for row in self for name in row))
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a row by its number, rows by a slice, a column by its name.
+
+        Raises:
+            DataError: no row has a column of that name.
+        """
+        if isinstance(key, str):
+            if key not in self.columns:
+                raise DataError(f"there is no column {key!r}.{did_you_mean(key, self.columns)}")
+            return [row.get(key) for row in self]
+        if isinstance(key, slice):
+            return RowTable(super().__getitem__(key), shown=self._shown)
+        return super().__getitem__(key)
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas frame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as problem:
+            raise ConfigError(
+                "pandas is not installed; pip install pandas, or use the rows as the dicts that they are"
+            ) from (problem)
+        return pandas.DataFrame(list(self), columns=self.columns)
+
+    def _picture(self) -> tuple[list[str], list[list[str]]]:
+        names = [name for name in self._shown if any(name in row for row in self)] or self.columns
+        return names, [[_cell(row.get(name)) for name in names] for row in self[-MAX_ROWS:]]
+
+    def __repr__(self) -> str:
+        names, rows = self._picture()
+        if not rows:
+            return "no rows"
+        widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(names)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (names, *rows)]
+        return "\n".join(lines + self._rest(names))
+
+    def _repr_html_(self) -> str:
+        names, rows = self._picture()
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        rest = "".join(f"<p>{escape(line)}</p>" for line in self._rest(names))
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
+
+    def _rest(self, names: Sequence[str]) -> list[str]:
+        more = []
+        if len(self) > MAX_ROWS:
+            more.append(f"the last {MAX_ROWS} of {len(self)} rows")
+        if (left := len(self.columns) - len(names)) > 0:
+            more.append(f"{left} further columns: see .columns")
+        return ["; ".join(more)] if more else []
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

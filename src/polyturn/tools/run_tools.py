@@ -1,0 +1,184 @@
+"""RunTools: every tool of a run, and what its calls have in common: deadline, size, limits, breaker.
+
+Separate from the session, which answers the calls of one episode, and from `ToolBox`, which makes sessions of both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polyturn.core.errors import ConfigError, DataError, RolloutError, did_you_mean, one_line, raised_at
+from polyturn.core.messages import Origin
+from polyturn.core.protocols import Tool
+from polyturn.core.snapshots import SnapshotHooks
+from polyturn.core.task import Task, select_tools
+from polyturn.core.trajectory import RAISED_AT, ToolResult
+from polyturn.tokens.codec import Codec
+from polyturn.tools.adapters import methods_of
+from polyturn.tools.base import BaseTool, check_names
+from polyturn.tools.breaker import Breaker
+from polyturn.tools.concurrency import ConcurrencyLimits
+from polyturn.tools.deadline import CallWithDeadline
+from polyturn.tools.function import FunctionTool
+from polyturn.tools.options import ToolOptions
+from polyturn.tools.result_shape import finite
+from polyturn.tools.truncate import ResultLimit
+from polyturn.tools.validate import ArgumentSchema
+
+logger = logging.getLogger(__name__)
+
+
+class RunTools:
+    """Every tool of a run, with what each call needs to know of it. Shared by all episodes."""
+
+    def __init__(self, tools: Sequence[Tool], options: ToolOptions | None = None, *, codec: Codec | None = None) -> None:
+        """Collect the tools.
+
+        Args:
+            tools: Objects with `name`, `schema`, `create`, `execute`, `calc_reward` and `release`.
+            options: The limits of each call.
+            codec: Counts tokens, and knows the texts that no cut may tear.
+
+        Raises:
+            ConfigError: two tools have one name, or a value cannot work.
+        """
+        check_names(tools)
+        self.tools: dict[str, Tool] = {tool.name: tool for tool in tools}
+        self.options = options = options or ToolOptions()
+        for tool in self.tools.values():
+            if isinstance(tool, BaseTool):
+                tool.fit_deadline(options.timeout_s)
+        self.limit = ResultLimit(
+            max_chars=options.max_result_chars,
+            max_tokens=options.max_result_tokens,
+            side=options.truncate_side,
+            codec=codec,
+        )
+        self.lanes = _lanes(self.tools, options.max_concurrency, options.max_per_host)
+        self.breakers = {name: Breaker(name, options.breaker) for name in self.tools}
+        self.schemas = {name: _schema_of(tool) for name, tool in self.tools.items()}
+        self.foreign = frozenset(
+            name for name, tool in self.tools.items() if isinstance(tool, BaseTool) and tool.origin is not Origin.OWNER
+        )
+        """Tools whose schemas somebody else wrote."""
+        self.bounded = {name: CallWithDeadline(name=f"tool-{name}", timeout_s=options.timeout_s) for name in self.tools}
+        self.methods = {name: methods_of(tool) for name, tool in self.tools.items()}
+        self.arguments = {name: self._arguments_of(name, tool) for name, tool in self.tools.items()}
+        """What each tool takes; None where the tool checks that itself."""
+        self.seams = {name: SnapshotHooks.of(tool, label=f"tool {name!r}") for name, tool in self.tools.items()}
+        """How each tool survives a restart."""
+        self.live_ids: set[tuple[str, str]] = set()
+        self._warned: set[str] = set()
+        self.late: set[asyncio.Task[None]] = set()
+        """Releases of creates that came back after their episode had ended."""
+
+    def _arguments_of(self, name: str, tool: Tool) -> ArgumentSchema | None:
+        if isinstance(tool, BaseTool) and tool.checks_own_arguments:
+            return None
+        parameters = self.schemas[name].get("function", {}).get("parameters") or {}
+        return ArgumentSchema(parameters, tool=name, also=self.methods[name].also_reads)
+
+    @property
+    def scoring(self) -> frozenset[str]:
+        """The names of the tools that may give a reward: for a call, or for the episode."""
+        return frozenset(name for name, tool in self.tools.items() if not isinstance(tool, FunctionTool) or tool.may_score)
+
+    def select(self, task: Task) -> tuple[str, ...]:
+        """Return the names of the tools that a task may call; a name that it skips is warned of once in a run.
+
+        Raises:
+            DataError: it names a tool that is not there and that it does not skip, or it needs tools and has none.
+        """
+        try:
+            chosen = select_tools(task, self.tools)
+        except DataError as problem:
+            raise DataError(f"task {task.id!r}: {problem}") from problem
+        for name in chosen.skipped:
+            if name not in self._warned:
+                self._warned.add(name)
+                hint = did_you_mean(name, self.tools) if self.tools else " No tool is configured."
+                logger.warning("the tool %r, named by tasks such as %r, is not configured: left out.%s", name, task.id, hint)
+        return chosen.names
+
+    def schemas_of(self, task: Task) -> tuple[Mapping[str, Any], ...]:
+        """Return the schemas of the tools that a task may call, for rendering.
+
+        Raises:
+            DataError: it names a tool that is not there.
+        """
+        return tuple(self.schemas[name] for name in self.select(task))
+
+    @property
+    def num_abandoned(self) -> int:
+        """How many calls run on although their deadline has passed."""
+        return sum(map(self._abandoned, self.tools))
+
+    def number_or_none(self, name: str, value: Any) -> float | None:
+        """Return what `calc_reward` returned as a reward; a list of texts, as some tools return, is no opinion.
+
+        Raises:
+            RewardError: it is neither that nor a finite number nor None.
+        """
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            return finite(value, what="calc_reward")
+        if f"{name}: texts" not in self._warned:
+            self._warned.add(f"{name}: texts")
+            logger.warning("tool %r: calc_reward returned a list of texts, which is no reward; none is counted", name)
+        return None
+
+    def crashed(self, result: ToolResult, problem: Exception) -> ToolResult:
+        """Log what a tool raised, with its traceback once for each line that raises; return its result with that line."""
+        where = raised_at(problem)
+        if f"{result.name}{where}" not in self._warned:
+            self._warned.add(f"{result.name}{where}")
+            logger.warning("tool %r raised %s%s", result.name, one_line(problem), where, exc_info=problem)
+        return dataclasses.replace(result, metrics={**result.metrics, RAISED_AT: where.strip(" ()")}) if where else result
+
+    def check_abandoned(self) -> None:
+        """Check that the tools keep their deadlines on the whole.
+
+        Raises:
+            RolloutError: too many calls were left behind.
+        """
+        if self.num_abandoned > self.options.max_abandoned:
+            worst = max(self.tools, key=self._abandoned)
+            raise RolloutError(
+                f"{self.num_abandoned} tool calls still run past their deadline, most of them in {worst!r}; give the tool "
+                "a time-out of its own that ends its work"
+            )
+
+    def close(self) -> None:
+        """Let the threads of the tools end once they are idle, at the end of a run; the tools can still be used."""
+        for name, tool in self.tools.items():
+            self.bounded[name].close()
+            if isinstance(tool, FunctionTool):
+                tool.threads.close()
+
+    def _abandoned(self, name: str) -> int:
+        tool = self.tools[name]
+        return self.bounded[name].num_abandoned + (tool.threads.num_abandoned if isinstance(tool, FunctionTool) else 0)
+
+
+def _schema_of(tool: Tool) -> dict[str, Any]:
+    schema = copy.deepcopy(dict(tool.schema))
+    shown = schema.get("function", {}).get("name")
+    if shown != tool.name:
+        raise ConfigError(f"the tool {tool.name!r} is called {shown!r} in its schema; the model would call it by that name")
+    return schema
+
+
+def _lanes(tools: Mapping[str, Tool], wanted: Mapping[str, int], max_per_host: int | None) -> ConcurrencyLimits:
+    for name in wanted:
+        if name not in tools:
+            raise ConfigError(f"max_concurrency names the tool {name!r}, which is not there.{did_you_mean(name, tools)}")
+    ours = {name: tool for name, tool in tools.items() if isinstance(tool, BaseTool)}
+    own = {name: tool.max_concurrency for name, tool in ours.items() if tool.max_concurrency is not None}
+    hosts = {name: ours[name].host if name in ours else None for name in tools}
+    return ConcurrencyLimits(of_tools={**own, **wanted}, hosts=hosts, max_per_host=max_per_host)

@@ -1,0 +1,69 @@
+"""Backend: the parameters, gradients and moments of one network, wherever they are.
+
+    ModelPolicy, Critic     what is computed over the batch of a whole step: coefficients, marks, the weight of the KL term
+      |  score, forward_backward, optim_step, state_dict, load_state_dict
+    ModelBackend            the network of this process: whole (`OneDevice`), or this rank's shards of it (`Sharded`)
+    RankedBackend           the same calls, made on every rank of a group, each with a share of the samples
+
+Another way of holding a model (pipelines, experts spread over nodes) is another `Backend` on the ranks; nothing above it
+learns of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from polyturn.core.arrays import Floats
+from polyturn.core.metrics import Metrics
+from polyturn.core.protocols import PassResult
+from polyturn.core.sample import TrainSample
+
+OWN, REFERENCE = "own", "reference"
+"""Who scores: the network that is trained, or the frozen reference beside it."""
+
+
+class Backend(Protocol):
+    """A network with its optimizer. On the ranks of a group every call is collective: all make it, in the same order."""
+
+    @property
+    def step_count(self) -> int:
+        """How many optimizer steps were taken or skipped."""
+        ...
+
+    def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:
+        """Return for each sample [T] what `scorer` gives each weighted token, 0 elsewhere."""
+        ...
+
+    def forward_backward(
+        self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike], objective: str, kl_coef: float = 0.0
+    ) -> PassResult:
+        """Add the gradient of an objective over `samples`, whose tokens count as `coefs` say, and return its figures."""
+        ...
+
+    def optim_step(self) -> Metrics:
+        """Take one optimizer step from the summed gradient on all ranks, or on none, and clear it."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state on the CPU where it was asked for, the same for any number of ranks."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from what `state_dict` returned; a state without an optimizer is that of a fresh start."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return name -> weight without gradient, for an engine."""
+        ...
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """Return name -> the live tensor that each of `weights` is, or is made of."""
+        ...
+
+    def close(self) -> None:
+        """Free what training needed beside the model."""
+        ...

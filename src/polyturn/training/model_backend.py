@@ -1,0 +1,308 @@
+"""ModelBackend: the network of this process, and its optimizer: the loop over micro-batches, and the state.
+
+    samples, coefficients -> micro-batches -> for each: forward, terms of the objective, backward
+    optim_step: norm, clip, AdamW, clear
+
+Where its parameters are is the `Placement`'s: whole on one device, or this rank's shards. One call of `forward_backward`
+takes everything that one optimizer step trains on: coefficients are normalised over that batch before, and the gradients of
+its micro-batches add up to exactly its gradient (I7).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+
+from polyturn.batching.layout import LayoutSettings, MicroBatch, layout, scatter_back
+from polyturn.core.arrays import Floats
+from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
+from polyturn.core.metrics import Metrics, Sum, merge
+from polyturn.core.protocols import PassResult
+from polyturn.core.sample import TrainSample
+from polyturn.tokens.positions import MediaRows
+from polyturn.training.agreement import agreement
+from polyturn.training.backend import OWN, REFERENCE
+from polyturn.training.lora import adapter_replaced, base_weights, has_lora, load_adapter_tensors, merged_weights
+from polyturn.training.loss_terms import Objective, as_step, batch_metrics
+from polyturn.training.network import Network
+from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
+from polyturn.training.packed_attention import attending
+from polyturn.training.reference import Scorer
+from polyturn.training.shards import cut_like, cut_optimizer, require_same_shapes
+
+Cut = Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]]
+
+
+class Placement(Protocol):
+    """Where the parameters of networks are, and what that asks of passes and states."""
+
+    def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
+        """Put `network` where it is trained, and return what updates it there."""
+        ...
+
+    def freeze(self, network: Network) -> None:
+        """Put `network` where it is only scored with."""
+        ...
+
+    def device(self, network: Network) -> torch.device:
+        """Return where this process computes."""
+        ...
+
+    def lay_out(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
+        """Return this process's micro-batches."""
+        ...
+
+    def release(self, network: Network) -> None:
+        """Free what the last pass gathered."""
+        ...
+
+    def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Let `model` score with another adapter meanwhile."""
+        ...
+
+    def whole(self, state: Any) -> Any:
+        """Return nested dicts and lists with whole tensors where a state was asked for."""
+        ...
+
+    def spread(self, state: Any) -> Any:
+        """Return the whole state, which may be given on one rank alone."""
+        ...
+
+
+class OneDevice:
+    """Everything is where the model is; an engine may share its tensors, which are only ever written in place."""
+
+    def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
+        """Return AdamW over the model's own parameters."""
+        return Optimizer(network.saved, settings)
+
+    def freeze(self, network: Network) -> None:
+        """Leave `network` where it is."""
+
+    def device(self, network: Network) -> torch.device:
+        """Return the device of the model."""
+        return next(network.saved.parameters()).device
+
+    def lay_out(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
+        """Return the micro-batches as they are cut."""
+        return cut(samples, coefs)
+
+    def release(self, network: Network) -> None:
+        """Nothing was gathered."""
+
+    def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Exchange the storage, so that an engine which shares it notices nothing."""
+        return adapter_replaced(model, tensors)
+
+    def whole(self, state: Any) -> Any:
+        """Return the state itself."""
+        return state
+
+    def spread(self, state: Any) -> Any:
+        """Return the state itself, in dicts of its own."""
+        return dict(state)
+
+
+class ModelBackend:
+    """Trains a network that this process holds, or holds a share of; implements `Backend`."""
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        optimizer: Optimizer,
+        objectives: Mapping[str, Objective],
+        placement: Placement,
+        layout: LayoutSettings,
+        media: MediaRows | None = None,
+        reference: Scorer | None = None,
+        is_packing_refused: bool = False,
+    ) -> None:
+        """Train `network`, which `placement` has put where it is.
+
+        Args:
+            network: The forward pass.
+            optimizer: What `placement` returned for it.
+            objectives: Name -> what may be minimised.
+            placement: Where the parameters are.
+            layout: The size of micro-batches and how samples lie in them.
+            media: Lays out what samples show; None for text.
+            reference: What is scored with beside the network; None where there is none.
+            is_packing_refused: Whether packing was asked for and `layout` has none, because the model cannot be packed.
+        """
+        self.network = network.train()
+        self.optimizer = optimizer
+        self._objectives = dict(objectives)
+        self._placement = placement
+        self._layout = layout
+        self._media = media
+        self._reference = reference
+        self._is_packing_refused = is_packing_refused
+        parameter = next(network.parameters())
+        self._device = placement.device(network)
+        self._dtype = torch.promote_types(parameter.dtype, torch.float32)
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained, under the names that a state uses."""
+        return self.network.saved
+
+    @property
+    def step_count(self) -> int:
+        """How many optimizer steps were taken or skipped."""
+        return self.optimizer.step_count
+
+    def lay_out(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
+        """Return the micro-batches of this process, as a pass would compute them."""
+        return self._placement.lay_out(self._cut, samples, coefs)
+
+    def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:
+        """Return for each sample [T] what `scorer` gives each weighted token, 0 elsewhere.
+
+        Raises:
+            ConfigError: the reference is asked of a policy that was built without one.
+        """
+        scores = self.network.scores if scorer == OWN else self._scorer(scorer).logprobs
+        batches = self.lay_out(samples, [s.loss_weights for s in samples])
+        self.network.eval()
+        try:
+            with torch.no_grad():
+                values = [scores(batch) for batch in batches]
+        finally:
+            self.network.train()
+        self._placement.release(self.network)
+        return scatter_back(batches, values, lengths=[len(s) for s in samples])
+
+    def forward_backward(
+        self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike], objective: str, kl_coef: float = 0.0
+    ) -> PassResult:
+        """Add the gradient of an objective over `samples`.
+
+        Raises:
+            TrainingError: the samples lack what the objective needs. The gradient is cleared. A loss that is not finite
+                makes the step one that `optim_step` skips, or ends the run at.
+        """
+        start = time.perf_counter()
+        batches = self.lay_out(samples, coefs)
+        seconds = {"time/layout": time.perf_counter() - start, "time/forward": 0.0, "time/backward": 0.0}
+        real = [b for b in batches if not b.is_padding]
+        parts: list[Metrics] = []
+        own: list[Tensor] = []
+        self.network.train()
+        problem: str | None = None
+        minimised = self._objectives[objective]
+        terms_of = minimised.bind(samples, kl_coef)
+        try:
+            for batch in batches:
+                start = time.perf_counter()
+                with attending(self.network.backbone, batch.packing):  # around both: backward computes layers again
+                    terms = terms_of(self.network, batch)
+                    loss = (terms.loss_S * batch.loss_coef_S).sum()
+                    value = float(loss.detach())
+                    if not batch.is_padding:
+                        parts.append(batch_metrics(batch, terms, value))
+                        if problem is None and not math.isfinite(value):
+                            problem = minimised.problem(samples, batch, terms, step=self.step_count)
+                        if terms.own_S is not None:
+                            own.append(terms.own_S)
+                    middle = time.perf_counter()
+                    loss.backward()
+                self.optimizer.collect()
+                seconds["time/forward"] += middle - start
+                seconds["time/backward"] += time.perf_counter() - middle
+        except TrainingError:
+            self.optimizer.zero_grad()
+            raise
+        metrics: Metrics = as_step(merge(parts)) | {name: Sum(spent) for name, spent in seconds.items()}
+        metrics["time/forward_backward"] = Sum(seconds["time/forward"] + seconds["time/backward"])
+        metrics["tokens/shared_prefix"] = Sum(sum(b.num_shared for b in real))
+        if self._is_packing_refused:
+            metrics["tokens/packing_refused"] = Sum(1)
+        logprobs = scatter_back(real, own, lengths=[len(s) for s in samples]) if own else None
+        if problem is not None:
+            self.optimizer.spoil(problem)
+        elif logprobs is not None:
+            metrics |= agreement(samples, logprobs)
+        return PassResult(metrics, logprobs, is_finite=problem is None)
+
+    def optim_step(self) -> Metrics:
+        """Take one optimizer step from the summed gradient, and clear it.
+
+        Raises:
+            TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
+        """
+        self._placement.release(self.network)
+        return self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the parameters (with LoRA those of the adapter), the optimizer and, where it belongs to no file,
+        the reference: whole and on the CPU on rank 0 of many, with None in place of tensors on the others."""
+        state = {"model": clone_tensors(self.network.tensors()), "optimizer": self.optimizer.state_dict()}
+        if self._reference is not None and (kept := self._reference.kept()) is not None:
+            state["reference"] = clone_tensors(kept)
+        whole: dict[str, Any] = self._placement.whole(state)
+        return whole
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from the whole state, in place; ranks but the first may give None.
+
+        A state without an optimizer is that of a fresh start: a reference that is a copy of the model then has its weights.
+
+        Raises:
+            CheckpointError: the state is of another model, or lacks the reference.
+        """
+        whole, saved = self._placement.spread(state), self.network.saved
+        is_fresh = "optimizer" not in whole
+        kept = None if self._reference is None else self._reference.kept()
+        if kept is not None and not is_fresh and "reference" not in whole:
+            raise CheckpointError("the checkpoint has no reference policy and this run uses one; it was written without KL")
+        own = saved.state_dict()
+        if is_fresh or not has_lora(saved):
+            require_same_shapes(whole["model"], own, whose=self.network.whose)
+            saved.load_state_dict({name: cut_like(tensor, own[name]) for name, tensor in whole["model"].items()})
+        else:
+            load_adapter_tensors(saved, {name: cut_like(t, own.get(name)) for name, t in whole["model"].items()})
+        if kept is not None and self._reference is not None:
+            source = whole["model"] if is_fresh else whole["reference"]
+            self._reference.load({name: cut_like(t, kept.get(name)) for name, t in source.items()})
+        if is_fresh:
+            self.optimizer.take_parameters()
+            return
+        cut = cut_optimizer(whole["optimizer"], own, self.optimizer.parameters_in_order())
+        self.optimizer.load_state_dict(cut)
+        self.optimizer.zero_grad()
+
+    def whole_weights(self) -> dict[str, Any]:
+        """Return name -> whole tensor on the CPU on rank 0, name -> None on the others: of what training changes."""
+        whole: dict[str, Any] = self._placement.whole({n: t.detach() for n, t in self.network.tensors().items()})
+        return whole
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""
+        return merged_weights(self.network.saved) if has_lora(self.network.saved) else self.live_weights()
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """Return name -> the live tensor that each of `weights` is, or is made of."""
+        return base_weights(self.network.saved)
+
+    def close(self) -> None:
+        """Free the gradient and the frozen models."""
+        self.optimizer.zero_grad()
+        self._reference = None
+        self._objectives.clear()
+
+    def _scorer(self, name: str) -> Scorer:
+        assert name == REFERENCE, name
+        if self._reference is None:
+            raise ConfigError("this policy was built without a reference; pass reference=True")
+        return self._reference
+
+    def _cut(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
+        return layout(samples, coefs=coefs, settings=self._layout, dtype=self._dtype, device=self._device, media=self._media)

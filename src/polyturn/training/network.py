@@ -1,0 +1,75 @@
+"""Network: a model as it is trained and sharded, with its whole forward pass inside one module.
+
+    PolicyNetwork    MicroBatch -> log-probabilities of its targets      owns the output embedding
+    ValueNetwork     MicroBatch -> values at its targets                 (`critic`)
+
+The root of what is sharded must be what is called, because its hooks gather parameters before a pass; so nothing of a pass,
+the head included, happens outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from polyturn.batching.layout import MicroBatch
+from polyturn.training.forward import TargetForward, TargetScores
+from polyturn.training.lora import adapter_tensors, has_lora
+from polyturn.training.modality_encoders import touching
+
+
+class Network(nn.Module):
+    """What a backend trains; a subclass gives `forward`."""
+
+    whose = "checkpoint"
+    """What sentences call a state of it."""
+    backbone: PreTrainedModel
+    """The part with decoder layers, which may be split over ranks."""
+    encoders: Sequence[nn.Module] = ()
+    """What only some ranks would run (`modality_encoders`); empty where one process runs everything."""
+
+    @property
+    def saved(self) -> nn.Module:
+        """The module whose names a state uses."""
+        raise NotImplementedError
+
+    @property
+    def heads(self) -> tuple[nn.Module, ...]:
+        """What is sharded by itself beside the layers."""
+        return ()
+
+    def scores(self, batch: MicroBatch) -> Tensor:
+        """Return [S] what the network says of each target."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Any]:
+        """Return name -> live tensor of what training changes: with LoRA the adapter alone."""
+        return adapter_tensors(self.saved) if has_lora(self.saved) else self.saved.state_dict()
+
+
+class PolicyNetwork(Network):
+    """A causal language model that gives log-probabilities."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = model
+        self._targets = TargetForward(model)
+
+    @property
+    def saved(self) -> PreTrainedModel:
+        """The model, under its own names."""
+        return self.backbone
+
+    def forward(self, batch: MicroBatch, **options: Any) -> TargetScores:
+        """Return what the forward pass gives for each target."""
+        scores = self._targets(batch, **options)
+        # The hook of a sharded module's backward pass must not sit on a view, hence the copy.
+        return scores._replace(logprobs_S=touching(scores.logprobs_S.clone(), self.encoders))
+
+    def scores(self, batch: MicroBatch) -> Tensor:
+        """Return [S] the log-probability of each target."""
+        found: TargetScores = self(batch)
+        return found.logprobs_S

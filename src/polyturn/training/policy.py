@@ -1,0 +1,277 @@
+"""ModelPolicy: the trainer's side of the model, over whichever `Backend` holds its parameters.
+
+    samples (one optimizer step) -> what they lack (reference, marks) -> loss_coefs -> Backend.forward_backward
+    optim_step: Backend.optim_step
+
+What is computed over the batch of a whole step is computed here, once, however many ranks there are: the coefficients, the
+choice of marked tokens, the weight of the KL term.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import ArrayLike
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from polyturn.algorithms.aggregate import loss_coefs
+from polyturn.algorithms.kl import FixedKl, KlController
+from polyturn.algorithms.losses import mark, selection_of
+from polyturn.batching.layout import LayoutSettings
+from polyturn.core.arrays import Floats
+from polyturn.core.errors import TrainingError
+from polyturn.core.metrics import Metrics, Sum
+from polyturn.core.protocols import PassResult
+from polyturn.core.sample import TrainSample
+from polyturn.tokens.multimodal import MediaProcessor
+from polyturn.tokens.positions import MediaRows
+from polyturn.training.backend import OWN, REFERENCE, Backend
+from polyturn.training.lora import has_lora
+from polyturn.training.loss_terms import LossSettings, PolicyTerms, SupervisedTerms
+from polyturn.training.model_backend import ModelBackend, OneDevice, Placement
+from polyturn.training.network import PolicyNetwork
+from polyturn.training.optim import OptimSettings
+from polyturn.training.packed_attention import why_not_packed
+from polyturn.training.reference import AdapterReference, FrozenModel, Scorer, require_same_vocabulary
+
+logger = logging.getLogger(__name__)
+
+
+class ModelPolicy:
+    """A model that is trained; implements `core.protocols.Policy`."""
+
+    def __init__(self, backend: Backend, *, loss: LossSettings | None = None, kl: KlController | None = None) -> None:
+        """Train what `backend` holds.
+
+        Args:
+            backend: From `policy_backend`, or over the ranks of a group; made with the same `loss`.
+            loss: The loss, for what is computed over a whole batch; None takes the defaults.
+            kl: Steers the weight of the KL term; None keeps it at `loss.kl_coef`.
+        """
+        self.backend = backend
+        self.loss_settings = loss or LossSettings()
+        self.kl = kl or FixedKl(coef=self.loss_settings.kl_coef)
+        self.train_seconds = 0.0
+        """Seconds spent in forward and backward so far, `score` included."""
+        self.optim_seconds = 0.0
+        """Seconds spent in optimizer steps so far."""
+
+    @property
+    def step_count(self) -> int:
+        """How many optimizer steps were taken or skipped."""
+        return self.backend.step_count
+
+    def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
+        """Return for each sample [T] the log-probability of each weighted token, 0 elsewhere.
+
+        Raises:
+            ConfigError: `reference` is asked of a policy that was built without one.
+        """
+        start = time.perf_counter()
+        scores = self.backend.score(samples, REFERENCE if reference else OWN)
+        self.train_seconds += time.perf_counter() - start
+        return scores
+
+    def forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> PassResult:
+        """Add the gradient of the policy loss over `samples`, everything that one optimizer step trains on.
+
+        Args:
+            samples: With `advantages`; with old_logprobs or rollout_logprobs as `LossSettings.old_logprobs` says. Missing
+                ref_logprobs are computed here when the loss has a KL term.
+            coefs: For each sample [T]; None computes them over `samples` by `LossSettings.aggregation`.
+
+        Raises:
+            TrainingError: the samples lack what the loss needs. The gradient is cleared. A loss that is not finite makes the
+                step one that `optim_step` skips, or ends the run at.
+        """
+        loss = self.loss_settings
+        lacking = next((s.id for s in samples if s.advantages is None), None)
+        if lacking is not None:
+            raise TrainingError(f"sample {lacking} has no advantages; run an advantage estimator before forward_backward")
+        if loss.kl_coef and any(s.ref_logprobs is None for s in samples):
+            scores = self.score(samples, reference=True)
+            samples = [s.replace(ref_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
+        samples = with_marks(samples, loss, score=self.score, seed=self.step_count)
+        if coefs is None:
+            coefs = loss_coefs(
+                samples, mode=loss.aggregation, norm_length=loss.norm_length, segment_weight=loss.segment_weight
+            )
+        return self._pass(samples, coefs, "policy")
+
+    def sft_forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> Metrics:
+        """Add the gradient of the weighted cross-entropy over `samples`, averaged over the weight of the whole batch.
+
+        A loss that is not finite makes the step one that `optim_step` skips, or ends the run at.
+        """
+        coefs = loss_coefs(samples, mode="token-mean") if coefs is None else coefs
+        return self._pass(samples, coefs, "supervised").metrics
+
+    def optim_step(self) -> Metrics:
+        """Take one optimizer step from the summed gradient, on all ranks or on none, and clear it.
+
+        Raises:
+            TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
+        """
+        start = time.perf_counter()
+        metrics = self.backend.optim_step()
+        seconds = time.perf_counter() - start
+        self.optim_seconds += seconds
+        return metrics | {"time/optim": Sum(seconds)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the parameters (with LoRA those of the adapter), the optimizer, the weight of the KL term and,
+        where it belongs to no file, the reference: the same for any backend and any number of ranks.
+
+        Raises:
+            CheckpointError: a rank is gone, and its shards with it.
+        """
+        return {**self.backend.state_dict(), "kl": self.kl.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned, here or in a run of one process or another number of ranks.
+
+        Raises:
+            CheckpointError: the state is of another model, or lacks the reference.
+        """
+        self.backend.load_state_dict({name: part for name, part in state.items() if name != "kl"})
+        self.kl.load_state_dict(state.get("kl", {}))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""
+        return self.backend.weights()
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """Return name -> the live tensor that each of `weights` is, or is made of."""
+        return self.backend.live_weights()
+
+    def close(self) -> None:
+        """Free the gradient and the frozen models, or let the ranks end."""
+        self.backend.close()
+
+    def _pass(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike], objective: str) -> PassResult:
+        found = self.backend.forward_backward(samples, coefs, objective, self.kl.coef)
+        self.train_seconds += found.metrics["time/forward_backward"].value
+        if found.is_finite:
+            return found
+        return found._replace(metrics={name: m for name, m in found.metrics.items() if math.isfinite(m.value)})
+
+
+def local_policy(
+    model: PreTrainedModel,
+    *,
+    loss: LossSettings | None = None,
+    kl: KlController | None = None,
+    **options: Any,
+) -> ModelPolicy:
+    """Return a policy that trains `model` in this process; `options` are those of `policy_backend`."""
+    return ModelPolicy(policy_backend(model, loss=loss, **options), loss=loss, kl=kl)
+
+
+def policy_backend(
+    model: PreTrainedModel,
+    *,
+    optim: OptimSettings,
+    loss: LossSettings | None = None,
+    layout: LayoutSettings | None = None,
+    reference: bool | PreTrainedModel = False,
+    teacher: PreTrainedModel | None = None,
+    media: MediaProcessor | None = None,
+    placement: Placement | None = None,
+) -> ModelBackend:
+    """Return what trains `model`, which is used as it is, not copied, and only ever written in place.
+
+    Args:
+        model: On its device, in its dtype; whole, on every rank of many.
+        optim: The optimizer and its schedule.
+        loss: The policy loss; None takes the defaults.
+        layout: The size of micro-batches and how samples lie in them; where a model cannot be packed they lie in rows.
+        reference: Keep the model as it is now (a frozen copy; with LoRA its adapter alone), or another model, for the KL
+            term and what `REFERENCE` scores.
+        teacher: The model to distil from.
+        media: The model's processor, for samples that show images, videos or sounds; None for text.
+        placement: Where the parameters go; None leaves them where they are.
+
+    Raises:
+        ConfigError: a KL term without a reference, a distillation term without a teacher, one of another vocabulary, or a
+            model that cannot be split as `placement` asks.
+    """
+    others = [m for m in (reference, teacher) if isinstance(m, PreTrainedModel)]
+    fitting, is_refused = _that_fits(layout or LayoutSettings(), [model, *others])
+    placement = placement or OneDevice()
+    for other, name in ((reference, "reference"), (teacher, "teacher")):
+        if isinstance(other, PreTrainedModel):
+            require_same_vocabulary(model, other, name=name)
+    # Whether a head is separate is tried on the whole model, and a copy is made of the whole model: before it is placed.
+    network = PolicyNetwork(model.train())
+    scorer: Scorer | None = None
+    if isinstance(reference, PreTrainedModel):
+        scorer = _frozen(reference, placement, is_kept=False)
+    elif reference and not has_lora(model):
+        scorer = _frozen(copy.deepcopy(model), placement, is_kept=True)
+    optimizer = placement.optimizer(network, optim)
+    if reference is True and has_lora(model):
+        scorer = AdapterReference(network, placement.adapter_replaced)
+    teaching = None if teacher is None else _frozen(teacher, placement, is_kept=False).logprobs
+    terms = PolicyTerms(loss or LossSettings(), has_reference=scorer is not None, teacher=teaching)
+    return ModelBackend(
+        network,
+        optimizer=optimizer,
+        objectives={"policy": terms, "supervised": SupervisedTerms()},
+        placement=placement,
+        layout=fitting,
+        media=None if media is None else MediaRows(model, media),
+        reference=scorer,
+        is_packing_refused=is_refused,
+    )
+
+
+def _frozen(model: PreTrainedModel, placement: Placement, *, is_kept: bool) -> FrozenModel:
+    network = PolicyNetwork(model.requires_grad_(False)).eval()
+    placement.freeze(network)
+    return FrozenModel(network, is_kept=is_kept, release=placement.release)
+
+
+def with_marks(
+    samples: Sequence[TrainSample],
+    settings: LossSettings,
+    *,
+    score: Callable[[Sequence[TrainSample]], list[Floats]],
+    seed: int,
+) -> Sequence[TrainSample]:
+    """Let the policy loss choose the tokens of a whole step that it treats apart, where it does and nobody has yet.
+
+    Args:
+        samples: Everything that one optimizer step trains on, of all ranks.
+        settings: The loss.
+        score: Gives log-probabilities under the policy now, where the samples bring no old ones.
+        seed: Of the choice.
+    """
+    selection = selection_of(settings.policy_loss, kwargs=settings.policy_loss_kwargs)
+    if selection is None or all(s.marks is not None for s in samples):
+        return samples
+    scored = list(samples)
+    if any(s.old_logprobs is None for s in samples):
+        scored = [s.replace(old_logprobs=lp) for s, lp in zip(samples, score(samples), strict=True)]
+    marks = mark(scored, selection, seed=seed)
+    return [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
+
+
+def _that_fits(settings: LayoutSettings, models: Sequence[PreTrainedModel]) -> tuple[LayoutSettings, bool]:
+    """Return the settings without packing, and True, where one of the models cannot be packed."""
+    if settings.packed or settings.shared_prefix:
+        for model in models:
+            if (why := why_not_packed(model)) is not None:
+                logger.warning(
+                    "Samples lie in padded rows and every common prefix is computed again: %s cannot be packed, because %s",
+                    type(model).__name__,
+                    why,
+                )
+                return dataclasses.replace(settings, packed=False, shared_prefix=False), True
+    return settings, False

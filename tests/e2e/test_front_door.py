@@ -1,0 +1,219 @@
+"""`polyturn.train`, `polyturn.evaluate`, `polyturn.rollout` on a tiny model: in a script, in a running loop, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import polyturn
+from polyturn.cli.main import main
+from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from support.runs import call_command
+
+ROWS = [{"prompt": f"What is {i} + 1?", "ground_truth": str(i + 1), "secret": i} for i in range(4)]
+HEARD: list[Any] = []
+
+
+class Customer(polyturn.BaseInteraction):
+    stateless = True
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        HEARD.append(kwargs["secret"])
+        assert instance_id is not None
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        return False, "Say it again.", 0.5, {}
+
+
+class GoesOn(polyturn.MultiTurnScheduler):
+    """Goes on behind a completion that was cut, as those of a model of random numbers are."""
+
+    stateless = True
+
+    def check_finished(self, episode: Any, turn: Any) -> Any:
+        return None
+
+
+def price(item: str) -> str:
+    """Say the price of an item.
+
+    Args:
+        item: The item.
+    """
+    return "3"
+
+
+def reward(trajectory: polyturn.Trajectory) -> float:
+    return float(trajectory.segments[0].token_ids.sum() % 5)
+
+
+def given(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Return arguments of a run of seconds, with a model of its own."""
+    tokenizer = tiny_tokenizer()
+    small = {"steps": 2, "groups_per_step": 2, "group_size": 3, "max_turns": 2, "max_tokens_per_turn": 6}
+    return {
+        "model": tiny_model(tokenizer, hidden=16, layers=1),
+        "tokenizer": tokenizer,
+        "tasks": ROWS,
+        "tools": [price],
+        "interaction": Customer,
+        "reward": reward,
+        "scheduler": GoesOn,
+        "out": str(folder),
+        "num_threads": 1,
+        "lr": 1e-3,
+        **small,
+        **changes,
+    }
+
+
+def test_a_run_from_objects_leaves_what_a_run_from_yaml_leaves(tmp_path: Path) -> None:
+    HEARD.clear()
+    arguments = given(tmp_path, eval_tasks=ROWS[:2])
+    before = {name: p.clone() for name, p in arguments["model"].named_parameters()}
+    run = polyturn.train(**arguments)
+    assert run.metrics["step"] == [0, 1, 2]
+    assert all(value is not None for value in run.metrics["reward/mean"][1:])
+    assert len(run.trajectories) == 2 * 2 * 3 + 2 * 2
+    assert max(len(t.turns) for t in run.trajectories) == 2
+    assert run.trajectories["g1/0"].same_as(next(t for t in run.trajectories if t.id == "g1/0"))
+    assert set(HEARD) == {0, 1, 2, 3}, "the interaction is told the rest of the row"
+    assert run.model() is arguments["model"]
+    assert any(not (p == before[name]).all() for name, p in run.model().named_parameters())
+    assert run.tokenizer().encode("red") == arguments["tokenizer"].encode("red")
+    assert run.config["rollout"]["tools"]["functions"] == [f"<live {__name__}:price>"]
+    assert run.config["rollout"]["scheduler"] == f"<live {__name__}:GoesOn>"
+    assert run.config["train"]["steps"] == 2
+    assert run.config["train"]["optim"]["lr"] == 1e-3
+    assert "reward/mean" in run._repr_html_()
+    assert "eval-greedy-1/0" in run.trajectories._repr_html_()
+
+
+def test_a_run_goes_on_with_its_objects(tmp_path: Path) -> None:
+    run = polyturn.train(**given(tmp_path))
+    more = run.resume(steps=3)
+    assert more.folder == run.folder
+    assert more.metrics["step"] == [1, 2, 3]
+    assert len(more.trajectories) == 3 * 2 * 3
+
+
+def test_the_command_line_names_the_objects_that_it_cannot_resume_with(tmp_path: Path) -> None:
+    run = polyturn.train(**given(tmp_path, name="mine", steps=1))
+    label = run.config["reward"]["function"]
+    stored = str(run.folder / "config.yaml")
+    del run  # an object has its label as long as a run keeps it
+    called = call_command(main, "train", stored, "--resume")
+    assert called.code == 2
+    assert f"reward.function is {label!r}" in called.err
+    assert "polyturn.train(…, resume=True)" in called.err
+
+
+def test_training_in_a_running_loop_takes_place_beside_it(tmp_path: Path) -> None:
+    async def cell() -> polyturn.Run:
+        return polyturn.train(**given(tmp_path, steps=1))
+
+    assert asyncio.run(cell()).metrics["step"] == [1]
+
+
+def test_evaluation_and_rollout(tmp_path: Path) -> None:
+    arguments = given(tmp_path)
+    evaluated = polyturn.evaluate(**arguments)
+    assert evaluated.reports["greedy"].report.num_trajectories == len(ROWS)
+    assert len(evaluated.trajectories) == len(ROWS)
+    rolled = polyturn.rollout(**{**arguments, "num_tasks": 3, "group_size": 2})
+    assert len(rolled.trajectories) == 6
+
+
+def test_a_folder_a_file_and_a_base_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = given(tmp_path / "runs")
+    arguments.pop("model").save_pretrained(tmp_path / "model")
+    arguments.pop("tokenizer").save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "base.yaml").write_text("train: {group_size: 5, groups_per_step: 1}\nname: based\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("tasks", "group_size", "groups_per_step"):
+        del arguments[name]
+    run = polyturn.train("model", "rows.jsonl", config="base.yaml", **arguments)
+    assert run.folder.name == "based"
+    assert len(run.trajectories) == 2 * 5
+    assert run.config["data"]["train"]["files"] == str(tmp_path / "rows.jsonl")
+
+
+def test_a_step_at_a_time_trains_on_what_the_body_sets(tmp_path: Path) -> None:
+    arguments = given(tmp_path, steps=3, groups_per_step=4)
+    weights = {name: p.clone() for name, p in arguments["model"].named_parameters()}
+
+    def is_same() -> bool:
+        return all((p == weights[name]).all() for name, p in arguments["model"].named_parameters())
+
+    steps = polyturn.steps(**arguments)
+    seen = []
+    for step in steps:
+        assert len(step.trajectories) == 12
+        assert step.samples
+        assert "loss/total" not in step.metrics
+        assert is_same() == (step.number == 1), "the step is not taken before its body has run"
+        if step.number == 1:
+            step.advantages = [3 * a for a in step.advantages]
+        if step.number == 2:
+            step.samples = []
+            weights |= {name: p.clone() for name, p in arguments["model"].named_parameters()}
+            step.update()
+            assert is_same(), "nothing was left to train on"
+            weights |= {name: p + 1 for name, p in arguments["model"].named_parameters()}
+        if step.number == 3:
+            step.groups = step.groups[:2]
+            assert step.update()["buffer/groups"] == 2
+        seen.append(step.number)
+    assert seen == [1, 2, 3]
+    run = steps.run
+    assert run.metrics["step"] == [1, 2, 3]
+    assert run.model() is arguments["model"]
+    trained = run.store.record("g0/0").trained.advantages
+    assert trained is None or abs(trained).max() > 2, "the record holds what was trained on"
+
+
+def test_a_loop_over_steps_that_is_left_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    arguments = given(tmp_path, steps=5)
+    for step in polyturn.steps(**arguments):
+        if step.number == 2:
+            break
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+    with pytest.raises(polyturn.PolyturnError, match="not over"):
+        _ = polyturn.steps(**arguments).run
+    more = polyturn.train(**{**arguments, "steps": 3, "resume": True})
+    assert more.metrics["step"] == [1, 2, 3]
+
+
+def test_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = polyturn.train(**given(tmp_path, steps=1))
+    run.show()
+    run.show("g0/0")
+    shown = capsys.readouterr().out
+    assert "reward/mean" in shown
+    assert "What is" in shown
+    assert "g0/0: " in shown
+
+
+def test_every_rank_of_torchrun_returns_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
+        f"import pathlib, polyturn, {Path(__file__).stem} as front\n"
+        f"run = polyturn.train(**front.given(pathlib.Path({str(tmp_path)!r}), steps=1))\n"
+        "print('returned', run.metrics['step'], flush=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("returned [1]") == 2

@@ -1,0 +1,60 @@
+"""`polyturn init` writes a project whose tests pass, whose model trains, and which `polyturn doctor` can explain."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyturn.cli.init import KINDS
+from polyturn.cli.main import main
+from support.runs import call_command
+
+
+def begun(folder: Path, kind: str) -> Path:
+    called = call_command(main, "init", folder, "--kind", kind)
+    assert called.code == 0, called.err
+    assert f"cd {folder} && pytest" in called.out
+    return folder
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_project_passes_its_own_tests_one_of_which_trains(kind: str, tmp_path: Path):
+    folder = begun(tmp_path / f"my_{kind}", kind)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_doctor_explains_a_project(kind: str, tmp_path: Path):
+    folder = begun(tmp_path / "mine", kind)
+    called = call_command(main, "doctor", folder)
+    assert called.code == 0 and "PROBLEM" not in called.out, called.out
+    told = " ".join(called.out.split())
+    for part in ("Qwen3ForCausalLM", "30 steps of 4 tasks x 8 episodes", "run them with pytest"):
+        assert part in told
+
+
+def test_doctor_names_every_part_that_is_wrong(tmp_path: Path):
+    folder = begun(tmp_path / "mine", "tool")
+    (folder / "shop.py").write_text("PRICES = {}\n")
+    (folder / "tasks.jsonl").unlink()
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("path: model", "path: ./modle"))
+    called = call_command(main, "doctor", folder)
+    assert called.code == 1
+    told = " ".join(called.out.split())
+    for problem in ("modle", "price", "tasks.jsonl"):
+        assert problem in told
+    assert told.count("PROBLEM") == 3
+
+
+def test_nothing_is_overwritten_and_a_kind_that_is_not_known_gets_the_nearest(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    called = call_command(main, "init", tmp_path)
+    assert called.code == 2 and "is there already" in called.err
+    called = call_command(main, "init", tmp_path / "new", "--kind", "tools")
+    assert called.code == 2 and "Did you mean 'tool'" in called.err and not (tmp_path / "new").exists()

@@ -1,0 +1,152 @@
+"""What somebody in a notebook gets wrong is one sentence with the right call in it, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import polyturn
+from polyturn.rewards.router import RewardRouter
+
+ROWS = [{"prompt": "What is 1 + 1?", "ground_truth": "2"}]
+
+
+class Customer(polyturn.BaseInteraction):
+    async def generate_response(self, instance_id: str, messages: list[Any], **kwargs: Any) -> Any:
+        return True, "", 0.0, {}
+
+
+class Score:
+    def __call__(self, trajectory: Any) -> float:
+        return 0.0
+
+
+class NoTool(polyturn.BaseTool):
+    pass
+
+
+class Columns(list[Any]):
+    """Rows with columns, as a data set of Hugging Face has."""
+
+    def rename_column(self, old: str, new: str) -> None:
+        raise NotImplementedError
+
+
+async def load() -> list[dict[str, Any]]:
+    return ROWS
+
+
+async def stream() -> Any:
+    yield ROWS[0]
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    yield from ROWS
+
+
+def of_split(split: str) -> list[dict[str, Any]]:
+    return ROWS
+
+
+def undescribed(item: str) -> str:
+    return item
+
+
+def said(**given: Any) -> str:
+    with pytest.raises(polyturn.PolyturnError) as caught:
+        polyturn.train(**{"model": "tiny", "tasks": ROWS, **given})
+    text = str(caught.value)
+    assert "\n" not in text, "one sentence"
+    return text
+
+
+def used_up() -> Iterator[dict[str, Any]]:
+    made = rows()
+    list(made)
+    return made
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "an async function for tasks": ({"tasks": load}, ["tasks is async", "tasks=await load(…)"]),
+    "an async generator": ({"tasks": stream}, ["tasks is async", "await stream(…)"]),
+    "a generator used twice": ({"tasks": used_up()}, ["gives its rows once", "rows = list(…)", "tasks=rows"]),
+    "a function with arguments": ({"tasks": of_split}, ["of_split, which needs arguments", "tasks=of_split(…)"]),
+    "a class for tasks": ({"tasks": polyturn.TaskDataset}, ["is the class TaskDataset", "tasks=TaskDataset(…)"]),
+    "no rows": ({"tasks": []}, ["tasks has no row", "tasks=[{'prompt': '…'}]"]),
+    "rows without a prompt": (
+        {"tasks": [{"question": "1 + 1?", "answer": "2"}]},
+        ["['question', 'answer']", "'prompt': row['question']"],
+    ),
+    "a data set without prompts": (
+        {"tasks": Columns([{"question": "1 + 1?"}])},
+        ["none of them is 'prompt'", "tasks=tasks.rename_column('question', 'prompt')"],
+    ),
+    "a data set with its splits": ({"tasks": {"train": ROWS, "test": ROWS}}, ["['test', 'train']", "give one split"]),
+    "a row that is none": ({"tasks": [1, 2]}, ["first row 1", "{'prompt':"]),
+    "a number for tasks": ({"tasks": 3}, ["tasks is 3", "path of a jsonl or parquet file"]),
+    "no file of that name": ({"tasks": "nowhere.jsonl"}, ["nowhere.jsonl"]),
+    "tasks for the evaluation": ({"eval_tasks": [{"problem": "?"}]}, ["eval_tasks has the columns", "row['problem']"]),
+    "a class for the reward": ({"reward": Score}, ["reward is the class Score", "reward=Score(…)"]),
+    "a list of rewards": (
+        {"reward": [undescribed, undescribed]},
+        ["is a list of 2", "reward=lambda trajectory: sum("],
+    ),
+    "a number for the reward": ({"reward": 1.0}, ["reward is 1.0", "reward=lambda trajectory: 1.0"]),
+    "a class for a tool": ({"tools": [NoTool]}, ["tools[0] is the class NoTool", "NoTool(config, tool_schema)"]),
+    "a function without a docstring": ({"tools": [undescribed]}, ["tool 'undescribed'", "no docstring"]),
+    "a number for a tool": ({"tools": [3]}, ["tools[0] is 3", "tools=[price]"]),
+    "a dict of tools": ({"tools": {"price": undescribed}}, ["tools is a dict", "tools=[price]"]),
+    "a function for an interaction": ({"interaction": undescribed}, ["interaction is <function", "interaction=Customer"]),
+    "a function for a scheduler": ({"scheduler": undescribed}, ["`step(self, episode, turn)`", "scheduler=MyScheduler"]),
+    "a number for the engine": ({"engine": 3}, ["engine is 3", "engine='embedded', 'vllm' or 'sglang'"]),
+    "an engine that is not": ({"engine": "vlm"}, ["engine.kind", "'vlm'", "vllm"]),
+    "a number for the config": ({"config": 3}, ["config is 3", "the path of a YAML file"]),
+    "a class for the model": ({"model": Score}, ["model is the class Score", "Score.from_pretrained("]),
+    "a function for the model": ({"model": undescribed}, ["model is <function", "model='Qwen/Qwen3-0.6B'"]),
+    "a misspelt keyword": ({"step": 3}, ["no keyword 'step'", "Did you mean 'steps'"]),
+    "a misspelt argument": ({"interactions_": Customer}, ["no keyword 'interactions_'", "'interactions'"]),
+    "TRL's name": ({"reward_funcs": [undescribed]}, ["no keyword 'reward_funcs'", "reward"]),
+    "a name of several keys": (
+        {"timeout_s": 3},
+        ["may be any of rollout.limits.timeout_s, engine.timeout_s", "**{'rollout.limits.timeout_s': …}"],
+    ),
+    "the last name of a key deep down": ({"max_cooldown_s": 3}, ["no keyword 'max_cooldown_s'"]),
+    "a value of another kind": ({"steps": "many"}, ["train.steps is 'many'"]),
+    "a whole key that is none": ({"rollout.limits.max_turn": 3}, ["rollout.limits.max_turn", "Did you mean"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_sentence_with_the_right_call_in_it(name: str) -> None:
+    given, words = CASES[name]
+    text = said(**given)
+    assert [word for word in words if word not in text] == [], text
+
+
+@pytest.mark.parametrize("what", ["tasks", "tools", "reward", "interaction", "scheduler", "model"])
+def test_a_coroutine_that_nobody_awaited_is_named(what: str) -> None:
+    given = load()
+    text = said(**{what: [given] if what == "tools" else given})
+    assert "load is async and was called without await" in text
+    assert "=await load(…)" in text
+
+
+def test_a_reward_with_other_arguments_is_told_which_there_are() -> None:
+    def of_trl(completions: list[str], **kwargs: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    with pytest.raises(polyturn.ConfigError, match=r"nothing is told under the name 'completions' .*'solution_strs'"):
+        RewardRouter(function=of_trl)
+
+
+def test_a_generator_is_read_once_and_kept() -> None:
+    from polyturn.api.given import GivenArguments, read
+
+    source, _ = read(GivenArguments(model="tiny", tasks=rows()))
+    assert source.config.data.train is not None
+    from polyturn.build import build_train_tasks
+
+    assert [t.ground_truth for t in build_train_tasks(source)] == ["2"]
+    assert [t.ground_truth for t in build_train_tasks(source)] == ["2"]

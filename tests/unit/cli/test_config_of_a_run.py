@@ -1,0 +1,28 @@
+"""The folder of a run stands for its configuration: its relative paths still start where those of the original file do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polyturn.cli.main import main
+from support.runs import call_command, write_tiny_run
+
+
+@pytest.mark.parametrize("named", ["", "config.yaml"])
+def test_a_run_goes_on_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    (tmp_path / "project").mkdir()
+    called = call_command(main, "train", write_tiny_run(tmp_path / "project"), "train.steps=1")
+    assert called.code == 0, called.err
+    (run,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    monkeypatch.chdir(tmp_path)  # none of the paths of the config is found from here, or from the run's folder
+    again = call_command(main, "train", run / named, "--resume", "train.steps=2")
+    assert again.code == 0, again.err
+    assert (run / "checkpoints/step-000002").is_dir()
+
+
+def test_a_folder_that_is_no_run_is_still_no_config(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: of a person\n")
+    called = call_command(main, "train", tmp_path)
+    assert called.code != 0 and "is a folder, not a config file" in called.err

@@ -1,0 +1,185 @@
+"""Loops that inherit verl's `ToolAgentLoop`: tools around each call, an interaction that is finalized."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.compat.verl.agent_loop import AgentLoopBase, AgentLoopOutput
+from polyturn.compat.verl.agent_scheduler import AgentLoopScheduler
+from polyturn.compat.verl.tool_agent_loop import AgentData, AgentState, ToolAgentLoop
+from polyturn.compat.verl.tool_parser import FunctionCall, KimiToolParser
+from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message
+from polyturn.core.task import InteractionRef, Task, ToolKwargs
+from polyturn.core.trajectory import SpanSource, Trajectory
+from polyturn.interactions.base import BaseInteraction
+from polyturn.rollout.run_episode import run_episode
+from polyturn.testing.episodes import scripted_context, tiny_codec
+from polyturn.tools.base import BaseTool
+from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+
+EVENTS: list[str] = []
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+
+
+class Add(BaseTool):
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        EVENTS.append(f"create {kwargs['create_kwargs']['to']}")
+        return "tool-1", ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[ToolResponse, float, dict]:
+        assert isinstance(kwargs["agent_data"], AgentData)
+        if parameters.get("a") == "fails":
+            raise ValueError("no number")
+        return ToolResponse(text=f"it is {parameters['a'] + 2}, as everybody knows"), 0.5, {}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        EVENTS.append(f"release {instance_id}")
+
+
+class Doubts(BaseInteraction):
+    async def generate_response(
+        self, instance_id: str, messages: list[dict], **kwargs: Any
+    ) -> tuple[bool, str, float, dict]:
+        said = messages[-1]["content"]
+        if said == "raise":
+            raise RuntimeError("nobody is here")
+        return said == "4", "Are you sure?", 1.0 if said == "4" else 0.25, {}
+
+    async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:
+        if not self.config.get("is_the_runs"):
+            EVENTS.append("finalized")
+
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "description": "What."}},
+            "required": ["a"],
+        },
+    },
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> dict[str, Any]:
+    EVENTS.clear()
+    tools, interactions = tmp_path / "tools.json", tmp_path / "interactions.json"
+    tools.write_text(json.dumps({"tools": [{"class_name": f"{__name__}.Add", "config": {}, "tool_schema": SCHEMA}]}))
+    item = {"name": "doubts", "class_name": f"{__name__}.Doubts", "config": {}}
+    interactions.write_text(json.dumps({"interaction": [item]}))
+    paths = {"tool_config_path": str(tools), "interaction_config_path": str(interactions), "max_tool_response_length": 7}
+    return {"actor_rollout_ref": {"rollout": {"multi_turn": {**paths, "tool_response_truncate_side": "right"}}}}
+
+
+def a_task(**extra: Any) -> Task:
+    return Task(
+        id="t",
+        prompt=(Message(role="user", content="2+2?"),),
+        data_source="s",
+        tools_kwargs={"add": ToolKwargs(create_kwargs={"to": "two"})},
+        interaction=InteractionRef(name="doubts", kwargs={"name": "doubts"}),
+        extra=extra,
+    )
+
+
+async def run(loop: type[AgentLoopBase], says: list[str], tree: dict[str, Any], task: Task | None = None) -> Trajectory:
+    scheduler = AgentLoopScheduler(loop, config=tree)
+    interactions = {"doubts": Doubts({"name": "doubts", "is_the_runs": True})}
+    context = scripted_context(says, scheduler=scheduler, rewards={"s": lambda t: 1.0}, interactions=interactions)
+    return await run_episode(context, task or a_task(), id="e")
+
+
+async def test_a_loop_that_overrides_a_state_calls_tools_and_hears_the_interaction(tree: dict[str, Any]) -> None:
+    class Counts(ToolAgentLoop):
+        async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
+            EVENTS.append("interacting")
+            return await super()._handle_interacting_state(agent_data)
+
+    trajectory = await run(Counts, [f"Hm. {CALL}", "five", "4"], tree)
+    assert (trajectory.stop_reason, trajectory.error) == (StopReason.STOP, None)
+    assert EVENTS == ["create two", "release tool-1", "interacting", "interacting", "finalized"]
+    (segment,) = trajectory.segments
+    assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask)
+    codec = tiny_codec()
+    heard = [codec.decode(s.ids) for s in segment.spans if s.source is SpanSource.OBSERVATION]
+    assert "it is 4...(truncated)" in heard[0] and "Are you sure?" in heard[1] and len(heard) == 2
+    messages = [
+        Message.from_openai(m)
+        for m in (
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": f"Hm. {CALL}"},
+            {"role": "tool", "content": "it is 4...(truncated)"},
+            {"role": "assistant", "content": "five"},
+            {"role": "user", "content": "Are you sure?"},
+            {"role": "assistant", "content": "4"},
+        )
+    ]
+    assert codec.decode(segment.token_ids).startswith(codec.render(messages[:1], tools=[SCHEMA], add_generation_prompt=True))
+    assert trajectory.turns[-1].info["tool_rewards"] == [0.5]
+    assert [t.scores.get("interaction") for t in trajectory.turns] == [None, 0.25, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heard"),
+    [('{"name": "sub", "arguments": {}}', "Unknown"), ('{"name": "add", "arguments": {"a": "fails"}}', "The to")],
+)
+async def test_what_goes_wrong_with_a_call_is_told_to_the_model(tree: dict[str, Any], arguments: str, heard: str) -> None:
+    trajectory = await run(ToolAgentLoop, [f"<tool_call>{arguments}</tool_call>", "4"], tree)
+    spans = [s for s in trajectory.segments[0].spans if s.source is SpanSource.OBSERVATION]
+    assert heard in tiny_codec().decode(spans[0].ids) and EVENTS[-1] == "finalized"
+
+
+async def test_an_interaction_that_raises_is_finalized_and_fails_its_trajectory(tree: dict[str, Any]) -> None:
+    trajectory = await run(ToolAgentLoop, ["raise"], tree)
+    assert trajectory.stop_reason is StopReason.ERROR and "nobody is here" in str(trajectory.error)
+    assert EVENTS == ["finalized"]
+
+
+async def test_a_row_may_choose_no_tool(tree: dict[str, Any]) -> None:
+    trajectory = await run(ToolAgentLoop, [CALL, "4"], tree, a_task(tool_selection=["other"]))
+    assert EVENTS == ["finalized"] and trajectory.stop_reason is StopReason.STOP
+
+
+async def test_loops_of_the_first_form_get_lists_of_ids(tree: dict[str, Any]) -> None:
+    class First(AgentLoopBase):
+        async def run(self, messages: list[dict[str, Any]], sampling_params: dict[str, Any]) -> AgentLoopOutput:  # type: ignore[override]
+            ids = await self.apply_chat_template(messages)
+            said: Any = await self.server_manager.generate("r", prompt_ids=ids, sampling_params=sampling_params)
+            assert isinstance(said, list) and len(said) == len(said.log_probs)  # type: ignore[attr-defined]
+            again = ids + said + self.tokenizer.encode(" and?", add_special_tokens=False)
+            more: Any = await self.server_manager.generate("r", prompt_ids=again, sampling_params=sampling_params)
+            rest = (again + more)[len(ids) :]
+            num_seen = len(again) - len(ids) - len(said)
+            return AgentLoopOutput(
+                prompt_ids=ids, response_ids=rest, response_mask=[1] * len(said) + [0] * num_seen + [1] * len(more)
+            )
+
+    trajectory = await run(First, ["five", "four"], tree)
+    (segment,) = trajectory.segments
+    assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask) and len(trajectory.turns) == 2
+
+
+async def test_calls_are_read_by_kimis_ids() -> None:
+    class Text:
+        eos_token_id = None
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            call = '<|tool_call_begin|>call-get_sum-0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+            return f"Hm.<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+
+    schemas = [
+        OpenAIFunctionToolSchema.model_validate({**SCHEMA, "function": {**SCHEMA["function"], "name": n}})  # type: ignore[dict-item]
+        for n in ("get_sum", "search")
+    ]
+    _, calls = await KimiToolParser(Text()).extract_tool_calls([1], schemas)
+    assert calls == [FunctionCall(name="get_sum", arguments='{"a": 1}', tool_call_id="call-get_sum-0")]

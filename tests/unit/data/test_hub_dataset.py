@@ -1,0 +1,114 @@
+"""A data set by its name, or as a folder in the form of the hub's repositories: no network, no script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from polyturn.build.tasks import build_tasks
+from polyturn.config.models import TaskSourceConfig
+from polyturn.core.errors import DataError
+from polyturn.data.dataset import TaskDataset
+
+ASKS = {"prompt": "question", "ground_truth": "answer"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A folder as the hub has it: a split to a file, two configurations in the head of its README."""
+    folder = tmp_path / "sums"
+    for subset, add in (("main", 0), ("large", 100)):
+        (folder / subset).mkdir(parents=True)
+        for split, count in (("train", 5), ("test", 2)):
+            rows = [{"question": f"{i + add} + 1?", "answer": str(i + add + 1), "level": i} for i in range(count)]
+            pq.write_table(pa.Table.from_pylist(rows), folder / subset / f"{split}-00000-of-00001.parquet")
+    parts = "".join(f"- config_name: {s}\n  data_dir: {s}\n" for s in ("main", "large"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{parts}---\n")
+    return folder
+
+
+def source(**given: Any) -> TaskSourceConfig:
+    return TaskSourceConfig(**given)
+
+
+def test_rows_become_tasks_under_the_names_that_columns_gives(repository: Path) -> None:
+    wanted = source(dataset="sums", subset="main", columns=ASKS)
+    tasks = build_tasks(wanted, base=repository.parent, split="train")
+    assert [t.prompt[0].text for t in tasks] == [f"{i} + 1?" for i in range(5)]
+    assert tasks[4].id == "train-4" and tasks[4].ground_truth == "5" and tasks[4].extra == {"level": 4}
+
+
+def test_an_evaluation_takes_the_test_split_unless_it_names_another(repository: Path) -> None:
+    wanted = source(dataset="sums", subset="large", columns=ASKS)
+    assert len(build_tasks(wanted, base=repository.parent, split="eval")) == 2
+    part = source(dataset="sums", subset="large", split="train[1:4]", columns=ASKS)
+    tasks = build_tasks(part, base=repository.parent, split="eval")
+    assert [t.prompt[0].text for t in tasks] == ["101 + 1?", "102 + 1?", "103 + 1?"]
+
+
+def test_streaming_fetches_the_first_rows(repository: Path) -> None:
+    wanted = source(dataset="sums", subset="main", columns=ASKS, streaming=True, limit=3)
+    assert len(build_tasks(wanted, base=repository.parent, split="train")) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dataset": "sums"}, "large.*main.*see `subset`"),
+        ({"dataset": "sums", "subset": "main", "split": "dev"}, "dev.*see `subset` and `split`"),
+        ({"dataset": "sums", "subset": "main", "columns": {"prompt": "questions"}}, "Did you mean 'question'"),
+        ({"dataset": "sums/README.md"}, "name files by `files`"),
+        ({"dataset": "./nothing"}, "there is no folder"),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(repository: Path, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says) as told:
+        build_tasks(source(**given), base=repository.parent, split="train")
+    assert "\n" not in str(told.value)
+
+
+def test_a_row_without_a_prompt_is_told_of_columns(repository: Path) -> None:
+    tasks = build_tasks(source(dataset="sums", subset="main"), base=repository.parent, split="train")
+    with pytest.raises(DataError, match=r"no 'prompt'.*columns: \{prompt: question\}"):
+        tasks[0]
+
+
+def test_a_name_without_a_network_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyturn.data.hub_dataset.unreachable", lambda: "no route")
+    with pytest.raises(DataError, match=r"'openai/gsm8k' cannot be opened: the hub cannot be reached \(no route\)"):
+        build_tasks(source(dataset="openai/gsm8k", subset="main"), base=tmp_path, split="train")
+
+
+def test_a_name_in_the_place_of_files_is_told_where_it_belongs(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="`dataset: openai/gsm8k` in place of `files`"):
+        TaskDataset.open("openai/gsm8k", split="train", base=tmp_path)
+
+
+def test_a_row_of_sharegpt_is_told_how_to_become_one_with_messages(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}\n')
+    with pytest.raises(DataError, match="ShareGPT's form: write 'messages'"):
+        TaskDataset.open(path, split="train")[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dataset": "a/b", "files": "c.jsonl"}, "exactly one of files, dataset and generator"),
+        ({"files": "c.jsonl", "split": "test"}, "split belongs to `dataset`"),
+        ({"dataset": "a/b", "streaming": True}, "set limit"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        source(**given)

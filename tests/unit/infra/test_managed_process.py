@@ -1,0 +1,57 @@
+"""A child process leaves nothing behind, outlives the thread that asked for it, and is told of by its last words."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from polyturn.infra.process import ManagedProcess, session_of
+
+FAMILY = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("both are there", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_and_what_it_started_end_together_and_ending_twice_is_fine(tmp_path: Path) -> None:
+    log = tmp_path / "family.log"
+    process = ManagedProcess([sys.executable, "-c", FAMILY], log=log)
+    while "both" not in process.tail():
+        assert process.is_alive
+    assert len(process.members()) == 2
+    process.end(grace_s=0)
+    assert not session_of(process.pid)
+    assert process.returncode == -signal.SIGKILL
+    process.end()
+    assert log.read_text() == "both are there\n"
+
+
+def test_a_process_outlives_the_thread_that_started_it() -> None:
+    started: list[ManagedProcess] = []
+    code = "import sys; print('ready', flush=True); print(sys.stdin.readline().strip(), flush=True)"
+    thread = threading.Thread(target=lambda: started.append(ManagedProcess([sys.executable, "-c", code], pipes=True)))
+    thread.start()
+    thread.join()
+    (process,) = started
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.stdin.write(b"still here\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"still here\n"
+    assert process.wait(60)
+    process.end()
+
+
+def test_a_program_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        ManagedProcess(["no-such-program"])
+    (tmp_path / "text").write_text("no program")
+    with pytest.raises(PermissionError):
+        ManagedProcess([str(tmp_path / "text")])

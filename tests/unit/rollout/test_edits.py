@@ -1,0 +1,68 @@
+"""What a full context does to the history: which messages go, which always stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyturn.core.messages import Message
+from polyturn.rollout.edits import LEFT_OUT, shorten
+from polyturn.rollout.limits import ContextPolicy
+
+LONG = "a reply that is longer than the note that takes its place"
+
+
+def history(num_turns: int, reply: str = LONG) -> list[Message]:
+    messages = [Message(role="system", content="s"), Message(role="user", content="u")]
+    for i in range(num_turns):
+        messages += [Message(role="assistant", content=f"a{i}"), Message(role="user", content=reply)]
+    return messages
+
+
+def at_most(num: int):
+    return lambda messages: sum(len(m.text) for m in messages) <= num
+
+
+def test_stop_shortens_nothing():
+    assert shorten(history(3), policy=ContextPolicy.STOP, num_prompt=2, fits=at_most(10_000)) is None
+
+
+def test_drop_oldest_leaves_out_whole_turns_until_the_rest_fits():
+    found = shorten(history(4), policy=ContextPolicy.DROP_OLDEST, num_prompt=2, fits=at_most(2 * 60 + 10))
+    assert found is not None
+    assert [m.text for m in found] == ["s", "u", "a2", LONG, "a3", LONG]
+
+
+def test_compact_replaces_old_observations_and_keeps_what_the_model_said():
+    found = shorten(history(3), policy=ContextPolicy.COMPACT, num_prompt=2, fits=at_most(2 * 60 + 40))
+    assert found is not None
+    assert [m.text for m in found] == ["s", "u", "a0", LEFT_OUT, "a1", LONG, "a2", LONG]
+
+
+def test_compact_leaves_short_observations_as_they_are():
+    found = shorten(history(2, "short"), policy=ContextPolicy.COMPACT, num_prompt=2, fits=at_most(10_000))
+    assert found is not None and [m.text for m in found] == ["s", "u", "a0", "short", "a1", "short"]
+
+
+@pytest.mark.parametrize("policy", [ContextPolicy.COMPACT, ContextPolicy.DROP_OLDEST])
+def test_there_is_no_way_when_even_the_newest_turn_does_not_fit(policy: ContextPolicy):
+    assert shorten(history(3), policy=policy, num_prompt=2, fits=at_most(3)) is None
+    assert shorten(history(0), policy=policy, num_prompt=2, fits=at_most(10_000)) is None, "there is no turn to shorten"
+
+
+@given(
+    num_turns=st.integers(1, 8),
+    room=st.integers(0, 600),
+    policy=st.sampled_from([ContextPolicy.COMPACT, ContextPolicy.DROP_OLDEST]),
+)
+def test_the_prompt_and_the_newest_observation_always_stay_and_what_is_returned_fits(
+    num_turns: int, room: int, policy: ContextPolicy
+):
+    messages = history(num_turns)
+    found: Sequence[Message] | None = shorten(messages, policy=policy, num_prompt=2, fits=at_most(room))
+    if found is not None:
+        assert at_most(room)(found)
+        assert list(found[:2]) == messages[:2] and found[-1] == messages[-1] and found[-2] == messages[-2]

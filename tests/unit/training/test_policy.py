@@ -1,0 +1,328 @@
+"""ModelPolicy: scores, losses, the reference, resuming, and the sentence for a loss that is not finite."""
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from polyturn.algorithms.kl import AdaptiveKl
+from polyturn.algorithms.losses import TokenLoss, policy_losses
+from polyturn.core.errors import CheckpointError, ConfigError, TrainingError, UnknownNameError
+from polyturn.core.metrics import merge, reduce
+from polyturn.core.protocols import Policy
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.testing.tiny_models import tiny_model
+from polyturn.training.loss_terms import LossSettings
+from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy
+
+torch.set_num_threads(1)
+VOCAB = 48
+
+
+def samples(seed: int = 0, num: int = 4, **changes: Any) -> list[TrainSample]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(num):
+        n = int(rng.integers(6, 14))
+        weights = np.array([0.0] * 3 + [1.0] * (n - 3), np.float32)
+        made.append(
+            TrainSample(
+                id=SampleId("g0", f"t{i}", 0),
+                token_ids=rng.integers(0, VOCAB, n),
+                loss_weights=weights,
+                turn_ids=np.zeros(n, np.int32),
+                advantages=weights * (1.0 if i % 2 else -1.0),
+            ).replace(**changes)
+        )
+    return made
+
+
+def policy(*, reference: bool = False, lr: float = 1e-2, seed: int = 0, **loss: Any) -> ModelPolicy:
+    return local_policy(
+        tiny_model(VOCAB, hidden=16, seed=seed),
+        optim=OptimSettings(lr=lr, warmup_steps=3),
+        loss=LossSettings(**loss),
+        reference=reference,
+    )
+
+
+def test_it_is_a_policy():
+    made: Policy = policy()
+    assert callable(made.score)
+
+
+def test_scores_are_zero_where_nothing_is_weighted_and_log_probabilities_elsewhere():
+    made = policy()
+    batch = samples()
+    for sample, score in zip(batch, made.score(batch), strict=True):
+        assert score.shape == (len(sample),)
+        assert (score[:3] == 0).all()
+        assert (score[3:] < 0).all()
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        with torch.no_grad():
+            every = torch.log_softmax(made.backend.model(input_ids=ids[None]).logits[0], -1)
+        assert score[5] == pytest.approx(float(every[4, ids[5]]), abs=1e-5)
+
+
+def test_without_old_logprobs_the_batch_is_on_policy():
+    """The ratio is 1, nothing is clipped, and the gradient is that of the same batch with its own scores as old ones."""
+    made = policy()
+    batch = samples()
+    metrics = reduce(made.forward_backward(batch).metrics)
+    assert metrics["policy/ratio"] == 1
+    assert metrics["policy/clip_fraction"] == 0
+    fresh = [p.grad.clone() for p in made.backend.model.parameters()]
+    made.backend.optimizer.zero_grad()
+    scored = [s.replace(old_logprobs=o) for s, o in zip(batch, made.score(batch), strict=True)]
+    made.forward_backward(scored)
+    assert all(torch.allclose(a, p.grad, atol=1e-6) for a, p in zip(fresh, made.backend.model.parameters(), strict=True))
+
+
+def test_the_engines_logprobs_can_be_the_old_ones():
+    made = policy(old_logprobs="rollout")
+    batch = samples()
+    engine = [
+        s.replace(rollout_logprobs=o - 0.1 * (s.loss_weights > 0)) for s, o in zip(batch, made.score(batch), strict=True)
+    ]
+    metrics = reduce(made.forward_backward(engine).metrics)
+    assert metrics["policy/ratio"] == pytest.approx(math.exp(0.1), rel=1e-4)
+    assert metrics["policy/rollout_difference_max"] == pytest.approx(0.1, abs=1e-4)
+    with pytest.raises(TrainingError, match="the engine returned no logprobs"):
+        made.forward_backward(batch)
+
+
+def test_training_raises_what_was_rewarded_and_lowers_what_was_not():
+    made = policy()
+    batch = samples()
+    before = [s.sum() for s in made.score(batch)]
+    for _ in range(5):
+        made.forward_backward(batch)
+        made.optim_step()
+    after = [s.sum() for s in made.score(batch)]
+    assert [b > a for a, b in zip(before, after, strict=True)] == [False, True, False, True]
+    assert made.step_count == 5
+
+
+def test_a_policy_loss_of_ones_own_is_told_its_options_and_which_tokens_belong_together():
+    told = []
+
+    def mine(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, scale, sequence_T):
+        told.append((clip_low, sequence_T.tolist()))
+        return TokenLoss(-scale * advantages_T * logprobs_T, {})
+
+    once, twice = (policy(policy_loss=mine, policy_loss_kwargs={"scale": scale}, clip_low=0.1) for scale in (1.0, 2.0))
+    losses = [p.forward_backward(samples()).metrics["loss/total"].value for p in (once, twice)]
+    assert losses[1] == pytest.approx(2 * losses[0]) and losses[0] != 0
+    assert {clip for clip, _ in told} == {0.1}
+    assert all(len(list(itertools.groupby(rows))) == len(set(rows)) for _, rows in told), "a sample's tokens stand together"
+    with pytest.raises(ConfigError, match=r"takes no option 'scales'. Did you mean 'scale'"):
+        policy(policy_loss=mine, policy_loss_kwargs={"scales": 1.0})
+
+
+def test_supervised_training_fits_the_weighted_tokens():
+    made = policy()
+    batch = samples(advantages=None)
+    losses = []
+    for _ in range(40):
+        losses.append(reduce(merge([made.sft_forward_backward(batch), made.optim_step()]))["loss/sft"])
+    assert losses[0] == pytest.approx(math.log(VOCAB), rel=0.05)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_reference_stays_while_the_policy_moves_and_the_kl_term_pulls_back():
+    made = policy(reference=True, kl_coef=0.5)
+    batch = samples()
+    start = made.score(batch, reference=True)
+    assert reduce(made.forward_backward(batch).metrics)["policy/kl_to_reference"] == pytest.approx(0, abs=1e-6)
+    for _ in range(4):
+        made.optim_step()
+        metrics = reduce(made.forward_backward(batch).metrics)
+    assert metrics["policy/kl_to_reference"] > 1e-4
+    assert metrics["loss/kl"] == pytest.approx(0.5 * metrics["policy/kl_to_reference"], rel=1e-4)
+    assert metrics["loss/total"] == pytest.approx(metrics["loss/policy"] + metrics["loss/kl"], rel=1e-4)
+    assert all(np.array_equal(a, b) for a, b in zip(start, made.score(batch, reference=True), strict=True))
+    given = [s.replace(ref_logprobs=r) for s, r in zip(batch, start, strict=True)]
+    made.backend.optimizer.zero_grad()
+    assert reduce(made.forward_backward(given).metrics)["loss/kl"] == pytest.approx(metrics["loss/kl"], rel=1e-4)
+
+
+def test_time_and_tokens_are_counted():
+    made = policy()
+    metrics = reduce(merge([made.forward_backward(samples()).metrics, made.optim_step()]))
+    assert metrics["tokens/trained"] == sum(s.num_weighted for s in samples())
+    assert metrics["time/forward_backward"] == pytest.approx(metrics["time/forward"] + metrics["time/backward"])
+    assert made.train_seconds == metrics["time/forward_backward"] > 0
+    assert made.optim_seconds == metrics["time/optim"] > 0
+    assert 0 <= metrics["tokens/padding_share"] < 1
+
+
+def test_a_batch_without_weight_has_no_gradient_and_still_steps():
+    made = policy()
+    unweighted = [s.replace(loss_weights=np.zeros(len(s))) for s in samples()]
+    assert "tokens/trained" not in made.forward_backward(unweighted).metrics
+    assert reduce(made.optim_step())["loss/grad_norm"] == 0
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_resuming_is_exact(reference):
+    """train(2N) = train(N) + save + load into a new policy + train(N), bit for bit."""
+    kl = 0.1 if reference else 0.0
+
+    def run(made: ModelPolicy, steps: range) -> None:
+        for step in steps:
+            made.forward_backward(samples(step))
+            made.optim_step()
+
+    straight = policy(reference=reference, kl_coef=kl)
+    run(straight, range(8))
+    first = policy(reference=reference, kl_coef=kl)
+    run(first, range(4))
+    state = first.state_dict()
+    run(first, range(4, 6))  # what happens later does not reach into the state
+    second = policy(reference=reference, kl_coef=kl, seed=9)
+    second.load_state_dict(state)
+    run(second, range(4, 8))
+    assert second.step_count == 8
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(straight.backend.model.parameters(), second.backend.model.parameters(), strict=True)
+    )
+
+
+def test_parameters_are_only_written_in_place():
+    """An engine in this process shares the tensors: neither a step nor a load may put new ones in their place."""
+    made = policy()
+    before = {name: value.data_ptr() for name, value in made.weights().items()}
+    state = made.state_dict()
+    made.forward_backward(samples())
+    made.optim_step()
+    made.load_state_dict(state)
+    assert {name: value.data_ptr() for name, value in made.weights().items()} == before
+    assert not any(v.requires_grad for v in made.weights().values())
+
+
+def test_a_checkpoint_of_another_model_or_without_the_reference_is_refused():
+    state = policy().state_dict()
+    other = local_policy(tiny_model(VOCAB, hidden=32), optim=OptimSettings())
+    with pytest.raises(CheckpointError, match="is of another model"):
+        other.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="has no reference policy"):
+        policy(reference=True).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("advantages", "advantage nan"), ("old_logprobs", "old_logprob nan"), ("parameters", "logprob nan")],
+)
+def test_a_loss_that_is_not_finite_names_step_sample_and_numbers(name, message):
+    made = policy()
+    made.forward_backward(samples())
+    made.optim_step()
+    batch = [s.replace(old_logprobs=np.zeros(len(s))) for s in samples()]
+    if name == "parameters":
+        with torch.no_grad():
+            next(made.backend.model.parameters()).fill_(float("nan"))
+    else:
+        broken = getattr(batch[2], name).copy()
+        broken[5] = float("nan")
+        batch[2] = batch[2].replace(**{name: broken})
+    made.backend.optimizer.settings = OptimSettings(max_skipped=0)
+    made.forward_backward(batch)
+    with pytest.raises(TrainingError, match="the loss is not finite at optimizer step 1") as caught:
+        made.optim_step()
+    assert message in str(caught.value)
+    assert name == "parameters" or "first token 5 of sample g0/t2/0" in str(caught.value)
+    assert all(p.grad is None for p in made.backend.model.parameters())
+
+
+def test_a_step_with_a_bad_loss_is_skipped_and_reports_only_finite_figures():
+    made = policy()
+    before = [p.clone() for p in made.backend.model.parameters()]
+    broken = samples()
+    advantages = broken[2].advantages.copy()
+    advantages[5] = np.inf
+    broken[2] = broken[2].replace(advantages=advantages)
+    found = reduce(merge([made.forward_backward(broken).metrics, made.optim_step()]))
+    assert found["loss/skipped_steps"] == 1
+    assert all(math.isfinite(v) for v in found.values())
+    assert all(torch.equal(a, b) for a, b in zip(before, made.backend.model.parameters(), strict=True))
+    made.forward_backward(samples())
+    assert reduce(made.optim_step())["loss/skipped_steps"] == 0
+    assert not all(torch.equal(a, b) for a, b in zip(before, made.backend.model.parameters(), strict=True))
+
+
+def test_distillation_has_the_gradient_of_the_kl_to_the_teacher():
+    """Over all next tokens, each weighted by its probability: the term's gradient is that of KL(policy || teacher)."""
+    student, teacher = tiny_model(VOCAB, hidden=16, seed=1), tiny_model(VOCAB, hidden=16, seed=2)
+    prompt = np.arange(5)
+    made = local_policy(
+        student,
+        optim=OptimSettings(),
+        loss=LossSettings(policy_loss=policy_losses.resolve("none"), distill_coef=1.0),
+        teacher=teacher,
+    )
+    every = [
+        TrainSample(
+            id=SampleId("g", str(token), 0),
+            token_ids=np.append(prompt, token),
+            loss_weights=np.array([0.0] * 5 + [1.0]),
+            turn_ids=np.zeros(6),
+            advantages=np.zeros(6),
+        )
+        for token in range(VOCAB)
+    ]
+    ids = torch.arange(5)[None]
+    logprobs = torch.log_softmax(student(input_ids=ids).logits[0, -1], -1)
+    coefs = [np.array([0.0] * 5 + [float(p)]) for p in logprobs.exp().detach()]
+    found = reduce(made.forward_backward(every, coefs=coefs).metrics)
+    grads = [p.grad.clone() for p in student.parameters()]
+    student.zero_grad()
+    with torch.no_grad():
+        of_teacher = torch.log_softmax(teacher(input_ids=ids).logits[0, -1], -1)
+    kl = (logprobs.exp() * (logprobs - of_teacher)).sum()
+    kl.backward()
+    assert found["loss/distill"] == pytest.approx(kl.item(), rel=1e-4)
+    assert all(torch.allclose(g, p.grad, atol=1e-6) for g, p in zip(grads, student.parameters(), strict=True))
+
+
+def test_marks_are_chosen_over_the_whole_step_from_the_log_probabilities_it_begins_with():
+    made = policy(policy_loss=policy_losses.resolve("kl_cov"), policy_loss_kwargs={"kl_cov_ratio": 0.2})
+    batch = samples()
+    count = sum(s.num_weighted for s in batch)
+    found = reduce(made.forward_backward(batch).metrics)
+    assert found["policy/marked_share"] == pytest.approx(int(0.2 * count) / count)
+
+
+def test_an_adaptive_kl_weight_is_what_the_loss_uses_and_what_a_checkpoint_keeps():
+    control = AdaptiveKl(coef=0.1, target=1.0)
+    made = local_policy(
+        tiny_model(VOCAB, hidden=16), optim=OptimSettings(), loss=LossSettings(kl_coef=0.1), reference=True, kl=control
+    )
+    batch = [s.replace(ref_logprobs=np.full(len(s), -5.0)) for s in samples()]
+    before = reduce(made.forward_backward(batch).metrics)["loss/kl"]
+    control.update(100.0, num_trajectories=5000)
+    assert reduce(made.forward_backward(batch).metrics)["loss/kl"] == pytest.approx(1.1 * before)
+    assert made.state_dict()["kl"] == {"coef": pytest.approx(0.11)}
+
+
+def test_missing_pieces_are_named():
+    with pytest.raises(TrainingError, match="no advantages"):
+        policy().forward_backward(samples(advantages=None))
+    with pytest.raises(ConfigError, match="no reference policy"):
+        policy(kl_coef=0.1)
+    with pytest.raises(ConfigError, match="there is no teacher"):
+        policy(distill_coef=0.1)
+    with pytest.raises(ConfigError, match="the reference has a vocabulary of 32 and the model of 48"):
+        local_policy(tiny_model(VOCAB), optim=OptimSettings(), reference=tiny_model(32))
+    with pytest.raises(ConfigError, match="built without a reference"):
+        policy().score(samples(), reference=True)
+    with pytest.raises(UnknownNameError, match="Did you mean 'token-mean'"):
+        LossSettings(aggregation="token-means")
+    with pytest.raises(UnknownNameError, match="'k4'"):
+        LossSettings(kl_estimator="k4")
+    with pytest.raises(ConfigError, match="dual_clip is 1"):
+        LossSettings(dual_clip=1.0)
