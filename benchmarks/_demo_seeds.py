@@ -68,7 +68,7 @@ def slug(seed: int | str, name: str) -> str:
 def kept(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what an earlier call wrote to `path`, or measure and write it."""
     if not path.is_file():
-        found = measure()
+        found = {**measure(), "commit": commit()}
         path.write_text(json.dumps(found, indent=2) + "\n")
     result: dict[str, Any] = json.loads(path.read_text())
     return result
@@ -257,7 +257,7 @@ def main() -> None:
     if chosen.docs is not None:
         write_docs(chosen.docs, runs, controls)
         date = datetime.date.today().isoformat()
-        machine = {"cpu": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability(), "commit": commit()}
+        machine = {"cpu": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability()}
         stored = {"date": date, **machine, "runs": runs, "controls": controls, "broken_promises": broken}
         (Path(__file__).parent / "results" / f"{date}-demo.json").write_text(json.dumps(stored, indent=2) + "\n")
     weakest = min((r["after"]["greedy"]["success"] for r in runs), default=None)

@@ -30,8 +30,9 @@ import _fuzz_tools
 from polyturn.core.errors import ConfigError
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task
-from polyturn.testing.corruption import a_text, as_json, damaged, damaged_bytes
 from polyturn.tools.executor import ToolBox
+from polyturn.tools.options import ToolOptions
+from support.corruption import a_text, as_json, damaged, damaged_bytes
 
 Case = Callable[[random.Random], Awaitable[None]]
 AskSocket = Callable[[int, bytes], Awaitable[int]]
@@ -139,7 +140,7 @@ async def mcp_server(ask_socket: AskSocket, check: Check) -> AsyncIterator[Case]
     from polyturn.serving.mcp import ToolServer
     from polyturn.serving.rules import ServerRules
 
-    tools = ToolServer(ToolBox([_fuzz_tools.add], timeout_s=5.0, max_result_chars=None))
+    tools = ToolServer(ToolBox([_fuzz_tools.add], ToolOptions(timeout_s=5.0, max_result_chars=None)))
     rules = ServerRules(max_body_bytes=1 << 20)
     app = tools.http_app(idle_s=60.0, max_sessions=1 << 20, max_body_bytes=1 << 20)
     guarded(app, rules)
@@ -257,7 +258,7 @@ def mcp_box(settings: Mapping[str, Any], *, session: str) -> tuple[ToolBox, Any]
     limits = McpLimits(max_answer_bytes=1 << 16, keep_s=0.0 if session == "episode" else 60.0)
     server = McpServer("hostile", settings, session=session, limits=limits)  # type: ignore[arg-type]
     tool.connect(server)
-    return ToolBox([tool], timeout_s=10.0, breaker=BreakerSettings(failures=0)), server
+    return ToolBox([tool], ToolOptions(timeout_s=10.0, breaker=BreakerSettings(failures=0))), server
 
 
 @asynccontextmanager
@@ -406,7 +407,7 @@ async def a2a() -> AsyncIterator[Case]:
             peer.document = json.dumps(card).replace("@URL@", f"http://127.0.0.1:{peer.port}").encode()
             url = f"http://127.0.0.1:{peer.port}"
             tool = await asyncio.to_thread(A2ATool, {"type": "native", "url": url, "skill": "ask", "timeout": PATIENCE_S})
-            box = ToolBox([tool], timeout_s=10.0, breaker=BreakerSettings(failures=0))
+            box = ToolBox([tool], ToolOptions(timeout_s=10.0, breaker=BreakerSettings(failures=0)))
             agents.append((peer, tool, box, STREAM if is_streaming else JSON))
             tool.agent.open()  # so that the connections outlive an episode
             stack.push_async_callback(tool.agent.close)

@@ -25,9 +25,9 @@ from statistics import median
 from typing import Any
 
 from polyturn import build
-from polyturn.cli.runs import open_place
+from polyturn.api.folders import open_place
 from polyturn.engines.process import ProcessEngine
-from polyturn.testing.runs import write_tiny_run
+from support.runs import write_tiny_run
 
 TARGET = 1.7
 WARM_STEPS = 2

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 from polyturn.core.errors import EngineError
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.weight_transport import Way
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.weight_sync import WeightSync, _groups
 
 
@@ -52,7 +52,7 @@ async def measure(kind: str, way: Way, trials: int, true_trials: int) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        policy = LocalPolicy(model, optim=OptimSettings(lr=1e-3))
+        policy = local_policy(model, optim=OptimSettings(lr=1e-3))
         true = {name: tensor.clone() for name, tensor in policy.weights().items()}
         groups = _groups(policy.weights())
         found = named = passed = 0
@@ -88,7 +88,7 @@ async def measure(kind: str, way: Way, trials: int, true_trials: int) -> dict[st
     }
 
 
-def sync(engine: RemoteEngine, policy: LocalPolicy, seed: int) -> WeightSync:
+def sync(engine: RemoteEngine, policy: ModelPolicy, seed: int) -> WeightSync:
     """Return a proof with prompts of its own."""
     return WeightSync(engine, policy, vocab_size=VOCAB, num_prompts=2, num_tokens=16, seed=seed)
 

@@ -13,7 +13,7 @@ import logging
 import resource
 import time
 
-from polyturn.testing.leaks import count_leaks
+from support.leaks import count_leaks
 
 NUM_EPISODES = 10_000
 

@@ -23,10 +23,10 @@ import yaml
 
 from polyturn.core.arrays import Ids
 from polyturn.core.messages import Message, ToolCall
-from polyturn.testing.dialogues import TOOLS, Dialogue, DialogueTurn
-from polyturn.testing.template_case import TemplateCase, load_subjects
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.delta import DeltaEncoder
+from support.dialogues import TOOLS, Dialogue, DialogueTurn
+from support.template_case import TemplateCase, load_subjects
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"

@@ -32,8 +32,8 @@ from polyturn.core.generation import GenerateRequest
 from polyturn.environments import Adapter, find_adapter
 from polyturn.environments.base import at_stage
 from polyturn.environments.scheduler import EnvScheduler, Stage
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
 
 HERE = Path(__file__).resolve().parent

@@ -2,7 +2,7 @@
 
     python benchmarks/fuzz.py [--cases 100000] [--seed 0] [--only SURFACE] [--case NUMBER]
 
-A case is valid input with damage (`polyturn.testing.corruption`), drawn from its seed, surface and number: `--only SURFACE --case
+A case is valid input with damage (`support.corruption`), drawn from its seed, surface and number: `--only SURFACE --case
 NUMBER` runs it again, alone, with the whole traceback. It fails if
 
     it crashes    anything is raised but an error of ours, a server answers 5xx, or a crash is logged
@@ -46,9 +46,9 @@ from _fuzz_services import CAME, services
 
 from polyturn.core.errors import PolyturnError
 from polyturn.core.serde import to_json
-from polyturn.testing.corruption import a_text, as_json, damaged, damaged_bytes, damaged_words
-from polyturn.testing.parser_samples import PIECES, TOOLS, VARIANTS, WRITINGS, mutate
 from polyturn.tokens.parsers import ParsedTurn, TurnParser, parsers
+from support.corruption import a_text, as_json, damaged, damaged_bytes, damaged_words
+from support.parser_samples import PIECES, TOOLS, VARIANTS, WRITINGS, mutate
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 2.0

@@ -3,7 +3,7 @@
     python benchmarks/gpu_train_step.py --model 0.5b|1.5b [--tokens 32768] [--length 2048] [--checkpointing] [--steps 5]
     python benchmarks/gpu_train_step.py --tiny                  the same steps with a tiny model; so without a GPU
 
-Weights are random: they do not change the time. A step is `LocalPolicy.forward_backward` and `optim_step` as training calls
+Weights are random: they do not change the time. A step is `ModelPolicy.forward_backward` and `optim_step` as training calls
 them. FLOPs are those of the model (not of what is computed twice): 6 for every weight of the layers and token, 6 for every
 weight of the output embedding and target, 6 * length^2 * width of attention for every layer and sample.
 """
@@ -22,8 +22,8 @@ import torch
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.hf import build_model, checkpoint_activations, count_parameters
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
 
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 """Dense bfloat16 FLOP/s, from the manufacturer's data sheets."""
@@ -98,11 +98,11 @@ def measure(
     if checkpointing:
         checkpoint_activations(model)
     samples = make_samples(tokens=tokens, length=length, vocab=fields["vocab_size"], trained=trained)
-    policy = LocalPolicy(model, optim=OptimSettings(), layout=LayoutSettings(max_tokens_per_batch=tokens, packed=True))
+    policy = local_policy(model, optim=OptimSettings(), layout=LayoutSettings(max_tokens_per_batch=tokens, packed=True))
     seconds: list[dict[str, float]] = []
     for _ in range(warm_up + steps):
         began = time.perf_counter()
-        metrics = policy.forward_backward(samples)
+        metrics = policy.forward_backward(samples).metrics
         _wait(device)
         between = time.perf_counter()
         policy.optim_step()

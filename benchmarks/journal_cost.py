@@ -23,8 +23,8 @@ import numpy as np
 
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.engines.scripted import ScriptedEngine
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 from polyturn.tools.base import BaseTool
 from polyturn.training.journal_file import JournalFile

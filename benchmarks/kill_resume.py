@@ -17,8 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from polyturn.testing.crash_injection import Killed, kill_until_done
-from polyturn.testing.runs import SEVERAL_TURNS, write_tiny_run
+from support.crash_injection import Killed, kill_until_done
+from support.runs import SEVERAL_TURNS, write_tiny_run
 
 STEPS = 40
 SETTINGS = [

@@ -3,7 +3,7 @@
     python benchmarks/layout.py [--threads 1] [--repeats 5]
 
 All take the same samples (a multi-turn length distribution), the same model (Qwen3, 0.9 million parameters), the same
-loss and one backward, and must end with the same gradient. `layout` is `LocalPolicy.forward_backward` as training calls it:
+loss and one backward, and must end with the same gradient. `layout` is `ModelPolicy.forward_backward` as training calls it:
 coefficients, layout, entropy, metrics, checks. `sorted_rows` is a bare loop: rows sorted by length, padded, cut at the same
 token budget, vocabulary only at the targets, no metric and no check. `dense` is what a first version does: rows as they
 come, an attention mask, logits everywhere. Seconds are CPU seconds of this process, best of the repeats, taken in turn; so
@@ -26,8 +26,8 @@ from polyturn.algorithms.losses import ppo_clip
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.hf import build_model, count_parameters
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
 
 VOCAB = 640
 BUDGET = 4096
@@ -123,7 +123,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     samples = make_samples(args.samples)
     model = build_model(MODEL, seed=0).train()
-    policy = LocalPolicy(model, optim=OptimSettings(), layout=LayoutSettings(max_tokens_per_batch=BUDGET))
+    policy = local_policy(model, optim=OptimSettings(), layout=LayoutSettings(max_tokens_per_batch=BUDGET))
     ways: dict[str, Callable[[], object]] = {
         "layout": lambda: policy.forward_backward(samples),
         "sorted_rows": lambda: sorted_rows(model, samples),
@@ -132,7 +132,7 @@ def main() -> None:
     gradients, best = {}, dict.fromkeys(ways, float("inf"))
     for _ in range(args.repeats):
         for name, way in ways.items():
-            policy.optimizer.zero_grad()
+            policy.backend.optimizer.zero_grad()
             start = time.process_time()
             way()
             best[name] = min(best[name], time.process_time() - start)

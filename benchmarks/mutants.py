@@ -4,9 +4,9 @@
     python benchmarks/mutants.py --num 40 --seed 3 --packages tokens rollout
     python benchmarks/mutants.py --only "batching/layout.py:88"     those of one line, with the difference
 
-First the unit, property and golden tests of these packages run once, and `coverage` notes which test executes which line.
-Then each mutant runs in a copy of `src` of its own, against the tests that execute its line, the quickest first, until one
-fails. A mutant that survives is an error, unless `mutants_argued.json` says why the change cannot be seen.
+Each mutant runs in a copy of `src` of its own against the tests nearest to it, until one fails: those named after its file,
+the others of its package, then the properties and goldens. A mutant that survives is an error, unless `mutants_argued.json`
+says why the change cannot be seen.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/polyturn"
 PACKAGES = ("core", "tokens", "rollout", "batching", "algorithms", "training")
-TESTS = ("tests/unit", "tests/property", "tests/golden")
+EVERYWHERE = ("tests/property", "tests/golden")
+"""Tests that execute any of the packages."""
 ARGUED = Path(__file__).with_name("mutants_argued.json")
-MAX_SECONDS = 120.0
-"""Tests of one mutant are left out beyond so many seconds, by what they took without a mutation."""
+MAX_SECONDS = 1800.0
+"""A mutant under which a circle of tests does not end in so long is noticed, too."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -130,52 +131,45 @@ def changes(node: ast.AST) -> Iterator[ast.expr | str]:
             yield "pass"
 
 
-class Covering:
-    """A pytest plug-in: notes which lines each test executes, and how long it takes."""
-
-    def __init__(self, coverage: Any) -> None:
-        self.coverage, self.seconds, self.failed = coverage, {}, []
-
-    def pytest_runtest_setup(self, item: Any) -> None:
-        self.coverage.switch_context(item.nodeid)
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
-        if report.failed:
-            self.failed.append(report.nodeid)
+def circles(mutant: Mutant) -> Iterator[list[str]]:
+    """Yield the tests of a mutant from the nearest to the farthest."""
+    package = ROOT / "tests/unit" / Path(mutant.file).parts[0]
+    near = sorted(str(p) for p in package.rglob(f"test_{Path(mutant.file).stem}*.py"))
+    if near:
+        yield near
+    yield [str(package), *(f"--ignore={p}" for p in near)]
+    yield list(EVERYWHERE)
 
 
-def cover(out: Path, packages: list[str], tests: list[str]) -> None:
-    """Run the tests once and write which of them execute which line."""
-    import coverage
-    import pytest
-
-    measured = coverage.Coverage(data_file=None, include=[f"{SOURCE}/{p}/*" for p in packages])
-    plugin = Covering(measured)
-    measured.start()
-    pytest.main([*tests, "-q", "-p", "no:cacheprovider", "-m", "not slow and not demo"], plugins=[plugin])
-    measured.stop()
-    lines: dict[str, dict[int, list[str]]] = {}
-    for file in measured.get_data().measured_files():
-        lines[str(Path(file).relative_to(SOURCE))] = measured.get_data().contexts_by_lineno(file)
-    out.write_text(json.dumps({"seconds": plugin.seconds, "failed": plugin.failed, "lines": lines}))
+def failing(source: Path, tests: list[str]) -> str | None:
+    """Return the first of `tests` that fails with the package of `source`, or None where all pass."""
+    env = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-pno:cacheprovider", "-mnot slow and not demo", *tests]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=MAX_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return "a test that does not end"
+    if done.returncode in {0, 5}:  # 5: no test is there
+        return None
+    named = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return named[0] if named else f"pytest, exit {done.returncode}"
 
 
-def survives(mutant: Mutant, tests: list[str]) -> tuple[bool, int]:
-    """Return whether all of `tests` pass with the mutant in place, and how many there are."""
+def catches(mutant: Mutant) -> str | None:
+    """Return the test that fails because of the mutant, or None where all pass."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = Path(folder) / "src/polyturn"
         shutil.copytree(SOURCE, tree, ignore=shutil.ignore_patterns("__pycache__"))
         path = tree / mutant.file
         raw = path.read_bytes()
         path.write_bytes(raw[: mutant.span[0]] + mutant.after.encode() + raw[mutant.span[1] :])
-        env = {**os.environ, "PYTHONPATH": str(tree.parent), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *tests]
-        try:  # a mutant that never ends is noticed, too
-            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=900, check=False)
-        except subprocess.TimeoutExpired:
-            return False, len(tests)
-    return done.returncode == 0, len(tests)
+        for tests in circles(mutant):
+            by = failing(tree.parent, tests)
+            if by and "::" in by and failing(SOURCE.parent, [by]):
+                raise SystemExit(f"{by} fails without any mutant")
+            if by:
+                return by
+    return None
 
 
 def main() -> None:
@@ -184,10 +178,8 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=120, help="how many mutants, drawn over files by how many each has")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--packages", nargs="+", default=list(PACKAGES))
-    parser.add_argument("--tests", nargs="+", default=list(TESTS), help="where to look for tests")
     parser.add_argument("--only", help="FILE:LINE, all mutants of one line")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--coverage", type=Path, help="which test executes which line; made there unless it exists")
     options = parser.parse_args()
     began = time.perf_counter()
     found = [m for p in options.packages for path in sorted((SOURCE / p).rglob("*.py")) for m in mutants_of(path)]
@@ -196,50 +188,27 @@ def main() -> None:
         drawn = [m for m in found if m.file == file and m.line == int(line)]
     else:
         drawn = random.Random(options.seed).sample(found, min(options.num, len(found)))
-    with tempfile.TemporaryDirectory() as folder:
-        covered = options.coverage or Path(folder) / "coverage.json"
-        if not covered.exists():
-            asked = json.dumps([options.packages, options.tests])
-            subprocess.run([sys.executable, __file__, "--cover", str(covered), asked], cwd=ROOT, check=True)
-        known = json.loads(covered.read_text())
     argued = json.loads(ARGUED.read_text())
-    seconds, lines = known["seconds"], known["lines"]
-
-    def tests_of(mutant: Mutant) -> list[str]:
-        ids = {t for t in lines.get(mutant.file, {}).get(str(mutant.line), []) if t and t not in known["failed"]}
-        out, total = [], 0.0
-        for test in sorted(ids, key=lambda t: seconds[t]):
-            total += seconds[test]
-            if out and total > MAX_SECONDS:
-                break
-            out.append(test)
-        return out
-
     outcomes: dict[str, list[str]] = defaultdict(list)
 
     def run(mutant: Mutant) -> None:
-        tests = tests_of(mutant)
-        is_alive = not tests or survives(mutant, tests)[0]
-        outcome = "caught" if not is_alive else "argued" if mutant.key in argued else "survived" if tests else "not executed"
+        by = catches(mutant)
+        outcome = "caught" if by else "argued" if mutant.key in argued else "survived"
         outcomes[outcome].append(mutant.key)
-        print(f"{outcome:12} {mutant.file}:{mutant.line} {mutant.before:.90} -> {mutant.after:.90}", flush=True)
+        print(f"{outcome:8} {mutant.file}:{mutant.line} {mutant.before:.90} -> {mutant.after:.90}", by or "", flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(run, drawn))
-    alive = outcomes["survived"] + outcomes["not executed"]
-    for key in alive:
+    for key in outcomes["survived"]:
         print(f"argue or test: {key}")
     result = {
         "benchmark": "mutants", "seed": options.seed, "possible": len(found), "mutants": len(drawn),
-        "caught": len(outcomes["caught"]), "argued": len(outcomes["argued"]), "survived": len(alive),
+        "caught": len(outcomes["caught"]), "argued": len(outcomes["argued"]), "survived": len(outcomes["survived"]),
         "seconds": round(time.perf_counter() - began),
     }  # fmt: skip
     print(json.dumps(result))
-    sys.exit(bool(alive))
+    sys.exit(bool(outcomes["survived"]))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--cover"]:
-        cover(Path(sys.argv[2]), *json.loads(sys.argv[3]))
-    else:
-        main()
+    main()

@@ -33,8 +33,8 @@ MAX_TURNS = 24
 def serve(latency_s: float, pipe: Any) -> None:
     """Serve 64 episodes from a process of its own until told to stop."""
     from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-    from polyturn.rollout.lifespan import run_episode
     from polyturn.rollout.limits import Limits
+    from polyturn.rollout.run_episode import run_episode
     from polyturn.serving.openai.scheduler import BlackBox
     from polyturn.testing.episodes import scripted_context, task, turn_ids
 

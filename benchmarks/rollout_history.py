@@ -24,8 +24,8 @@ from rollout_loop import ANSWER, prompt_of
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 
 TURNS = 24

@@ -14,8 +14,8 @@ import json
 import time
 from typing import Any
 
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 

@@ -14,8 +14,8 @@ import httpx
 
 from polyturn.serving import RolloutService
 from polyturn.serving.app import create_app
-from polyturn.testing.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
-from polyturn.testing.tiny import tiny_model, tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from support.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
 
 NUM_PLANS = 200
 KEYS = ("messages", "response_token_ids", "response_loss_mask", "rollout_logprobs", "rollout_infos", "stop_reason", "error")

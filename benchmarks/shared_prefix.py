@@ -3,7 +3,7 @@
     python benchmarks/shared_prefix.py [--threads 1] [--repeats 5] [--tokens 640] [--common 0.8] [--members 8] [--groups 2]
 
 Groups of 8 members of which 80 % are common tokens (prompt, tools, first turns) and the rest is their own and trained.
-All three ways go through `LocalPolicy.forward_backward` and must end with the same gradient; `ratio` is shared against the
+All three ways go through `ModelPolicy.forward_backward` and must end with the same gradient; `ratio` is shared against the
 faster of the two others, `ideal` the share of tokens that are left. Seconds are CPU seconds of this process, the best of
 the repeats, taken in turn, so a busy machine does not decide the answer.
 """
@@ -20,8 +20,8 @@ import torch
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.hf import build_model, count_parameters
-from polyturn.training.local import LocalPolicy
 from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
 
 VOCAB = 640
 MODEL = {
@@ -80,14 +80,14 @@ def main() -> None:
         "packed": LayoutSettings(max_tokens_per_batch=args.budget, packed=True),
         "shared": LayoutSettings(max_tokens_per_batch=args.budget, shared_prefix=True),
     }
-    policies = {name: LocalPolicy(model, optim=OptimSettings(), layout=layout) for name, layout in ways.items()}
+    policies = {name: local_policy(model, optim=OptimSettings(), layout=layout) for name, layout in ways.items()}
     best = dict.fromkeys(ways, float("inf"))
     gradients, computed = {}, {}
     for _ in range(args.repeats):
         for name, policy in policies.items():
-            policy.optimizer.zero_grad()
+            policy.backend.optimizer.zero_grad()
             start = time.process_time()
-            metrics = policy.forward_backward(samples)
+            metrics = policy.forward_backward(samples).metrics
             best[name] = min(best[name], time.process_time() - start)
             gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
             computed[name] = metrics["tokens/processed"].value

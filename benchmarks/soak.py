@@ -40,12 +40,13 @@ from polyturn.engines.virtual_time import run_virtual
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.lifespan import run_episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import tiny_codec, turn_ids
 from polyturn.tokens.parsers import HermesParser
 from polyturn.tools.executor import ToolBox
+from polyturn.tools.options import ToolOptions
 
 EPISODES = 200_000
 BATCH = 500
@@ -139,7 +140,8 @@ async def soak(episodes: int, *, warm_up: int = WARM_UP, every: int = CHECK_EVER
         Speaking(Speed(), plan=lambda request: len(said(request)), name=f"server {i}", timeout_s=5.0) for i in range(2)
     ]
     user = User()
-    box = ToolBox([flaky], timeout_s=5.0, codec=tiny_codec(), max_result_tokens=64, max_concurrency={"flaky": 64})
+    options = ToolOptions(timeout_s=5.0, max_result_tokens=64, max_concurrency={"flaky": 64})
+    box = ToolBox([flaky], options, codec=tiny_codec())
     context = RolloutContext(
         engine=EnginePool(servers, slots=256),
         codec=tiny_codec(),

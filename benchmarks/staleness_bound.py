@@ -16,8 +16,8 @@ import logging
 import random
 import time
 
-from polyturn.testing.asynchrony import run_simulated
 from polyturn.training.state import LoopSettings
+from support.asynchrony import run_simulated
 
 MODES = ("in_flight", "wait", "abort_resume")
 

@@ -34,7 +34,7 @@ from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import StoredTrajectory
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task, turn_ids
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.tracking.jsonl import read_metrics

@@ -23,11 +23,11 @@ from typing import Any
 
 import yaml
 
-from polyturn.testing.dialogues import MARKERS, TOOLS, hostile_text
-from polyturn.testing.exactness import Violation, examine, examine_inference, examine_text
-from polyturn.testing.template_case import TemplateCase, load_subjects
-from polyturn.testing.tiny import tiny_tokenizer
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.certificate import certify
+from support.dialogues import MARKERS, TOOLS, hostile_text
+from support.exactness import Violation, examine, examine_inference, examine_text
+from support.template_case import TemplateCase, load_subjects
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = ROOT / "tests" / "data" / "templates"

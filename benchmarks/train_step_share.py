@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from polyturn import build
-from polyturn.cli.runs import open_place
+from polyturn.api.folders import open_place
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.schema import Trained
 from polyturn.tracking.jsonl import read_metrics

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from polyturn.testing.turn_credit import TURN_LEVEL, Game, best_median
+from support.turn_credit import TURN_LEVEL, Game, best_median
 
 LRS = (1.0, 2.0, 4.0, 8.0, 16.0)
 

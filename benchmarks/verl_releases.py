@@ -7,9 +7,10 @@ DIR of the wheels holds verl-0.6.1-….whl and the like (`pip download --no-deps
 folder per release, called 0.6.1 and so on. A script is run by bash with stand-ins for python and torchrun, which write down
 the command lines that it would start; each is then composed, translated and validated as `polyturn run-as verl` does it, at
 the script's place in the checkout and, outside, from a copy of examples and recipe alone. The table goes between the markers
-of the page; columns that `--tests FILE` brings, {release: {column: "12 of 13"}}, stand behind those. `--names` writes the
+of the page; what `verl_tests.py` found, `--tests FILE`, stands behind those. `--names` writes the
 names of all keys with their releases, which tell a misspelt key in a section that means nothing here from one that verl has;
-`--modules` (of src/polyturn/compat/verl/modules.txt) those of all modules, which tell verl's own from a project's.
+`--modules` (of src/polyturn/compat/verl/modules.txt) those of all modules, which tell verl's own from a project's, and from
+changed ones.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.cli.verl import HydraArguments, config_path, parse_arguments
+from polyturn.compat.finder import digest
+from polyturn.compat.namespaces import VERL
+from polyturn.compat.verl_config.command import HydraArguments, config_path, parse_arguments
 from polyturn.compat.verl_config.compose import compose_name, leaves
 from polyturn.compat.verl_config.paths import absolute
 from polyturn.compat.verl_config.table import table
@@ -62,7 +65,7 @@ def main() -> None:
     parser.add_argument("--wheels", type=Path, required=True)
     parser.add_argument("--checkouts", type=Path)
     parser.add_argument("--recipes", type=Path, help="a checkout of verl's recipes, for releases that hold none")
-    parser.add_argument("--tests", type=Path, help="JSON: release to column to cell")
+    parser.add_argument("--tests", type=Path, help="what verl_tests.py wrote")
     parser.add_argument("--write", type=Path, help="a page with the markers")
     parser.add_argument("--modules", type=Path, help="write the names of the modules to this file")
     parser.add_argument("--names", type=Path, help="write the names of the keys to this file")
@@ -72,9 +75,10 @@ def main() -> None:
         asked.names.write_text("".join(lines), encoding="utf-8")
         return
     if asked.modules:
-        asked.modules.write_text("".join(f"{name}\n" for name in sorted(modules(asked.wheels))), encoding="utf-8")
+        lines = [" ".join([name, *sorted(digests)]) + "\n" for name, digests in sorted(modules(asked.wheels).items())]
+        asked.modules.write_text("".join(lines), encoding="utf-8")
         return
-    more: dict[str, dict[str, str]] = json.loads(asked.tests.read_text()) if asked.tests else {}
+    more = cells(json.loads(asked.tests.read_text())) if asked.tests else {}
     keys = {release: known_keys(wheel) for release, wheel in wheels(asked.wheels)}
     checkouts = sorted(asked.checkouts.iterdir()) if asked.checkouts else []
     scripts = {folder.name: launch(folder, asked.recipes) for folder in checkouts if folder.is_dir()}
@@ -116,11 +120,18 @@ def names(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def modules(folder: Path) -> set[str]:
-    """Return the names of the modules that the wheels hold."""
-    files = [name for _, wheel in wheels(folder) for name in zipfile.ZipFile(wheel).namelist()]
-    found = [name.removesuffix(".py").removesuffix("/__init__") for name in files if name.endswith(".py")]
-    return {name.replace("/", ".") for name in found if name.split("/")[0] == "verl"}
+def modules(folder: Path) -> dict[str, set[str]]:
+    """Return the names of the modules that the wheels hold, those that are offered here with the digests of their files."""
+    found: dict[str, set[str]] = {}
+    for _, wheel in wheels(folder):
+        with zipfile.ZipFile(wheel) as archive:
+            for file in archive.namelist():
+                if file.split("/")[0] == "verl" and file.endswith(".py"):
+                    name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+                    digests = found.setdefault(name, set())
+                    if name in VERL.modules:
+                        digests.add(digest(archive.read(file)))
+    return found
 
 
 def unpack(wheel: Path, where: Path) -> None:
@@ -208,6 +219,14 @@ def commands_of(script: Path, checkout: Path) -> list[list[str]]:
 
 
 # --- the table ------------------------------------------------------------------------------------------------------------
+
+
+def cells(tests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return release -> column -> cell of the areas in which verl passes a test."""
+    return {
+        release: {f"{area} tests": f"{found['passed']} of {found['of']}" for area, found in areas.items() if found["of"]}
+        for release, areas in tests.items()
+    }
 
 
 def table_of(keys: Mapping[str, Any], scripts: Mapping[str, Any], more: Mapping[str, Mapping[str, str]]) -> str:

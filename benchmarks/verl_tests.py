@@ -1,0 +1,193 @@
+"""verl's own tests of its multi-turn interfaces, run twice: with verl on a CPU, and as they are with polyturn in its place.
+
+    python benchmarks/verl_tests.py --cache DIR --python VENV/bin/python --out benchmarks/results/verl_tests.json
+    python benchmarks/verl_releases.py --wheels DIR/wheels --checkouts DIR/checkouts --tests … --write docs/migrate/verl.md
+
+The wheels are downloaded from the package index and the checkouts cloned into DIR where they are not there; the tests are
+those of the checkout. VENV is an environment in which verl itself works: polyturn's requirements, verl's, `setuptools<81`
+and `transformers<5` for the older releases. A test counts where verl itself passes it. The file keeps for each release and
+area how many of those pass here, and why each of the others does not; `--side` measures one side anew
+and takes the other from DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+RELEASES = {
+    "0.4.1": "v0.4.1",
+    "0.5.0": "v0.5.0",
+    "0.6.1": "v0.6.1",
+    "0.7.0": "v0.7.0",
+    "0.7.1": "v0.7.1",
+    "2026-01": "main",
+    "0.9.1": "v0.9.1",
+}
+"""Release -> its tag; 2026-01 is the main branch of the end of that month."""
+REPOSITORY = "https://github.com/verl-project/verl"
+UNTIL = "2026-01-30"
+AREAS = {
+    "interaction": r"interactions/|multi_interaction|w_interaction",
+    "parser": r"tool_parser",
+    "tool": r"tests/tools/|async_rollout_(mcp|search|sf|w)_tools|call_tool_on_cpu|tool_call_id_on_cpu",
+    "scorer": (
+        r"utils/reward_score/|workers/reward_manager|reward_loop/test_(async_token|math_verify|rate_limited)"
+        r"|reward/test_.*_on_cpu"
+    ),
+    "core_algos": (
+        r"trainer/ppo/test_(core_algos|reinforce_pp|loss_agg|dynamic_policy|value_loss|rollout_corr)|test_multi_trajectories"
+    ),
+}
+"""Area -> the paths of its tests; the first one that fits."""
+LIMIT_S = 240
+Results = dict[str, tuple[str, str]]
+"""Test -> (passed, skipped, failed or error; the message)."""
+
+
+def main() -> None:
+    """Measure the releases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True, help="holds wheels, checkouts and the results of each side")
+    parser.add_argument("--python", type=Path, help="an interpreter with which verl itself works")
+    parser.add_argument("--releases", nargs="*", default=list(RELEASES))
+    parser.add_argument("--areas", nargs="*", default=list(AREAS))
+    parser.add_argument("--side", choices=("verl", "polyturn", "none"), nargs="*", default=("verl", "polyturn"))
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    results = asked.cache / "results"
+    results.mkdir(exist_ok=True)
+    for release in asked.releases:
+        checkout = fetched(release, asked.cache.resolve())
+        files = {area: names for area, names in test_files(checkout).items() if area in asked.areas}
+        for side in (side for side in ("verl", "polyturn") if side in asked.side):
+            chosen = [name for names in files.values() for name in names]
+            if side == "polyturn":  # only what verl passes counts
+                own = {name: tests for area in files for name, tests in _load(results, "verl", release, area).items()}
+                chosen = [n for n in chosen if any(kind == "passed" for kind, _ in own.get(n, {}).values())]
+            found = measured(chosen, checkout, side, asked.python)
+            for area, names in files.items():
+                here = {name: found[name] for name in names if name in found}
+                (results / f"{side}-{release}-{area}.json").write_text(json.dumps(here, indent=1), encoding="utf-8")
+                print(side, release, area, dict(Counter(kind for t in here.values() for kind, _ in t.values())), flush=True)
+    asked.out.write_text(json.dumps(summary(asked.cache / "results"), indent=1) + "\n", encoding="utf-8")
+
+
+def fetched(release: str, cache: Path) -> Path:
+    """Return the checkout of a release; download it and the wheel where they are missing."""
+    wheels, checkout = cache / "wheels", cache / "checkouts" / release
+    if release in RELEASES and RELEASES[release].startswith("v") and not list(wheels.glob(f"verl-{release}-*.whl")):
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(wheels), f"verl=={release}"]
+        subprocess.run(command, check=True)
+    if not checkout.is_dir():
+        clone = ["git", "clone", "--quiet", "--branch", RELEASES[release], REPOSITORY, str(checkout)]
+        subprocess.run(clone, check=True)
+        if RELEASES[release] == "main":
+            log = ["git", "-C", str(checkout), "rev-list", "-1", f"--before={UNTIL}", "HEAD"]
+            commit = subprocess.run(log, check=True, capture_output=True, text=True).stdout.strip()
+            subprocess.run(["git", "-C", str(checkout), "checkout", "--quiet", commit], check=True)
+    return checkout
+
+
+def test_files(checkout: Path) -> dict[str, list[str]]:
+    """Return the test files of each area."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((checkout / "tests").rglob("test_*.py")):
+        name = str(path.relative_to(checkout))
+        if area := next((area for area, rule in AREAS.items() if re.search(rule, name)), None):
+            found.setdefault(area, []).append(name)
+    return found
+
+
+def measured(files: Sequence[str], checkout: Path, side: str, python: Path | None) -> dict[str, Results]:
+    """Run files in their checkout: all by one pytest, or each by its own where that one does not end."""
+    if not files:
+        return {}
+    variables = {
+        **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "WANDB_MODE": "disabled",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-q", "-p", "no:cacheprovider", "--timeout=60", "--tb=short", "--junitxml", str(report), "-W", "ignore"]
+        options += ["-o", "addopts=", "-o", "asyncio_mode=strict", "--continue-on-collection-errors", *files]
+        if side == "verl":
+            variables["PYTHONPATH"] = str(checkout)
+            command = [str(python), "-m", "pytest", *options]
+        else:
+            command = [sys.executable, "-m", "polyturn", "run-as", "verl", "--", sys.executable, "-m", "pytest", *options]
+        run = {"cwd": checkout, "env": variables, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        try:
+            said = subprocess.run(command, timeout=LIMIT_S * len(files), check=False, **run).stdout
+        except subprocess.TimeoutExpired:
+            said = f"no end within {LIMIT_S} s a file"
+        if report.is_file():
+            return _read(report, files)
+    if len(files) == 1:
+        return {files[0]: {"collection": ("error", said[-300:])}}
+    return {file: tests for one in files for file, tests in measured([one], checkout, side, python).items()}
+
+
+def _read(report: Path, files: Sequence[str]) -> dict[str, Results]:
+    """Return the results of each file in a report."""
+    found: dict[str, Results] = {}
+    modules = {file.removesuffix(".py").replace("/", "."): file for file in files}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        whole = f"{case.get('classname') or ''}.{case.get('name')}"
+        if module := next((m for m in sorted(modules, key=len, reverse=True) if m in whole), None):
+            found.setdefault(modules[module], {}).update([_result(case)])
+    return found
+
+
+def _result(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
+    name = f"{(case.get('classname') or '').rpartition('.')[2]}::{case.get('name')}"
+    for child in case:
+        if child.tag in ("failure", "error", "skipped"):
+            kind = {"failure": "failed"}.get(child.tag, child.tag)
+            return name, (kind, f"{child.get('message') or ''} {(child.text or '')[-300:]}"[-500:])
+    return name, ("passed", "")
+
+
+def summary(results: Path) -> dict[str, Any]:
+    """Return release -> area -> {passed, of, files, others}: of the tests that verl passes; why others do not pass here."""
+    found: dict[str, Any] = {}
+    for path in sorted(results.glob("verl-*.json")):
+        release, _, area = path.stem.removeprefix("verl-").rpartition("-")
+        own, here = (_load(results, side, release, area) for side in ("verl", "polyturn"))
+        passed = [(file, test) for file, tests in own.items() for test, (kind, _) in tests.items() if kind == "passed"]
+        others = {}
+        for file, test in passed:
+            kind, why = here.get(file, {}).get(test) or next(iter(here.get(file, {}).values()), ("missing", ""))
+            if kind != "passed" or test not in here.get(file, {}):
+                others[f"{file}::{test}"] = _reason(why)
+        cell = {"passed": len(passed) - len(others), "of": len(passed), "files": len(own), "others": others}
+        found.setdefault(release, {})[area] = cell
+    return found
+
+
+def _load(results: Path, side: str, release: str, area: str) -> Mapping[str, Results]:
+    path = results / f"{side}-{release}-{area}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _reason(text: str) -> str:
+    """Return the line of a report that says what went wrong."""
+    lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+    return re.sub(r" \(/\S+\)", "", (lines or [text.strip()])[-1])[:160]
+
+
+if __name__ == "__main__":
+    main()
