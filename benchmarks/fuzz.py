@@ -289,7 +289,7 @@ def configs(folder: Path) -> dict[str, Case]:
     from polyturn.config.models import RunConfig
 
     examples = [yaml.safe_load((ROOT / f"examples/{n}/config.yaml").read_text()) for n in ("quickstart", "thinking_tips")]
-    of_verl = yaml.safe_load((ROOT / "examples/quickstart/verl/config.yaml").read_text())
+    of_verl = yaml.safe_load((ROOT / "tests/data/verl_project/quickstart/config.yaml").read_text())
     of_swift = {"model": "tiny", "reward_funcs": ["accuracy", "format"], "num_generations": 8, "dataset": ["a.jsonl"],
                 "max_turns": 3, "learning_rate": 1e-6, "external_plugins": ["p.py"], "use_vllm": True, "beta": 0.0}  # fmt: skip
     path = folder / "config.yaml"

@@ -27,8 +27,9 @@ from polyturn.testing.tiny_models import write_brief_model
 from support.runs import call_command
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples" / "sglang_multiturn" / "config"
-PREPARE = ROOT / "examples" / "data_preprocess"
+PROJECT = ROOT / "tests" / "data" / "verl_project"
+EXAMPLES = PROJECT / "examples" / "sglang_multiturn" / "config"
+PREPARE = PROJECT / "examples" / "data_preprocess"
 SMALL = [
     "data.train_batch_size=2",
     "data.max_prompt_length=1400",
@@ -177,7 +178,7 @@ def test_the_run_script_in_a_process_of_its_own(project: Path, tmp_path: Path):
 
 
 def test_the_demos_rows_train_through_a_config_in_verls_keys(tmp_path: Path):
-    demo = ROOT / "examples" / "quickstart" / "verl"
+    demo = PROJECT / "quickstart"
     command = [sys.executable, str(demo / "rows.py"), "--out", str(tmp_path), "--train", "8", "--test", "1"]
     assert subprocess.run(command, timeout=120, check=False).returncode == 0
     small = "{model_type: qwen3, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}"
@@ -202,7 +203,7 @@ def test_the_demos_rows_train_through_a_config_in_verls_keys(tmp_path: Path):
 
 
 def test_the_demos_reward_compares_with_the_price_of_the_episode():
-    compute_score = import_attr(f"{ROOT / 'examples' / 'quickstart' / 'verl' / 'lookup.py'}:compute_score")
+    compute_score = import_attr(f"{PROJECT / 'quickstart' / 'lookup.py'}:compute_score")
     said = "Easy:\nred lamp = 83\n#### 83"
     extra = {"rollout_reward_scores": {"lookup": 83.0}}
     assert compute_score("quickstart/lookup", said, "", extra) == 1.0
@@ -245,7 +246,7 @@ def test_a_migrated_config_trains_and_says_what_became_of_each_key(project: Path
 
 def test_a_migrated_demo_keeps_its_paths_wherever_it_is_written(tmp_path: Path):
     out = tmp_path / "elsewhere" / "config.yaml"
-    demo = ROOT / "examples" / "quickstart" / "verl" / "config.yaml"
+    demo = PROJECT / "quickstart" / "config.yaml"
     assert call_command(main, "config", "migrate", demo, "--out", out).code == 0
     native = yaml.safe_load(out.read_text())
     model, sft = native["model"], native["warm_start"]

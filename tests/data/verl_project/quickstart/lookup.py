@@ -13,7 +13,7 @@ from verl.utils.reward_score import gsm8k
 
 from polyturn.core.registry import import_attr
 
-TASKS = str(Path(__file__).parents[1] / "tasks.py")
+TASKS = str(Path(__file__).parents[4] / "examples/quickstart/tasks.py")
 PriceLookup: Any = import_attr(f"{TASKS}:PriceLookup")
 price: Any = import_attr(f"{TASKS}:price")
 

@@ -1,6 +1,6 @@
 """Write the quick start's tasks as verl's parquet rows.
 
-python examples/quickstart/verl/rows.py --out FOLDER [--train 4000] [--test 512]
+python tests/data/verl_project/quickstart/rows.py --out FOLDER [--train 4000] [--test 512]
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 from polyturn.core.registry import import_attr
 from polyturn.core.task import Task
 
-tasks: Any = import_attr(f"{Path(__file__).parents[1] / 'tasks.py'}:tasks")
+TASKS = Path(__file__).parents[4] / "examples/quickstart/tasks.py"
+tasks: Any = import_attr(f"{TASKS}:tasks")
 
 
 def row(task: Task, index: int) -> dict[str, Any]:
