@@ -340,8 +340,9 @@ def test_the_filter_is_whole_instructions_and_unknown_machines_have_none() -> No
 
 
 @isolated
-def test_the_example_loads() -> None:
-    (tool,) = initialize_tools_from_config(yaml.safe_load((ROOT / "examples/tools/python_sandbox/tools.yaml").read_text()))
+def test_the_tool_of_the_guide_loads() -> None:
+    guide = (ROOT / "docs/guides/sandbox.md").read_text().partition("```yaml")[2].partition("```")[0]
+    (tool,) = initialize_tools_from_config(yaml.safe_load(guide))
     assert (tool.name, type(tool)) == ("python", PythonSandbox)
 
 
