@@ -3,6 +3,7 @@
     guarded(app, ServerRules(token=…))                      refuses, bounds, times out, and answers a crash with one sentence
     body = await json_object(request)                       a body that is a JSON object, or a 4xx
     uvicorn.Server(http_config(app, rules)).run(sockets=[bound])
+    async with serving(app, rules, bound): …                the same beside other work on the loop
 
 Nothing here knows what an application does. A crash of it is logged without what the request held.
 """
@@ -11,12 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from urllib.parse import quote
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
-from starlette.requests import ClientDisconnect
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -30,12 +35,21 @@ _PER_S = 64 << 10
 """Bytes of a body that a second more is given for."""
 
 
+Say = Callable[[str, Refusal], Any]
+"""(path, refusal) -> the JSON value that the client is told."""
+
+
+def _detail(path: str, refusal: Refusal) -> Any:
+    return {"detail": refusal.message}
+
+
 class Guard:
     """An ASGI application in front of another."""
 
-    def __init__(self, app: ASGIApp, gate: RequestPolicy) -> None:
+    def __init__(self, app: ASGIApp, gate: RequestPolicy, say: Say = _detail) -> None:
         self._app = app
         self._gate = gate
+        self._say = say
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -51,7 +65,7 @@ class Guard:
             refused = self._entry(scope) or refused
         with self._gate.place() as full:
             if (refused := refused or full) is not None:
-                await _answer(send, refused)
+                await self._answer(send, path, refused)
                 return
             await self._pass(scope, receive, send, limit=self._gate.max_body(path))
 
@@ -76,7 +90,20 @@ class Guard:
             logger.exception("a request to %s %.80s broke", scope["method"], scope["path"])
             bounded.refused = bounded.refused or Refusal(500, f"the server failed: {type(problem).__name__}")
         if bounded.refused is not None and not bounded.has_begun:
-            await _answer(send, bounded.refused)
+            await self._answer(send, scope["path"], bounded.refused)
+
+    async def _answer(self, send: Send, path: str, refusal: Refusal) -> None:
+        body = dumps(self._say(path, refusal)) if refusal.message else b""
+        headers = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "X-Content-Type-Options": "nosniff",
+            "Connection": "close",
+            **refusal.headers,
+        }
+        encoded = [(k.lower().encode(), v.encode("latin-1")) for k, v in headers.items()]
+        await send({"type": "http.response.start", "status": refusal.status, "headers": encoded})
+        await send({"type": "http.response.body", "body": body})
 
 
 class _Bounded:
@@ -122,15 +149,16 @@ class _Bounded:
         return {"type": "http.disconnect"}
 
 
-def guarded(app: FastAPI, rules: ServerRules) -> RequestPolicy:
+def guarded(app: Starlette, rules: ServerRules, *, say: Say = _detail) -> RequestPolicy:
     """Put the rules in front of an application, and return what counts.
 
     Args:
-        app: Anything with `add_middleware`; middleware that is added later stands in front of the rules.
+        app: Middleware that is added to it later stands in front of the rules.
         rules: What is demanded.
+        say: How a refusal is written.
     """
     gate = RequestPolicy(rules)
-    app.add_middleware(Guard, gate=gate)
+    app.add_middleware(Guard, gate=gate, say=say)
     return gate
 
 
@@ -201,15 +229,34 @@ def http_config(app: Any, rules: ServerRules, **options: Any) -> uvicorn.Config:
     return uvicorn.Config(app, **(settings | options))
 
 
-async def _answer(send: Send, refusal: Refusal) -> None:
-    body = dumps({"detail": refusal.message}) if refusal.message else b""
-    headers = {
-        "Content-Type": "application/json",
-        "Content-Length": str(len(body)),
-        "X-Content-Type-Options": "nosniff",
-        "Connection": "close",
-        **refusal.headers,
-    }
-    encoded = [(k.lower().encode(), v.encode("latin-1")) for k, v in headers.items()]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})
+class _Beside(uvicorn.Server):
+    """Serves beside other work, to which signals belong."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving(app: Any, rules: ServerRules, bound: socket.socket, **options: Any) -> AsyncIterator[None]:
+    """Serve for as long as the context lasts, on the loop that runs; `options` are further ones of uvicorn's."""
+    server = _Beside(http_config(app, rules, timeout_graceful_shutdown=1, **options))
+    running = asyncio.create_task(server.serve(sockets=[bound]), name="polyturn-server")
+    up = asyncio.create_task(server.is_up.wait())
+    try:
+        await asyncio.wait([running, up], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        yield
+    finally:
+        up.cancel()
+        server.should_exit = True
+        await running

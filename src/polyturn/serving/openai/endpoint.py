@@ -18,19 +18,33 @@ import logging
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from aiohttp import web
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.serving import guard
+from polyturn.serving.address import bind
 from polyturn.serving.openai import chat, messages, responses
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
-from polyturn.serving.openai.http import check_key, guarded, json_answer, read_reward, readable, stream_answer
-from polyturn.serving.rules import RequestPolicy, ServerRules, check_token
-from polyturn.serving.wire import BodyError, loads_object
+from polyturn.serving.openai.http import (
+    Handler,
+    check_key,
+    guarded,
+    json_answer,
+    read_object,
+    read_reward,
+    readable,
+    stream_answer,
+    while_wanted,
+)
+from polyturn.serving.rules import Refusal, ServerRules, check_token
 
 logger = logging.getLogger(__name__)
 
@@ -116,25 +130,31 @@ class ModelEndpoint:
         self.options = options or EndpointOptions()
         # Which key opens what depends on the episode, so the gate is not told the token.
         names = () if self.options.reach_as is None else (self.options.reach_as.lower(),)
-        open_rules = dataclasses.replace(self.options.rules, token=None)
-        self._gate = RequestPolicy(dataclasses.replace(open_rules, allowed_hosts=open_rules.allowed_hosts.union(names)))
-        check_token(self.options.rules.token)
+        rules = self.options.rules
+        check_token(rules.token)
+        self._rules = dataclasses.replace(
+            rules,
+            token=None,
+            allowed_hosts=rules.allowed_hosts.union(names),
+            max_connections=max(rules.max_connections, rules.max_requests),
+        )
         self._plain = None if plain is None else _Guest(plain, self._token())
         self._guests: dict[str, _Guest] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._num_holders = 0
         self._origin: asyncio.Future[str] | None = None
-        self._runner: web.AppRunner | None = None
+        self._server = AsyncExitStack()
 
     @asynccontextmanager
-    async def serving(
-        self, bound: socket.socket | None = None, *, more: Callable[[web.Application], None] | None = None
-    ) -> AsyncIterator[str]:
+    async def serving(self, bound: socket.socket | None = None, *, more: Sequence[Route] = ()) -> AsyncIterator[str]:
         """Serve for as long as the context lasts; enter as often as needed. Gives the origin, http://HOST:PORT.
 
         Args:
             bound: The socket to listen on; None takes a free port.
-            more: Adds routes of its own.
+            more: Further routes.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
         """
         self._num_holders += 1
         try:
@@ -149,34 +169,19 @@ class ModelEndpoint:
         finally:
             self._num_holders -= 1
             if self._num_holders == 0:
-                runner, self._runner, self._origin = self._runner, None, None
-                if runner is not None:
-                    await runner.cleanup()
+                self._origin = None
+                await self._server.aclose()
 
-    async def _start(self, bound: socket.socket | None, more: Callable[[web.Application], None] | None) -> str:
-        self._runner = web.AppRunner(
-            self._app(more),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=1.0,
-            keepalive_timeout=KEEP_ALIVE_S,
-            lingering_time=1.0,
-            logger=_quiet_logger(),
-            auto_decompress=False,  # a small body could become a large one
-        )
-        await self._runner.setup()
-        site: web.BaseSite
-        if bound is None:
-            site = web.TCPSite(self._runner, self.options.host, self.options.port, backlog=2048)
-        else:
-            site = web.SockSite(self._runner, bound, backlog=2048)
+    async def _start(self, bound: socket.socket | None, more: Sequence[Route]) -> str:
         try:
-            await site.start()
-        except OSError as problem:
-            where = f"{self.options.host}:{self.options.port}"
-            raise ConfigError(f"the endpoint cannot listen on {where} ({problem.strerror}); choose another") from problem
-        host, port = self._runner.addresses[0][:2]
+            bound = bound or bind(self.options.host, self.options.port, is_only=True)
+        except ConfigError as problem:
+            raise ConfigError(f"the endpoint {problem}") from problem
+        host, port = bound.getsockname()[:2]
         host = self.options.reach_as or host
+        # What is no HTTP is answered with 400, and no news for the log.
+        options = {"timeout_keep_alive": KEEP_ALIVE_S, "log_level": "critical"}
+        await self._server.enter_async_context(guard.serving(self._app(more), self._rules, bound, **options))
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def admit(self, answerer: Answerer, *, origin: str) -> tuple[str, Address]:
@@ -194,87 +199,76 @@ class ModelEndpoint:
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
 
-    def check_token(self, request: web.Request) -> None:
+    def check_token(self, request: Request) -> None:
         """Refuse a request without the server's token.
 
         Raises:
-            Refused: it has none, or another.
+            BadRequest: it has none, or another.
         """
         check_key(request, self._token(), wants=SERVER_TOKEN)
 
-    def check_reward_key(self, request: web.Request, key: str) -> None:
+    def check_reward_key(self, request: Request, key: str) -> None:
         """Refuse a request with neither an episode's reward key nor the server's token.
 
         Raises:
-            Refused: it has another.
+            BadRequest: it has another.
         """
         check_key(request, (key.encode(), *self._token()), wants=REWARD_KEY)
 
-    def _app(self, more: Callable[[web.Application], None] | None) -> web.Application:
-        app = web.Application(client_max_size=self.options.rules.max_body_bytes, middlewares=[self._admit])
-        for prefix in ("/episodes/{episode}/v1", "/v1"):
-            app.router.add_post(f"{prefix}/chat/completions", guarded(self._chat, chat.error))
-            app.router.add_post(f"{prefix}/responses", guarded(self._responses, chat.error))
-            app.router.add_post(f"{prefix}/messages", guarded(self._messages, messages.error))
-            app.router.add_post(f"{prefix}/messages/count_tokens", guarded(self._count_tokens, messages.error))
-            app.router.add_get(f"{prefix}/models", guarded(self._models, chat.error))
-            app.router.add_get(f"{prefix}/models/{{model:.+}}", guarded(self._model, chat.error))
-        for path in ("/episodes/{episode}/v1/reward", "/episodes/{episode}/reward"):
-            app.router.add_post(path, guarded(self._reward, chat.error))
-        app.router.add_get("/health", _health)
-        if more is not None:
-            more(app)
-        app.router.add_route("*", "/{path:.*}", guarded(_nowhere, chat.error))
-        return app
+    def _app(self, more: Sequence[Route]) -> Starlette:
+        def route(path: str, method: str, handler: Handler, error: Any = chat.error) -> Route:
+            return Route(path, guarded(handler, error), methods=[method])
 
-    @web.middleware
-    async def _admit(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Let a request through that the rules allow; what they refuse, a client may send again."""
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        refused = self._gate.refusal(request.method, request.path, headers, request.remote or "")
-        with self._gate.place() as full:
-            if (refused := refused or full) is None:
-                return await handler(request)
-            code = {413: "too_large", 429: "rate_limited", 503: "overloaded"}.get(refused.status, "invalid_request")
-            said = BadRequest(refused.message, status=refused.status, code=code)
-            write = messages.error if "/messages" in request.path else chat.error
-            return json_answer(write(said), status=refused.status, headers={**refused.headers, "Connection": "close"})
+        routes = list(more)
+        for prefix in ("/episodes/{episode}/v1", "/v1"):
+            routes += [
+                route(f"{prefix}/chat/completions", "POST", self._chat),
+                route(f"{prefix}/responses", "POST", self._responses),
+                route(f"{prefix}/messages", "POST", self._messages, messages.error),
+                route(f"{prefix}/messages/count_tokens", "POST", self._count_tokens, messages.error),
+                route(f"{prefix}/models", "GET", self._models),
+                route(f"{prefix}/models/{{model:path}}", "GET", self._model),
+            ]
+        for path in ("/episodes/{episode}/v1/reward", "/episodes/{episode}/reward"):
+            routes.append(route(path, "POST", self._reward))
+        app = Starlette(routes=[*routes, Route("/health", _health)], exception_handlers={404: _nowhere, 405: _nowhere})
+        app.router.redirect_slashes = False
+        guard.guarded(app, self._rules, say=_refusal)
+        return app
 
     # Handlers.
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _chat(self, request: Request) -> Response:
         guest, body = await self._open(request)
         model = self._check_model(body)
         with readable():
             ask = chat.parse(body, self.options.ignore)
-        said = await guest.answerer.ask(ask)
+        said = await while_wanted(request, guest.answerer.ask(ask))
         if body.get("stream"):
-            return await stream_answer(request, chat.events(body, said, model=model))
+            return stream_answer(chat.events(body, said, model=model))
         return json_answer(chat.reply(body, said, model=model))
 
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
+    async def _responses(self, request: Request) -> Response:
         guest, body = await self._open(request)
         model = self._check_model(body)
         with readable():
             ask = responses.parse(body, guest.kept, self.options.ignore)
-        said = await guest.answerer.ask(ask)
+        said = await while_wanted(request, guest.answerer.ask(ask))
         answer = responses.reply(body, said, model=model)
         history = list(ask.messages[1:] if body.get("instructions") else ask.messages)
         guest.kept.keep(answer["id"], [*history, said[0].message])
-        return await stream_answer(request, responses.events(answer)) if body.get("stream") else json_answer(answer)
+        return stream_answer(responses.events(answer)) if body.get("stream") else json_answer(answer)
 
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
+    async def _messages(self, request: Request) -> Response:
         guest, body = await self._open(request)
         model = self._check_model(body)
         with readable():
             ask = messages.parse(body, self.options.ignore)
-        said = await guest.answerer.ask(ask)
+        said = await while_wanted(request, guest.answerer.ask(ask))
         answer = messages.reply(body, said, model=model)
-        return await stream_answer(request, messages.events(answer)) if body.get("stream") else json_answer(answer)
+        return stream_answer(messages.events(answer)) if body.get("stream") else json_answer(answer)
 
-    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+    async def _count_tokens(self, request: Request) -> Response:
         guest, body = await self._open(request)
         self._check_model(body)
         with readable():
@@ -282,45 +276,28 @@ class ModelEndpoint:
         # Also of a history that is too long, which an agent asks for because it may be.
         return json_answer({"input_tokens": await asyncio.to_thread(guest.answerer.count_tokens, ask)})
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
+    async def _models(self, request: Request) -> Response:
         self._guest(request)
         return json_answer({"object": "list", "data": [_model(name) for name in self.options.models]})
 
-    async def _model(self, request: web.Request) -> web.StreamResponse:
+    async def _model(self, request: Request) -> Response:
         self._guest(request)
-        return json_answer(_model(self._check_model({"model": request.match_info["model"]})))
+        return json_answer(_model(self._check_model({"model": request.path_params["model"]})))
 
-    async def _reward(self, request: web.Request) -> web.StreamResponse:
+    async def _reward(self, request: Request) -> Response:
         guest = self._guest(request, gives_reward=True)
-        score, info = read_reward(await self.read(request))
+        score, info = read_reward(await read_object(request))
         guest.answerer.give_reward(score, info)
         return json_answer({"reward": score})
 
     # What they share.
 
-    async def _open(self, request: web.Request) -> tuple[_Guest, dict[str, Any]]:
+    async def _open(self, request: Request) -> tuple[_Guest, dict[str, Any]]:
         guest = self._guest(request)
-        return guest, await self.read(request)
+        return guest, await read_object(request)
 
-    async def read(self, request: web.Request) -> dict[str, Any]:
-        """Return a request's body, a JSON object.
-
-        Raises:
-            Refused: it is none, or does not come in time.
-        """
-        limit_s = self.options.rules.body_s + (request.content_length or self.options.rules.max_body_bytes) / (64 << 10)
-        try:
-            async with asyncio.timeout(limit_s):
-                return loads_object(await request.read())
-        except TimeoutError as problem:
-            raise BadRequest("the body did not come in time", status=408, code="timeout") from problem
-        except web.RequestPayloadError as problem:
-            raise BadRequest(f"the body is damaged: {one_line(problem)}") from problem
-        except BodyError as problem:
-            raise BadRequest(str(problem), code="invalid_json") from problem
-
-    def _guest(self, request: web.Request, *, gives_reward: bool = False) -> _Guest:
-        name = request.match_info.get("episode")
+    def _guest(self, request: Request, *, gives_reward: bool = False) -> _Guest:
+        name = request.path_params.get("episode")
         if name is None:
             if self._plain is None:
                 raise BadRequest(
@@ -358,11 +335,11 @@ class ModelEndpoint:
         return () if self.options.rules.token is None else (self.options.rules.token.encode(),)
 
 
-def _quiet_logger() -> logging.Logger:
-    """Return a logger that does not repeat what strangers sent: what is no HTTP is answered with 400, and not news."""
-    found = logging.getLogger(f"{__name__}.connections")
-    found.setLevel(logging.CRITICAL)
-    return found
+def _refusal(path: str, refusal: Refusal) -> dict[str, Any]:
+    """Return what a client is told whom the rules refuse; it may ask again by itself."""
+    code = {408: "timeout", 413: "too_large", 429: "rate_limited", 503: "overloaded"}.get(refusal.status, "invalid_request")
+    write = messages.error if "/messages" in path else chat.error
+    return write(BadRequest(refusal.message, status=refusal.status, code=code))
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -370,14 +347,15 @@ def _model(name: str) -> dict[str, Any]:
     return {**told, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
-async def _health(request: web.Request) -> web.Response:
+async def _health(request: Request) -> Response:
     return json_answer({"status": "ok"})
 
 
-async def _nowhere(request: web.Request) -> web.StreamResponse:
-    raise BadRequest(
-        f"there is nothing at {request.method} {request.path[-80:]}; a base_url ends with /v1 for OpenAI's clients and "
-        "without it for Anthropic's",
+async def _nowhere(request: Request, problem: Exception) -> Response:
+    said = BadRequest(
+        f"there is nothing at {request.method} {request.scope['path'][-80:]}; a base_url ends with /v1 for OpenAI's clients "
+        "and without it for Anthropic's",
         status=404,
         code="not_found",
     )
+    return json_answer(chat.error(said), status=404, headers={"x-should-retry": "false"})

@@ -1,54 +1,89 @@
 """How the endpoint reads requests and writes answers, whatever they are about.
 
-    Refused            an error in the form that the client's library reads (`guarded`)
+    BadRequest                              an error in the form that the client's library reads (`guarded`)
     a value of a type that no check knows   a sentence, and no stack trace (`readable`)
+    a client that leaves                    ends what is done for it (`while_wanted`)
 
 Separate because it knows nothing of episodes: keys, bodies and errors are the same for all that is served here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from aiohttp import web
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.reward import MAX_REWARD, as_score
 from polyturn.serving.openai.chat_request import BadRequest
 from polyturn.serving.rules import given_tokens
-from polyturn.serving.wire import dumps
+from polyturn.serving.wire import BodyError, dumps, loads_object
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
 
-def guarded(
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], error: Callable[[BadRequest], dict[str, Any]]
-) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+
+def guarded(handler: Handler, error: Callable[[BadRequest], dict[str, Any]]) -> Handler:
     """Return a handler whose errors are written as a client's library reads them."""
 
-    async def run(request: web.Request) -> web.StreamResponse:
+    async def run(request: Request) -> Response:
         try:
             return await handler(request)
         except BadRequest as problem:
             refused = problem
-        except web.HTTPRequestEntityTooLarge:
-            refused = BadRequest("the body is larger than this server takes", status=413, code="too_large")
+        except ClientDisconnect:  # it left, or its body was refused; whoever stands in front knows
+            raise
         except PolyturnError as problem:
             refused = BadRequest(one_line(problem), status=500, code="server_error")
         except Exception as problem:
-            logger.exception("a request to %s broke", request.rel_url.name)
+            logger.exception("a request to %s broke", request.url.path.rpartition("/")[2])
             refused = BadRequest(f"the server failed: {type(problem).__name__}", status=500, code="server_error")
         # A client may not repeat by itself what the episode has seen: its library asks again only where this is absent.
-        answer = json_answer(error(refused), status=refused.status, headers={"x-should-retry": "false"})
-        if refused.status in (408, 413):  # the rest of the body is not waited for
-            answer.force_close()
-        return answer
+        return json_answer(error(refused), status=refused.status, headers={"x-should-retry": "false"})
 
     return run
+
+
+async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns; it is cancelled where the client leaves. The body is read before.
+
+    Raises:
+        ClientDisconnect: it left.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait([working])
+
+
+async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
+    """Return a request's body, a JSON object.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    body = await request.body()
+    if not body and may_be_empty:
+        return {}
+    try:
+        return loads_object(body)
+    except BodyError as problem:
+        raise BadRequest(str(problem), code="invalid_json") from problem
 
 
 @contextmanager
@@ -56,7 +91,7 @@ def readable() -> Iterator[None]:
     """Refuse a request that has a value of another type somewhere, where no check has a sentence of its own for it.
 
     Raises:
-        Refused: it has.
+        BadRequest: it has.
     """
     try:
         yield
@@ -70,7 +105,7 @@ def read_reward(given: Any) -> tuple[float, dict[str, Any]]:
     """Return a reward and what is recorded beside it, from a number or a mapping with "reward" or "score".
 
     Raises:
-        Refused: there is no finite number.
+        BadRequest: there is no finite number.
     """
     values = dict(given) if isinstance(given, Mapping) else {"reward": given}
     score = values.pop("reward", values.pop("score", None))
@@ -84,11 +119,11 @@ def read_reward(given: Any) -> tuple[float, dict[str, Any]]:
     return number, values
 
 
-def check_key(request: web.Request, keys: Sequence[bytes], *, wants: str) -> None:
+def check_key(request: Request, keys: Sequence[bytes], *, wants: str) -> None:
     """Refuse a request that has none of `keys`; without keys, everyone may ask.
 
     Raises:
-        Refused: it has none of them; `wants` is what it is told.
+        BadRequest: it has none of them; `wants` is what it is told.
     """
     if not keys:
         return
@@ -98,15 +133,11 @@ def check_key(request: web.Request, keys: Sequence[bytes], *, wants: str) -> Non
         raise BadRequest(wants, status=401, code="unauthorized")
 
 
-def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return an answer in JSON."""
-    return web.Response(body=dumps(value), status=status, content_type="application/json", headers=headers)
+    return Response(dumps(value), status_code=status, media_type="application/json", headers=headers)
 
 
-async def stream_answer(request: web.Request, events: Iterator[bytes]) -> web.StreamResponse:
-    """Write an answer as server-sent events, which are all there already."""
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await stream.prepare(request)
-    await stream.write(b"".join(events))
-    await stream.write_eof()
-    return stream
+def stream_answer(events: Iterator[bytes]) -> Response:
+    """Return an answer as server-sent events, which are all there already."""
+    return Response(b"".join(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -25,7 +25,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.serde import to_json
@@ -38,11 +40,10 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.openai import chat
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
 from polyturn.serving.openai.endpoint import Address, EndpointOptions, ModelEndpoint
-from polyturn.serving.openai.http import guarded, read_reward
+from polyturn.serving.openai.http import Handler, guarded, json_answer, read_object, read_reward
 from polyturn.serving.openai.scheduler import SessionScheduler
 from polyturn.serving.openai.session import AgentSession, SessionRules
 from polyturn.serving.openai.turns import typed_messages
-from polyturn.serving.wire import dumps
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
@@ -119,7 +120,7 @@ class OpenAIService:
 
     async def serve(self, bound: Any, until: asyncio.Event, *, grace_s: float = 30.0) -> None:
         """Serve until an event is set; then running episodes get `grace_s` seconds."""
-        async with self.endpoint.serving(bound, more=self._add_routes) as self._origin:
+        async with self.endpoint.serving(bound, more=self._routes()) as self._origin:
             logger.info("listening on %s (base_url %s/v1)", self._origin, self._origin)
             sweep = asyncio.create_task(self._end_idle())
             await until.wait()
@@ -185,18 +186,23 @@ class OpenAIService:
 
     # Episodes.
 
-    def _add_routes(self, app: web.Application) -> None:
-        app.router.add_post("/episodes", guarded(self._create, chat.error))
-        app.router.add_get("/episodes/{name}", guarded(self._look, chat.error))
-        app.router.add_post("/episodes/{name}/end", guarded(self._finish, chat.error))
-        app.router.add_get("/episodes/{name}/trajectory", guarded(self._fetch, chat.error))
+    def _routes(self) -> list[Route]:
+        def route(path: str, method: str, handler: Handler) -> Route:
+            return Route(path, guarded(handler, chat.error), methods=[method])
 
-    async def _create(self, request: web.Request) -> web.StreamResponse:
+        return [
+            route("/episodes", "POST", self._create),
+            route("/episodes/{name}", "GET", self._look),
+            route("/episodes/{name}/end", "POST", self._finish),
+            route("/episodes/{name}/trajectory", "GET", self._fetch),
+        ]
+
+    async def _create(self, request: Request) -> Response:
         self.endpoint.check_token(request)
         if self.is_stopping or len(self._live) >= self._max_episodes:
             why = "the server is stopping" if self.is_stopping else f"{len(self._live)} episodes are live, as many as may be"
             raise BadRequest(f"{why}; try again later", status=503, code="overloaded")
-        body = await self.endpoint.read(request) if request.can_read_body else {}
+        body = await read_object(request, may_be_empty=True)
         metadata, seed = body.get("metadata") or {}, body.get("seed")
         if not isinstance(metadata, dict) or isinstance(seed, bool) or not isinstance(seed, int | None):
             raise BadRequest("an episode takes `metadata`, an object, and `seed`, a whole number; both may be left out")
@@ -221,7 +227,7 @@ class OpenAIService:
         self._keys[live.name] = live.address.reward_key
         live.task.add_done_callback(lambda done: self._end(live, id, done))
         told = {"base_url": live.address.base_url, "anthropic_base_url": live.address.anthropic_base_url}
-        return _reply({"id": live.name, **told, "api_key": live.address.api_key, "reward_key": live.address.reward_key})
+        return json_answer({"id": live.name, **told, "api_key": live.address.api_key, "reward_key": live.address.reward_key})
 
     def _end(self, live: _CreatedEpisode, id: str, done: asyncio.Task[Trajectory]) -> None:
         self._visits.pop(id, None)
@@ -239,17 +245,17 @@ class OpenAIService:
         if self._record is not None:
             self._record(TrajectoryGroup(id=id, task=trajectory.task, trajectories=(trajectory,)))
 
-    async def _look(self, request: web.Request) -> web.StreamResponse:
+    async def _look(self, request: Request) -> Response:
         live = self._of(request)
         if live is None:
-            trajectory = self._ended[request.match_info["name"]]
-            return _reply({"status": "ended", "stop_reason": trajectory.stop_reason.value, "error": trajectory.error})
+            trajectory = self._ended[request.path_params["name"]]
+            return json_answer({"status": "ended", "stop_reason": trajectory.stop_reason.value, "error": trajectory.error})
         assert live.session is not None
-        return _reply({"status": "live", "num_calls": live.session.num_calls})
+        return json_answer({"status": "live", "num_calls": live.session.num_calls})
 
-    async def _finish(self, request: web.Request) -> web.StreamResponse:
+    async def _finish(self, request: Request) -> Response:
         live = self._of(request)
-        body = await self.endpoint.read(request) if request.can_read_body else {}
+        body = await read_object(request, may_be_empty=True)
         if live is not None:
             assert live.session is not None and live.task is not None
             if body:
@@ -259,18 +265,18 @@ class OpenAIService:
             await asyncio.sleep(0)  # its end is noted by a callback
         return await self._fetch(request)
 
-    async def _fetch(self, request: web.Request) -> web.StreamResponse:
+    async def _fetch(self, request: Request) -> Response:
         if self._of(request) is not None:
             raise BadRequest("the episode is live; POST to its /end first", status=409, code="episode_live")
-        return _reply(to_json(self._ended[request.match_info["name"]]))
+        return json_answer(to_json(self._ended[request.path_params["name"]]))
 
-    def _of(self, request: web.Request) -> _CreatedEpisode | None:
+    def _of(self, request: Request) -> _CreatedEpisode | None:
         """Return a live episode, None for one that ended.
 
         Raises:
-            Refused: there is none, or the key is another.
+            BadRequest: there is none, or the key is another.
         """
-        name = request.match_info["name"]
+        name = request.path_params["name"]
         if name not in self._keys:
             raise BadRequest("there is no such episode, or it ended long ago", status=404, code="not_found")
         self.endpoint.check_reward_key(request, self._keys[name])
@@ -298,10 +304,6 @@ def _with_fresh_ids(said: ChatResponse) -> ChatResponse:
 def _look_at(done: asyncio.Task[Trajectory]) -> None:
     if not done.cancelled() and (problem := done.exception()) is not None:
         logger.error("a request broke its episode: %s", one_line(problem))
-
-
-def _reply(value: Any) -> web.Response:
-    return web.Response(body=dumps(value), content_type="application/json")
 
 
 def _unscored(trajectory: Trajectory) -> float:
