@@ -78,6 +78,7 @@ class Resources:
         self._context = context
         self._tools = context.tools.session(id)
         self._interaction = context.partner_for(task)
+        self._has_partners = True
         self._fork_tools: list[ForkTools] = []
         self._answered: dict[str, asyncio.Event] = {}
         """The requests that the engine is answering; set once it has."""
@@ -88,6 +89,10 @@ class Resources:
 
     # Start, snapshot and end.
 
+    def without_partners(self) -> None:
+        """Start neither tools nor interaction: for a scheduler that brings its own, called before it prepares a turn."""
+        self._has_partners, self._interaction = False, None
+
     async def start(self) -> tuple[Message, ...]:
         """Create the tools and start the interaction; return what the tools say at once, for the prompt.
 
@@ -95,6 +100,8 @@ class Resources:
             ToolStartError, InteractionError: one could not be started.
         """
         self.is_started = True
+        if not self._has_partners:
+            return ()
         said = await self._tools.start(self.task)
         if self._interaction is not None:
             await self._interaction.start(self.id)

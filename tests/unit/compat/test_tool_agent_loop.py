@@ -51,9 +51,12 @@ class Doubts(BaseInteraction):
             raise RuntimeError("nobody is here")
         return said == "4", "Are you sure?", 1.0 if said == "4" else 0.25, {}
 
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        EVENTS.append("started")
+        return await super().start_interaction(instance_id, **kwargs)
+
     async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:
-        if not self.config.get("is_the_runs"):
-            EVENTS.append("finalized")
+        EVENTS.append("finalized")
 
 
 SCHEMA = {
@@ -94,7 +97,7 @@ def a_task(**extra: Any) -> Task:
 
 async def run(loop: type[AgentLoopBase], says: list[str], tree: dict[str, Any], task: Task | None = None) -> Trajectory:
     scheduler = AgentLoopScheduler(loop, config=tree)
-    interactions = {"doubts": Doubts({"name": "doubts", "is_the_runs": True})}
+    interactions = {"doubts": Doubts({"name": "doubts"})}
     context = scripted_context(says, scheduler=scheduler, rewards={"s": lambda t: 1.0}, interactions=interactions)
     return await run_episode(context, task or a_task(), id="e")
 
@@ -107,7 +110,7 @@ async def test_a_loop_that_overrides_a_state_calls_tools_and_hears_the_interacti
 
     trajectory = await run(Counts, [f"Hm. {CALL}", "five", "4"], tree)
     assert (trajectory.stop_reason, trajectory.error) == (StopReason.STOP, None)
-    assert EVENTS == ["create two", "release tool-1", "interacting", "interacting", "finalized"]
+    assert EVENTS == ["started", "create two", "release tool-1", "interacting", "interacting", "finalized"]
     (segment,) = trajectory.segments
     assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask)
     codec = tiny_codec()
@@ -142,12 +145,12 @@ async def test_what_goes_wrong_with_a_call_is_told_to_the_model(tree: dict[str, 
 async def test_an_interaction_that_raises_is_finalized_and_fails_its_trajectory(tree: dict[str, Any]) -> None:
     trajectory = await run(ToolAgentLoop, ["raise"], tree)
     assert trajectory.stop_reason is StopReason.ERROR and "nobody is here" in str(trajectory.error)
-    assert EVENTS == ["finalized"]
+    assert EVENTS == ["started", "finalized"]
 
 
 async def test_a_row_may_choose_no_tool(tree: dict[str, Any]) -> None:
     trajectory = await run(ToolAgentLoop, [CALL, "4"], tree, a_task(tool_selection=["other"]))
-    assert EVENTS == ["finalized"] and trajectory.stop_reason is StopReason.STOP
+    assert EVENTS == ["started", "finalized"] and trajectory.stop_reason is StopReason.STOP
 
 
 async def test_loops_of_the_first_form_get_lists_of_ids(tree: dict[str, Any]) -> None:

@@ -187,6 +187,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
         """Run the loop to its end, then let its masks say what is trained."""
         if (loop := self._loop_of(episode.task)) is None:
             return await super().run(episode)
+        episode.resources.without_partners()  # a loop starts those that it uses, and the server lends it none
         server = EpisodeServer(episode, as_list=has_parameter(loop.cls.run, "messages"))
         try:
             output = await self._run_loop(loop, episode, server)
