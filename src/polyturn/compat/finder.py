@@ -1,7 +1,7 @@
 """An import finder that answers for a library which is not installed, with modules of this one.
 
-    Namespace(root="verl", modules={"verl.tools.base_tool": "polyturn.tools.base"}, packages={})
-    import verl.tools.base_tool          the very module object polyturn.tools.base, imported only now
+    Namespace(root="verl", modules={"verl.tools.schemas": "polyturn.tools.schema"}, packages={})
+    import verl.tools.schemas          the very module object polyturn.tools.schema, imported only now
 
 A module that is listed is an alias: the same object under a second name, so replacing an attribute under one name is seen
 under the other. A package in between (verl, verl.tools) is made up; it may have a body, a module whose names it shows and

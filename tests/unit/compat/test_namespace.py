@@ -15,6 +15,7 @@ import pytest
 import polyturn.interactions.gsm8k
 import polyturn.rewards.gsm8k
 import polyturn.tools.base
+import polyturn.tools.schema
 from polyturn import compat
 from polyturn.compat.finder import AliasFinder, Namespace, digest
 from polyturn.compat.namespaces import NAMESPACES, VERL
@@ -37,11 +38,11 @@ def _is_ours(name: str) -> bool:
 
 def test_an_alias_is_the_very_module_and_the_module_keeps_its_own_name() -> None:
     assert compat.install("verl")
-    base_tool = importlib.import_module("verl.tools.base_tool")
-    assert base_tool is polyturn.tools.base
-    assert polyturn.tools.base.__spec__ is not None
-    assert polyturn.tools.base.__spec__.name == polyturn.tools.base.__name__ == "polyturn.tools.base"
-    assert importlib.reload is not None and sys.modules["verl.tools.base_tool"] is polyturn.tools.base
+    schemas = importlib.import_module("verl.tools.schemas")
+    assert schemas is polyturn.tools.schema
+    assert polyturn.tools.schema.__spec__ is not None
+    assert polyturn.tools.schema.__spec__.name == polyturn.tools.schema.__name__ == "polyturn.tools.schema"
+    assert importlib.reload is not None and sys.modules["verl.tools.schemas"] is polyturn.tools.schema
 
 
 def test_from_imports_work_for_packages_modules_and_names() -> None:
@@ -117,7 +118,7 @@ def test_a_folder_that_happens_to_be_called_verl_is_no_library(tmp_path: Path, m
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("verl")
     assert import_attr("verl.interactions.base.BaseInteraction") is polyturn.BaseInteraction
-    assert importlib.import_module("verl.tools.base_tool") is polyturn.tools.base
+    assert importlib.import_module("verl.tools.schemas") is polyturn.tools.schema
 
 
 @pytest.mark.parametrize("name", sorted(VERL.modules))

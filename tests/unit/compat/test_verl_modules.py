@@ -184,3 +184,10 @@ def test_a_function_that_raises_is_no_score() -> None:
 
     with pytest.raises(ZeroDivisionError):
         reward_manager.PrimeRewardManager(Words(), 0, broken)(scored_batch())
+
+
+def test_the_first_releases_load_tools_beside_their_base_class():
+    from polyturn.compat.verl.base_tool import BaseTool, initialize_tools_from_config
+
+    item = {"class_name": "polyturn.tools.gsm8k.Gsm8kTool", "config": {}}
+    assert [isinstance(tool, BaseTool) for tool in initialize_tools_from_config({"tools": [item]})] == [True]
