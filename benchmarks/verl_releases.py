@@ -1,6 +1,6 @@
 """What runs here of each release of verl: the keys of its config tree, and its multi-turn launch scripts.
 
-    python benchmarks/verl_releases.py --wheels DIR --checkouts DIR [--recipes DIR] --write docs/migrate/verl.md
+    python benchmarks/verl_releases.py --wheels DIR --checkouts DIR --write docs/migrate/verl.md
     python benchmarks/verl_releases.py --wheels DIR --names src/polyturn/compat/verl_config/names.txt
 
 DIR of the wheels holds verl-0.6.1-….whl and the like (`pip download --no-deps verl==0.6.1`), that of the checkouts one
@@ -64,7 +64,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, required=True)
     parser.add_argument("--checkouts", type=Path)
-    parser.add_argument("--recipes", type=Path, help="a checkout of verl's recipes, for releases that hold none")
     parser.add_argument("--tests", type=Path, help="what verl_tests.py wrote")
     parser.add_argument("--write", type=Path, help="a page with the markers")
     parser.add_argument("--modules", type=Path, help="write the names of the modules to this file")
@@ -81,7 +80,7 @@ def main() -> None:
     more = cells(json.loads(asked.tests.read_text())) if asked.tests else {}
     keys = {release: known_keys(wheel) for release, wheel in wheels(asked.wheels)}
     checkouts = sorted(asked.checkouts.iterdir()) if asked.checkouts else []
-    scripts = {folder.name: launch(folder, asked.recipes) for folder in checkouts if folder.is_dir()}
+    scripts = {folder.name: launch(folder) for folder in checkouts if folder.is_dir()}
     page = table_of(keys, scripts, more)
     if asked.write:
         text = asked.write.read_text(encoding="utf-8")
@@ -149,7 +148,7 @@ def known_keys(wheel: Path) -> dict[str, int]:
 # --- scripts --------------------------------------------------------------------------------------------------------------
 
 
-def launch(checkout: Path, recipes: Path | None) -> dict[str, Any]:
+def launch(checkout: Path) -> dict[str, Any]:
     """Try every multi-turn launch script of a checkout, inside it and from a copy of its scripts alone."""
     found: dict[str, Any] = {"reasons": {}}
     with tempfile.TemporaryDirectory() as temporary:
@@ -160,9 +159,6 @@ def launch(checkout: Path, recipes: Path | None) -> dict[str, Any]:
         ):
             for name in names:
                 _copy(checkout / name, place / name)
-            if recipes is not None and not any((place / "recipe").glob("*/*.sh")):
-                shutil.rmtree(place / "recipe", ignore_errors=True)
-                shutil.copytree(recipes, place / "recipe", ignore=shutil.ignore_patterns(".git"))
         for name, place in (("inside", inside), ("outside", outside)):
             verdicts = {str(s.relative_to(place)): verdict(s, place) for s in launch_scripts(place)}
             found[name] = {kind: sum(v[0] == kind for v in verdicts.values()) for kind in ("accepted", "refused", "other")}
@@ -172,7 +168,7 @@ def launch(checkout: Path, recipes: Path | None) -> dict[str, Any]:
 
 def _copy(source: Path, target: Path) -> None:
     if source.is_dir():
-        shutil.copytree(source, target)
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(".git"))
     elif source.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)

@@ -3,11 +3,13 @@
     python benchmarks/verl_tests.py --cache DIR --python VENV/bin/python --out benchmarks/results/verl_tests.json
     python benchmarks/verl_releases.py --wheels DIR/wheels --checkouts DIR/checkouts --tests … --write docs/migrate/verl.md
 
-The wheels are downloaded from the package index and the checkouts cloned into DIR where they are not there; the tests are
-those of the checkout. VENV is an environment in which verl itself works: polyturn's requirements, verl's, `setuptools<81`
-and `transformers<5` for the older releases. A test counts where verl itself passes it. The file keeps for each release and
-area how many of those pass here, and why each of the others does not; `--side` measures one side anew
-and takes the other from DIR.
+The wheels are downloaded from the package index and the checkouts cloned into DIR where they are not there, with the
+recipes at the commit that a checkout names; `--repository` and `--recipes` are clones to start from in place of the public ones. A
+release that has no tag there is its package alone, which holds a part of the tests. The tests are those of the checkout.
+VENV is an environment in which verl itself works: polyturn's requirements, verl's, `setuptools<81`, `transformers<5` and
+`datasets<4.5` for the older releases. A test counts where verl itself passes it. The file keeps for each release and area
+how many of those pass here, and why each of the others does not; `--side` measures one side anew and takes the other from
+DIR.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +40,8 @@ RELEASES = {
 }
 """Release -> its tag; 2026-01 is the main branch of the end of that month."""
 REPOSITORY = "https://github.com/verl-project/verl"
-UNTIL = "2026-01-30"
+RECIPES = "https://github.com/verl-project/verl-recipe"
+UNTIL = "2026-02-01T00:00:00Z"
 AREAS = {
     "interaction": r"interactions/|multi_interaction|w_interaction",
     "parser": r"tool_parser",
@@ -60,15 +65,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="holds wheels, checkouts and the results of each side")
     parser.add_argument("--python", type=Path, help="an interpreter with which verl itself works")
+    parser.add_argument("--repository", default=REPOSITORY)
+    parser.add_argument("--recipes", default=RECIPES)
     parser.add_argument("--releases", nargs="*", default=list(RELEASES))
     parser.add_argument("--areas", nargs="*", default=list(AREAS))
     parser.add_argument("--side", choices=("verl", "polyturn", "none"), nargs="*", default=("verl", "polyturn"))
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     results = asked.cache / "results"
-    results.mkdir(exist_ok=True)
+    results.mkdir(parents=True, exist_ok=True)
     for release in asked.releases:
-        checkout = fetched(release, asked.cache.resolve())
+        checkout = fetched(release, asked.cache.resolve(), repository=asked.repository, recipes=asked.recipes)
         files = {area: names for area, names in test_files(checkout).items() if area in asked.areas}
         for side in (side for side in ("verl", "polyturn") if side in asked.side):
             chosen = [name for names in files.values() for name in names]
@@ -83,20 +90,36 @@ def main() -> None:
     asked.out.write_text(json.dumps(summary(asked.cache / "results"), indent=1) + "\n", encoding="utf-8")
 
 
-def fetched(release: str, cache: Path) -> Path:
+def fetched(release: str, cache: Path, *, repository: str, recipes: str) -> Path:
     """Return the checkout of a release; download it and the wheel where they are missing."""
     wheels, checkout = cache / "wheels", cache / "checkouts" / release
-    if release in RELEASES and RELEASES[release].startswith("v") and not list(wheels.glob(f"verl-{release}-*.whl")):
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(wheels), f"verl=={release}"]
-        subprocess.run(command, check=True)
+    if RELEASES[release] != "main" and not list(wheels.glob(f"verl-{release}-*.whl")):
+        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(wheels), f"verl=={release}"]
+        subprocess.run(download, check=True)
     if not checkout.is_dir():
-        clone = ["git", "clone", "--quiet", "--branch", RELEASES[release], REPOSITORY, str(checkout)]
-        subprocess.run(clone, check=True)
-        if RELEASES[release] == "main":
-            log = ["git", "-C", str(checkout), "rev-list", "-1", f"--before={UNTIL}", "HEAD"]
-            commit = subprocess.run(log, check=True, capture_output=True, text=True).stdout.strip()
-            subprocess.run(["git", "-C", str(checkout), "checkout", "--quiet", commit], check=True)
+        commit = _clone(repository, RELEASES[release], checkout)
+        if not commit:
+            with zipfile.ZipFile(next(wheels.glob(f"verl-{release}-*.whl"))) as archive:
+                archive.extractall(checkout)
+        elif (link := _git(checkout, "ls-tree", "HEAD", "recipe").split())[1:2] == ["commit"]:
+            (checkout / "recipe").rmdir()
+            _clone(recipes, link[2], checkout / "recipe")
     return checkout
+
+
+def _clone(repository: str, at: str, folder: Path) -> str:
+    """Clone a repository at a tag, a commit or the end of a branch's month; return the commit, "" where it has none such."""
+    subprocess.run(["git", "clone", "--quiet", "--no-checkout", repository, str(folder)], check=True)
+    commit = _git(folder, "rev-list", "-1", "--first-parent", *([f"--before={UNTIL}", "HEAD"] if at == "main" else [at]))
+    if commit:
+        _git(folder, "checkout", "--quiet", commit)
+    else:
+        shutil.rmtree(folder)
+    return commit
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", "-C", str(folder), *words], check=False, capture_output=True, text=True).stdout.strip()
 
 
 def test_files(checkout: Path) -> dict[str, list[str]]:
