@@ -157,7 +157,7 @@ class Sandbox:
         return local_sandbox(timeout_s=self.timeout_s, memory_mb=self.memory_limit_mb, python=self.python)
 
 
-def run_request(code: str, *, stdin: str, language: str, timeout_s: float, memory_limit_mb: int) -> dict[str, Any]:
+def run_request(code: str, *, stdin: str | None, language: str, timeout_s: float, memory_limit_mb: int) -> dict[str, Any]:
     """Return what is posted to `run_code`, also by the tool that runs code in an episode."""
     return {
         "code": code,

@@ -115,7 +115,7 @@ class SandboxFusionTool(BaseTool):
         reply = await self._service.post(
             run_request(
                 code,
-                stdin="",
+                stdin=None,
                 language=str(parameters.get("language", self.default_language)),
                 timeout_s=timeout_s,
                 memory_limit_mb=self.memory_limit_mb,

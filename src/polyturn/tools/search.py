@@ -201,9 +201,9 @@ def result_lists(data: Any) -> list[list[Mapping[str, Any]]]:
     Raises:
         KeyError, ValueError: it has another form.
     """
-    found = data["result"] if isinstance(data, Mapping) else None
-    if found is None:
-        return []
+    if not isinstance(data, Mapping):
+        raise ValueError(f"it must be a mapping with 'result', not {data!r:.100}")
+    found = data["result"] or []
     if not isinstance(found, list) or not all(isinstance(docs, list) for docs in found):
         raise ValueError(f"'result' must be a list of lists, not {found!r:.100}")
     return found

@@ -25,6 +25,9 @@ from polyturn.tools.schema import OpenAIFunctionToolCall, OpenAIFunctionToolSche
 
 logger = logging.getLogger(__name__)
 
+AROUND = 10
+"""Characters that are shown before and behind a difference."""
+
 BASE_CHAT_HISTORY = [
     {"role": "system", "content": "You are a helpful assistant."},
     {"role": "user", "content": "I am a user."},
@@ -289,20 +292,26 @@ class AsyncRolloutRequest(BaseModel):
         full = _ids(processing_class, self.messages, tools=_plain_tools(self.tool_schemas))
         whole = processing_class.decode(full[0], skip_special_tokens=False)
         held = processing_class.decode(_tensor(self.input_ids)[0], skip_special_tokens=False)
-        found = [
-            (whole[i1:i2], held[j1:j2], f"idx {i1}:{i2} -> {j1}:{j2}")
-            for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, whole, held, autojunk=False).get_opcodes()
-            if tag != "equal"
-        ]
+        codes = difflib.SequenceMatcher(None, whole, held, autojunk=False).get_opcodes()
+        found = [(i1, i2, j1, j2) for tag, i1, i2, j1, j2 in codes if tag != "equal"]
         if self.tokenization_sanity_check_mode is TokenizationSanityCheckModeEnum.IGNORE_STRIPPABLE:
-            found = [f for f in found if f[0].strip() or f[1].strip()]
+            found = [f for f in found if whole[f[0] : f[1]].strip() or held[f[2] : f[3]].strip()]
         if found:
-            shown = "\n".join(f"{at} | full_prompt_chunk: {a!r} | current_prompt_chunk: {b!r}" for a, b, at in found)
+            lines = [_line(whole, held, *places) for places in found]
             logger.warning(
-                "Inconsistent training and inference tokenization detected (%s).\nFound differences:\n%s",
+                "Inconsistent training and inference tokenization detected (%s).\n"
+                "Showing %d characters before and after the diffs.\nFound differences:\n%s",
                 self.tokenization_sanity_check_mode.value,
-                shown,
+                AROUND,
+                "\n".join(lines),
             )
+
+
+def _line(whole: str, held: str, i1: int, i2: int, j1: int, j2: int) -> str:
+    """Return a difference with the characters around it."""
+    i1, i2, j1, j2 = max(0, i1 - AROUND), min(len(whole), i2 + AROUND), max(0, j1 - AROUND), min(len(held), j2 + AROUND)
+    chunks = f"full_prompt_chunk: {whole[i1:i2]!r} | current_prompt_chunk: {held[j1:j2]!r}"
+    return f"idx {i1}:{i2} -> {j1}:{j2} | {chunks}"
 
 
 def _ids(processing_class: Any, messages: Any, *, tools: Any = None, generation: bool = False) -> torch.Tensor:
