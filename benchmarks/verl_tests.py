@@ -4,12 +4,12 @@
     python benchmarks/verl_releases.py --wheels DIR/wheels --checkouts DIR/checkouts --tests … --write docs/migrate/verl.md
 
 The wheels are downloaded from the package index and the checkouts cloned into DIR where they are not there, with the
-recipes at the commit that a checkout names; `--repository` and `--recipes` are clones to start from in place of the public ones. A
-release that has no tag there is its package alone, which holds a part of the tests. The tests are those of the checkout.
-VENV is an environment in which verl itself works: polyturn's requirements, verl's, `setuptools<81`, `transformers<5` and
-`datasets<4.5` for the older releases. A test counts where verl itself passes it. The file keeps for each release and area
-how many of those pass here, and why each of the others does not; `--side` measures one side anew and takes the other from
-DIR.
+recipes at the commit that a checkout names; `--repository` and `--recipes` are clones to start from in place of the public
+ones. A release that has no tag there is its package alone, which holds a part of the tests. The tests are those of the
+checkout. VENV is an environment in which verl itself works: polyturn's requirements, verl's, `setuptools<81`,
+`transformers<5` and `datasets<4.5` for the older releases. A test counts where verl itself passes it. The file keeps for
+each release and area how many of those pass here, and why each of the others does not; `--side` measures one side anew and
+takes the other from DIR.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ AREAS = {
     ),
 }
 """Area -> the paths of its tests; the first one that fits."""
-LIMIT_S = 240
+LIMIT_S = 600
+TEST_LIMIT_S = 180
+"""Of a file, and of a test."""
 Results = dict[str, tuple[str, str]]
 """Test -> (passed, skipped, failed or error; the message)."""
 
@@ -145,8 +147,16 @@ def measured(files: Sequence[str], checkout: Path, side: str, python: Path | Non
     }
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-p", "no:cacheprovider", "--timeout=60", "--tb=short", "--junitxml", str(report), "-W", "ignore"]
-        options += ["-o", "addopts=", "-o", "asyncio_mode=strict", "--continue-on-collection-errors", *files]
+        options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--junitxml", str(report), "-W", "ignore"]
+        options += [
+            f"--timeout={TEST_LIMIT_S}",
+            "-o",
+            "addopts=",
+            "-o",
+            "asyncio_mode=strict",
+            "--continue-on-collection-errors",
+            *files,
+        ]
         if side == "verl":
             variables["PYTHONPATH"] = str(checkout)
             command = [str(python), "-m", "pytest", *options]
