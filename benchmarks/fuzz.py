@@ -288,7 +288,10 @@ def configs(folder: Path) -> dict[str, Case]:
     from polyturn.config.load import load_config, load_values
     from polyturn.config.models import RunConfig
 
-    examples = [yaml.safe_load((ROOT / f"examples/{n}/config.yaml").read_text()) for n in ("quickstart", "thinking_tips")]
+    examples = [
+        yaml.safe_load((ROOT / f"{n}/config.yaml").read_text())
+        for n in ("examples/quickstart", "tests/data/projects/thinking_tips")
+    ]
     of_verl = yaml.safe_load((ROOT / "tests/data/verl_project/quickstart/config.yaml").read_text())
     of_swift = {"model": "tiny", "reward_funcs": ["accuracy", "format"], "num_generations": 8, "dataset": ["a.jsonl"],
                 "max_turns": 3, "learning_rate": 1e-6, "external_plugins": ["p.py"], "use_vllm": True, "beta": 0.0}  # fmt: skip

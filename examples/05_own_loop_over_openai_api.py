@@ -1,7 +1,7 @@
 """An agent that owns its loop and knows nothing of polyturn: it asks OpenAI's API, served here. `--tiny` for a laptop.
 
 Every token that the server sampled is trained, with the reward that the agent returns; where the agent edits its history, a
-new segment starts. Frameworks work as they are: give them the address (examples/black_box has the OpenAI Agents SDK).
+new segment starts. Frameworks work as they are: give them the address (docs/guides/openai.md has the OpenAI Agents SDK).
 """
 
 import sys

@@ -22,7 +22,7 @@ from polyturn.rollout.pool import RolloutPool
 from polyturn.store.stored_run import open_store
 from support.runs import call_command
 
-EXAMPLE = Path(__file__).parents[2] / "examples/black_box"
+EXAMPLE = Path(__file__).parents[1] / "data/projects/black_box"
 AGENTS = ["openai_client.py:agent", "agents_sdk.py:agent"]
 
 

@@ -13,7 +13,7 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import open_store
 from support.runs import call_command
 
-CONFIG = Path(__file__).parents[2] / "examples" / "curriculum" / "config.yaml"
+CONFIG = Path(__file__).parents[1] / "data" / "projects" / "curriculum" / "config.yaml"
 STEPS = ["basic_math"] * 5 + ["advanced_math"] * 5 + ["competition_math"] * 3
 PER_STEP = 2
 

@@ -15,6 +15,7 @@ from polyturn.store.stored_run import open_store
 from support.runs import call_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PROJECTS = Path(__file__).parents[1] / "data" / "projects"
 SMALL = (
     *("num_threads=1", "model.init.hidden_size=32", "model.init.num_hidden_layers=1", "model.init.num_attention_heads=2"),
     *(
@@ -26,10 +27,10 @@ SMALL = (
 )
 
 
-def train(name: str, out: Path, *arguments: str) -> Path:
-    called = call_command(main, "train", EXAMPLES / name / "config.yaml", f"out={out}", *SMALL, *arguments)
+def train(folder: Path, out: Path, *arguments: str) -> Path:
+    called = call_command(main, "train", folder / "config.yaml", f"out={out}", *SMALL, *arguments)
     assert called.code == 0, called.err
-    return out / name
+    return out / folder.name
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
@@ -39,7 +40,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 def test_thinking_tips_trains_each_turn_on_what_it_was_shown(tmp_path: Path) -> None:
     run = train(
-        "thinking_tips",
+        PROJECTS / "thinking_tips",
         tmp_path,
         *("warm_start.steps=60", "warm_start.batch_size=8", "warm_start.optim.lr=1e-2"),
         *("train.steps=2", "train.groups_per_step=4", "train.group_size=4", "algorithm.drop_zero_variance=false"),
@@ -57,7 +58,7 @@ def test_thinking_tips_trains_each_turn_on_what_it_was_shown(tmp_path: Path) -> 
 
 def test_the_frozen_lake_trains_on_walks(tmp_path: Path) -> None:
     run = train(
-        "frozen_lake",
+        EXAMPLES / "frozen_lake",
         tmp_path,
         *("warm_start.steps=40", "warm_start.batch_size=8", "warm_start.kwargs.num_conversations=200"),
         *("train.steps=2", "train.groups_per_step=3", "train.group_size=4", "algorithm.drop_zero_variance=false"),

@@ -29,7 +29,7 @@ from polyturn.viewer.run_view import RunView
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 from support.services import serve
 
-EXAMPLE = Path(__file__).parents[2] / "examples/simulated_user"
+EXAMPLE = Path(__file__).parents[1] / "data/projects/simulated_user"
 SHORT = {"instructions": "{goal}", "stop_marker": None, "max_tokens": 6, "max_user_turns": 3}
 """What fits into the context of a model of a few thousand numbers."""
 

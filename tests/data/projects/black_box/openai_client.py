@@ -1,6 +1,6 @@
 """An agent written with the openai client: it asks, calls its tool, checks itself, and knows nothing of polyturn.
 
-    polyturn train examples/black_box/config.yaml
+    polyturn train tests/data/projects/black_box/config.yaml
 
 The agent owns its loop. Each episode calls `agent` with an address; what the model says there is trained token by token.
 """

@@ -1,6 +1,6 @@
 """Two agents written with the OpenAI Agents SDK, one of which hands over to the other; trained as they are.
 
-    polyturn train examples/black_box/config.yaml name=agents_sdk \\
+    polyturn train tests/data/projects/black_box/config.yaml name=agents_sdk \\
         rollout.scheduler_kwargs.agent=agents_sdk.py:agent
 
 A hand-over gives the conversation to an agent with other instructions: another history, so a segment of its own.
