@@ -46,13 +46,15 @@ def cluster_parts(place: ConfigSource) -> Parts:
     except ModuleNotFoundError as problem:
         raise ConfigError(f"--ray needs Ray and it is not installed ({problem}); pip install 'polyturn[ray]'") from problem
     here = dataclasses.replace(place, config=config.model_copy(update={"cluster": type(cluster)()}))
-    ray = Cluster(cluster.address, patience_s=cluster.patience_s)
+    engines, workers = _need(ResourceRequest, cluster.engines), _need(ResourceRequest, cluster.workers)
+    ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)
+    cpus = sum(need.count * need.resources.get("CPU", 0) for need in (engines, workers, ranks))
+    ray = Cluster(cluster.address, patience_s=cluster.patience_s, cpus=cpus)
     try:
-        engine = ray.engines(_need(ResourceRequest, cluster.engines), functools.partial(_engine, here))
+        engine = ray.engines(engines, functools.partial(_engine, here))
         parts = build_parts(place, engine=engine)
         pool = functools.partial(_pool, here, engine.replicas, engine.capabilities)
-        workers = ray.workers(_need(ResourceRequest, cluster.workers), pool)
-        ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)
+        members = ray.workers(workers, pool)
         team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=config.train.distributed.tensor_parallel)
     except BaseException:
         ray.close()
@@ -62,7 +64,7 @@ def cluster_parts(place: ConfigSource) -> Parts:
         parts,
         team=team,
         pool=RayPool(
-            workers, parts.context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share
+            members, parts.context, max_concurrent=rollout.max_concurrent, max_failed_share=rollout.max_failed_share
         ),
     )
 

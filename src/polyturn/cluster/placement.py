@@ -10,6 +10,8 @@ A cluster without the room is a sentence that says what was asked and what there
 from __future__ import annotations
 
 import logging
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,8 @@ from polyturn.training.rank_group import RankWorker
 
 logger = logging.getLogger(__name__)
 
+_QUIET_S = 5.0
+"""How long to wait for room without a word."""
 _AT_ONCE = 100_000
 """Calls of one engine replica or worker that run side by side: more than a run has in flight. One that waited for a place
 behind groups would carry no conversation to the journal, and those groups wait for that."""
@@ -46,12 +50,13 @@ class ResourceRequest:
 class Cluster:
     """A connection to Ray, and what this run placed there."""
 
-    def __init__(self, address: str, *, patience_s: float = 300.0) -> None:
+    def __init__(self, address: str, *, patience_s: float = 300.0, cpus: float = 0) -> None:
         """Connect.
 
         Args:
             address: "auto" or the address of a cluster, or "local" for one on this machine.
             patience_s: How long to wait for room.
+            cpus: CPUs that the run asks for; a cluster on this machine has as many, however many cores there are.
 
         Raises:
             ConfigError: there is no cluster at that address.
@@ -60,7 +65,8 @@ class Cluster:
         self._groups: list[Any] = []
         try:
             ray.init(
-                address=None if address == "local" else address,
+                address=address,
+                num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)) if address == "local" else None,
                 include_dashboard=False if address == "local" else None,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
@@ -108,8 +114,15 @@ class Cluster:
     def _place(self, name: str, actor: type, need: ResourceRequest, *arguments: Any, strategy: str) -> list[Member]:
         group = placement_group([dict(need.resources)] * need.count, strategy=strategy)
         self._groups.append(group)
+        ready = group.ready()
+        if not ray.wait([ready], timeout=min(_QUIET_S, self._patience_s))[0]:
+            logger.warning(
+                "waiting for room for %d actors as %s with %s each, up to %g s (cluster.patience_s); free are %s of %s",
+                *(need.count, name, dict(need.resources), self._patience_s),
+                *(_numbers(ray.available_resources()), _numbers(ray.cluster_resources())),
+            )
         try:
-            ray.get(group.ready(), timeout=self._patience_s)
+            ray.get(ready, timeout=self._patience_s)
         except GetTimeoutError as problem:
             raise ConfigError(
                 f"the cluster has no room for {need.count} actors as {name} with {dict(need.resources)} each after "
