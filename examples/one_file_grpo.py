@@ -10,35 +10,13 @@ Everything that happens is on this page: task -> episode -> trajectory -> traini
 Run it:  python examples/one_file_grpo.py
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
-import functools
 import random
-from typing import Any
 
 import torch
 
 import polyturn
-from polyturn.algorithms.advantages import assign_advantages, grpo
-from polyturn.batching.filters import filter_groups
-from polyturn.batching.samples import to_samples
-from polyturn.data.conversations import Conversation
-from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.rewards.router import RewardRouter
-from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.limits import Limits
-from polyturn.rollout.pool import RolloutPool
-from polyturn.tokens.codec import Codec
-from polyturn.tokens.parsers import PlainParser
-from polyturn.tokens.train import train_tokenizer
-from polyturn.tools.executor import ToolBox
-from polyturn.training.hf import build_model
-from polyturn.training.optim import OptimSettings
-from polyturn.training.policy import local_policy
-from polyturn.training.sft import SftSettings, encode_conversation, run_sft
 
 MAX_TURNS = 3
 ARCHITECTURE = {
@@ -63,19 +41,19 @@ PROMPT = (polyturn.Message(role="user", content="Guess."),)
 class GuessingGame(polyturn.BaseInteraction):
     """Thinks of a number; answers a guess with "higher" or "lower"."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict) -> None:
         super().__init__(config)
         self.secrets: dict[str, int] = {}
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: object) -> str:
         """Remember the number that the task's row names."""
         assert instance_id is not None
         self.secrets[instance_id] = int(kwargs["secret"])
         return instance_id
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
+        self, instance_id: str, messages: list[dict], **kwargs: object
+    ) -> tuple[bool, str, float, dict]:
         """Compare the last guess with the secret."""
         said, secret = messages[-1]["content"].strip(), self.secrets[instance_id]
         if said == str(secret):
@@ -84,7 +62,7 @@ class GuessingGame(polyturn.BaseInteraction):
             return False, "higher" if secret > int(said) else "lower", 0.0, {}
         return True, "That is none of the numbers.", 0.0, {}
 
-    async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:
+    async def finalize_interaction(self, instance_id: str = "", **kwargs: object) -> None:
         """Forget the episode."""
         del self.secrets[instance_id]
 
@@ -98,7 +76,7 @@ def task(secret: int) -> polyturn.Task:
 # 2. A supervised start: the format of the game, played by someone who listens every other time.
 
 
-def demonstration(rng: random.Random) -> Conversation:
+def demonstration(rng: random.Random) -> polyturn.Conversation:
     """Return a game; it shows how to speak, and only half of the time how to listen."""
     secret, messages, possible = rng.choice(NUMBERS), list(PROMPT), list(NUMBERS)
     for turn in range(MAX_TURNS):
@@ -108,7 +86,7 @@ def demonstration(rng: random.Random) -> Conversation:
             break
         messages.append(polyturn.Message(role="user", content="higher" if secret > guess else "lower"))
         possible = [n for n in possible if (n > guess) == (secret > guess) and n != guess]
-    return Conversation(messages=tuple(messages))
+    return polyturn.Conversation(messages=tuple(messages))
 
 
 # 3. The loop.
@@ -120,35 +98,35 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
     rng = random.Random(seed)
 
     # A tokenizer and a model, made here; any causal language model of transformers would do.
-    codec = Codec(train_tokenizer(["Guess.", "higher", "lower", "right"], vocab_size=300))
-    model = build_model({**ARCHITECTURE, "vocab_size": codec.vocab_size}, seed=seed)
+    codec = polyturn.Codec(polyturn.train_tokenizer(["Guess.", "higher", "lower", "right"], vocab_size=300))
+    model = polyturn.build_model({**ARCHITECTURE, "vocab_size": codec.vocab_size}, seed=seed)
 
     # The engine samples from the very same parameters that the policy trains: a weight sync copies nothing.
-    engine = EmbeddedEngine(model, num_slots=groups_per_step * group_size, max_context=128)
-    context = RolloutContext(
+    engine = polyturn.EmbeddedEngine(model, num_slots=groups_per_step * group_size, max_context=128)
+    context = polyturn.RolloutContext(
         engine=engine,
         codec=codec,
-        parser=PlainParser(),
-        tools=ToolBox([]),
+        parser=polyturn.PlainParser(),
+        tools=polyturn.ToolBox([]),
         interactions={"game": GuessingGame({"name": "game"})},
-        rewarder=RewardRouter(),
+        rewarder=polyturn.RewardRouter(),
         scheduler=polyturn.MultiTurnScheduler(),
-        limits=Limits(max_turns=MAX_TURNS, max_tokens_per_turn=4),
+        limits=polyturn.Limits(max_turns=MAX_TURNS, max_tokens_per_turn=4),
     )
-    pool = RolloutPool(context)
+    pool = polyturn.RolloutPool(context)
 
     # Supervised start, through the same tokens and the same loss weights.
     encoder = context.encoder_for(task(1))
-    games = [encode_conversation(demonstration(rng), encoder, id=str(i)) for i in range(32 * sft_steps)]
-    sft = local_policy(model, optim=OptimSettings(lr=3e-3, warmup_steps=5))
-    run_sft(sft, games, SftSettings(steps=sft_steps, batch_size=32, seed=seed))
+    games = [polyturn.encode_conversation(demonstration(rng), encoder, id=str(i)) for i in range(32 * sft_steps)]
+    sft = polyturn.local_policy(model, optim=polyturn.OptimSettings(lr=3e-3, warmup_steps=5))
+    polyturn.run_sft(sft, games, polyturn.SftSettings(steps=sft_steps, batch_size=32, seed=seed))
 
-    policy = local_policy(model, optim=OptimSettings(lr=5e-4, warmup_steps=5))
+    policy = polyturn.local_policy(model, optim=polyturn.OptimSettings(lr=5e-4, warmup_steps=5))
     history: list[float] = []
     for step in range(steps):
         # Rollout: groups of episodes of one task, all at once.
         specs = [
-            GroupSpec(id=f"g{step}-{i}", task=task(rng.choice(NUMBERS)), size=group_size, seed=seed)
+            polyturn.GroupSpec(id=f"g{step}-{i}", task=task(rng.choice(NUMBERS)), size=group_size, seed=seed)
             for i in range(groups_per_step)
         ]
         groups = await pool.run(specs)
@@ -156,9 +134,9 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
         history.append(sum(t.reward.total for t in trajectories if t.reward is not None) / len(trajectories))
 
         # Credit: compare each trajectory with the others of its group.
-        kept = filter_groups(groups).groups
-        samples = [s for g in kept for s in to_samples(g, temperature=1.0)]
-        samples = assign_advantages(kept, samples, estimator=functools.partial(grpo, norm_by_std=True))
+        kept = polyturn.filter_groups(groups).groups
+        samples = [s for g in kept for s in polyturn.to_samples(g, temperature=1.0)]
+        samples = polyturn.assign_advantages(kept, samples, estimator=polyturn.grpo)
 
         # Update: the loss is on sampled tokens only, and the next episode sees the new weights.
         if samples:

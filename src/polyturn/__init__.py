@@ -77,6 +77,7 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
         "Reward": "polyturn.core.reward",
         "declare": "polyturn.algorithms.advantages",
         "advantages": "polyturn.algorithms.advantages",
+        "grpo": "polyturn.algorithms.advantages",
         "GroupView": "polyturn.algorithms.advantages",
         "MemberView": "polyturn.algorithms.advantages",
         "BatchAdvantages": "polyturn.algorithms.advantages",
@@ -97,7 +98,21 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
         "RolloutContext": "polyturn.rollout.context",
         "GroupSpec": "polyturn.rollout.group",
         "Limits": "polyturn.rollout.limits",
+        "ToolBox": "polyturn.tools.executor",
+        "RewardRouter": "polyturn.rewards.router",
+        "EmbeddedEngine": "polyturn.engines.embedded",
         "Codec": "polyturn.tokens.codec",
+        "PlainParser": "polyturn.tokens.parsers",
+        "train_tokenizer": "polyturn.tokens.train",
+        "build_model": "polyturn.training.hf",
+        "encode_conversation": "polyturn.training.sft",
+        "run_sft": "polyturn.training.sft",
+        "SftSettings": "polyturn.training.sft",
+        "filter_groups": "polyturn.batching.filters",
+        "to_samples": "polyturn.batching.samples",
+        "assign_advantages": "polyturn.algorithms.advantages",
+        "local_policy": "polyturn.training.policy",
+        "OptimSettings": "polyturn.training.options",
         "SamplingParams": "polyturn.core.generation",
         "GenerateRequest": "polyturn.core.generation",
         "Completion": "polyturn.core.generation",
@@ -125,10 +140,20 @@ __doc__ += "\n" + "\n".join(f"{task}:\n    {', '.join(names)}" for task, names i
 __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:
-    from polyturn.algorithms.advantages import BatchAdvantages, GroupView, MemberView, advantages, declare
+    from polyturn.algorithms.advantages import (
+        BatchAdvantages,
+        GroupView,
+        MemberView,
+        advantages,
+        assign_advantages,
+        declare,
+        grpo,
+    )
     from polyturn.algorithms.losses import TokenLoss, marks, policy_losses
     from polyturn.api.front import evaluate, steps, train
     from polyturn.api.run import Run
+    from polyturn.batching.filters import filter_groups
+    from polyturn.batching.samples import to_samples
     from polyturn.core.errors import (
         CheckpointError,
         ConfigError,
@@ -156,9 +181,11 @@ if TYPE_CHECKING:
     from polyturn.data.conversations import Conversation
     from polyturn.data.dataset import TaskDataset
     from polyturn.data.sampler import Curriculum
+    from polyturn.engines.embedded import EmbeddedEngine
     from polyturn.environments.base import Adapter
     from polyturn.interactions.base import BaseInteraction, SceneInteraction
     from polyturn.interactions.context import ConversationView, VoiceOptions
+    from polyturn.rewards.router import RewardRouter
     from polyturn.rollout.context import RolloutContext
     from polyturn.rollout.episode import Episode
     from polyturn.rollout.group import GroupSpec
@@ -168,10 +195,17 @@ if TYPE_CHECKING:
     from polyturn.rollout.scheduler import MultiTurnScheduler
     from polyturn.store.stored_run import open_store
     from polyturn.tokens.codec import Codec
+    from polyturn.tokens.parsers import PlainParser
+    from polyturn.tokens.train import train_tokenizer
     from polyturn.tools.base import BaseTool
+    from polyturn.tools.executor import ToolBox
     from polyturn.tools.function import FromTask, tool
     from polyturn.tools.schema import ToolResponse
     from polyturn.tracking.base import RunTracker
+    from polyturn.training.hf import build_model
+    from polyturn.training.options import OptimSettings
+    from polyturn.training.policy import local_policy
+    from polyturn.training.sft import SftSettings, encode_conversation, run_sft
 
 
 def __getattr__(name: str) -> Any:
