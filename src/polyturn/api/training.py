@@ -139,7 +139,7 @@ class _Attempt:
 
 def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace, options: RunOptions) -> TrainedRun | None:
     began = time.monotonic()
-    place, resume = attempt.source, attempt.resume
+    place, resume = replace(attempt.source, is_plan=options.dry_run is not None), attempt.resume
     config = place.config
     folder = Path(config.out) / config.name
     latest = Checkpoints(folder / "checkpoints").latest() if resume else None

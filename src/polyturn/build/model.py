@@ -121,7 +121,8 @@ def _base_model(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreT
     if is_label(model.path):
         given: PreTrainedModel = target(model.path)
         return given
-    return hf.load_model(folder_or_name(model.path, place.base), dtype=dtype, revision=model.revision)
+    load = hf.load_plan if place.is_plan else hf.load_model
+    return load(folder_or_name(model.path, place.base), dtype=dtype, revision=model.revision)
 
 
 def build_media(place: ConfigSource, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:

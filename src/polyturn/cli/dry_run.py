@@ -128,6 +128,9 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     out["each rank: in all, at most"] = f"{_mib(sum(held.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in all"
     out["tokens a step, at most"] = f"{longest * episodes}"
+    if parts.model.device.type == "meta":
+        out["time of a step"] = "not measured: the weights of so large a model are not read for a plan"
+        return out
     probe = _probe(parts.model)
     seconds = longest * episodes / ranks * (probe.forward_s + probe.backward_s + probe.forward_s) / probe.tokens
     out["time of a step, at most"] = (

@@ -79,12 +79,29 @@ def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revisi
     Raises:
         ConfigError: there is none, or it cannot be loaded.
     """
+    return _opened(source, dtype, revision, plan_above=None)
+
+
+def load_plan(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
+    """Return the same; above a billion parameters without its weights, on the meta device, for a plan of memory.
+
+    Raises:
+        ConfigError: as `load_model` does.
+    """
+    return _opened(source, dtype, revision, plan_above=1_000_000_000)
+
+
+def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, plan_above: int | None) -> PreTrainedModel:
     of = {"revision": revision or "main", "local_files_only": only_cached(str(source), revision=revision)}
     try:
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False, **of)
-        model: PreTrainedModel = _auto_class(config).from_pretrained(
-            str(source), config=config, dtype=dtype, trust_remote_code=False, **of
-        )
+        model: PreTrainedModel
+        if plan_above is not None:
+            with torch.device("meta"):
+                model = _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+            if count_parameters(model) > plan_above:
+                return model
+        model = _auto_class(config).from_pretrained(str(source), config=config, dtype=dtype, trust_remote_code=False, **of)
     except (OSError, ValueError) as problem:
         where = "the folder exists" if Path(source).is_dir() else "there is no such folder"
         raise ConfigError(
