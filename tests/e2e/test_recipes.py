@@ -1,4 +1,4 @@
-"""The recipes of examples/recipes: every config loads and dry-runs, and one of each kind takes an optimizer step.
+"""The recipes of examples/recipes: each dry-runs for one GPU and for eight, and takes an optimizer step.
 
 A tiny random model stands in for the real one, by `model.path`; what else is overridden is the size of the batch, the engine
 and the number of ranks. GSM8K's real problems are used where they lie beside the checkout, and for two of the configs Qwen's
@@ -22,7 +22,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -33,16 +32,22 @@ from polyturn.config.models import RunConfig
 from polyturn.store.stored_run import open_store
 from polyturn.testing.published import PUBLISHED
 from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from polyturn.tools.python_sandbox.isolation import Isolation, find_walls
 from support.runs import call_command
 from support.vision import VISION_TEMPLATE, tiny_vision_model, vision_tokenizer
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 SHARED = ROOT.parent / "shared" / "data"
-CONFIGS = sorted(p for p in RECIPES.glob("*/*.yaml") if p.name != "tools.yaml")
-FOLDERS = sorted({p.parent.name for p in CONFIGS})
+OVERLAYS = ("one_gpu", "eight_gpus", "qwen3")
+"""What lies below all recipes, or above any."""
+NAMES = sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem not in OVERLAYS)
+WITH_DATA = dict(
+    re.findall(r"^\| `(\w+)\.yaml` .*\| `polyturn (data [^`]+)` \|$", (RECIPES / "README.md").read_text(), re.MULTILINE)
+)
+"""Recipe -> the command that makes its data, as the README has it."""
 TEMPLATES = {"qwen2": "qwen2_5.jinja", "qwen3": "qwen3.jinja"}
-WITH_REAL_WORDS = ("gsm8k_tool/one_gpu", "gsm8k_interaction/qwen3_one_gpu")
+WITH_REAL_WORDS = ("gsm8k_tool", "gsm8k_user")
 SMALL = (
     *("num_threads=1", "engine.kind=embedded", "engine.launch=null", "engine.num_slots=16", "model.dtype=float32"),
     *("train.distributed.ranks=1", "train.groups_per_step=2", "train.group_size=2", "train.max_tokens_per_batch=4096"),
@@ -54,10 +59,6 @@ from support.vision import tiny_processor
 def processor(tokenizer):
     return tiny_processor(tokenizer)
 """
-
-
-def name_of(path: Path) -> str:
-    return f"{path.parent.name}/{path.stem}"
 
 
 def problems(folder: Path) -> Path:
@@ -122,49 +123,85 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write every recipe's data by the command that its README names."""
     base = tmp_path_factory.mktemp("data")
     raw = {name: make(base / f"raw_{name}") for name, make in SOURCES.items()}
-    for recipe in FOLDERS:
-        command = re.search(r"^polyturn (data (?!index).*)$", (RECIPES / recipe / "README.md").read_text(), re.MULTILINE)
-        assert command is not None, f"the README of {recipe} does not say how its data are made"
-        words = shlex.split(command[1])
+    for recipe, command in WITH_DATA.items():
+        words = shlex.split(command)
         words[words.index("--out") + 1] = str(base / recipe)
         done = call_command(main, *words, "--from", raw[words[1]])
         assert done.code == 0, done.err
-    return {recipe: base / recipe for recipe in FOLDERS}
+    return {recipe: base / recipe for recipe in WITH_DATA}
 
 
-def overrides(config: Path, models: dict[str, Path], data: dict[str, Path]) -> list[str]:
-    """Return what stands in for the real model, data and machine."""
-    path = load_config(RunConfig, config, []).config.model.path
+def overrides(recipe: str, models: dict[str, Path], data: dict[str, Path], *above: str) -> list[str]:
+    """Return what stands in for the real model, data and machine, above the files that lie above the recipe."""
+    path = load_config(RunConfig, RECIPES / f"{recipe}.yaml", above).config.model.path
     assert path is not None
     kind = "vision" if "-VL-" in path else "qwen3" if "Qwen3" in path else "qwen2"
-    if name_of(config) in WITH_REAL_WORDS and f"real_{kind}" in models:
+    if recipe in WITH_REAL_WORDS and f"real_{kind}" in models:
         kind = f"real_{kind}"
-    folder = data[config.parent.name]
-    given = [f"model.path={models[kind]}", f"data.train.files={folder}/train.parquet"]
-    given.append(f"evaluation.data.files={folder}/test.parquet")
+    given = [*above, f"model.path={models[kind]}"]
+    if recipe in data:
+        given += [f"data.train.files={data[recipe]}/train.parquet", f"evaluation.data.files={data[recipe]}/test.parquet"]
+    if recipe == "shop":
+        given += ["data.train.kwargs.num_tasks=8", "evaluation.data.kwargs.num_tasks=2"]
+        user = "{model: policy, max_tokens: 16, max_user_turns: 2, stop_marker: null}"  # no endpoint here
+        name = "polyturn.interactions.simulated_user.SimulatedUser"
+        given.append(f"rollout.interactions=[{{name: customer, class_name: {name}, config: {user}}}]")
     if kind == "vision":
         given.append(f"model.processor={models['stand_ins.py']}:processor")
     return [*given, *SMALL]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_every_recipe_loads_and_dry_runs(config: Path, models: dict[str, Path], data: dict[str, Path]) -> None:
-    done = call_command(main, "train", config, "--dry-run", *overrides(config, models, data))
+def test_every_recipe_is_in_the_readme():
+    text = (RECIPES / "README.md").read_text()
+    assert all(f"| `{name}.yaml` |" in text for name in NAMES) and set(WITH_DATA) <= set(NAMES)
+    assert "None has been run on a GPU" in text
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_every_recipe_loads_and_dry_runs(recipe: str, models: dict[str, Path], data: dict[str, Path]) -> None:
+    needs(recipe)
+    done = call_command(main, "train", RECIPES / f"{recipe}.yaml", "--dry-run", *overrides(recipe, models, data))
     assert done.code == 0, done.err
-    assert "8 to train on" in done.out
+    assert f"{4000 if recipe == 'games' else 8} to train on" in done.out
 
 
-@pytest.mark.parametrize("config", [p for p in CONFIGS if "eight_gpus" in p.stem], ids=name_of)
-def test_the_plan_of_devices_has_each_rank_and_server_and_says_what_is_shared(config: Path) -> None:
-    loaded = load_config(RunConfig, config, []).config
-    plan = device_plan(loaded)
-    launch = loaded.engine.launch
-    assert plan["rank 0"] == "GPU 0"
-    assert len([name for name in plan if name.startswith("server")]) == (0 if launch is None else launch.replicas)
-    if config.stem.startswith(("qwen2_5_7b", "qwen3_8b")):
-        assert plan["rank 3"] == "GPU 3" and plan["server 0"] == "GPU 4" and "shared" not in plan
-    elif launch is not None:
-        assert "GPU 7 (rank 7, server 7)" in plan["shared"]
+def needs(recipe: str) -> None:
+    """Skip a recipe whose environment is not here."""
+    if recipe == "games":
+        pytest.importorskip("textarena")
+    if recipe == "sandbox" and find_walls()[0] is Isolation.NONE:
+        pytest.skip(f"code cannot be isolated here: {find_walls()[1]}")
+
+
+@pytest.mark.parametrize("recipe", [name for name in NAMES if name != "vision"])
+def test_on_eight_gpus_ranks_and_servers_have_a_device_each(recipe: str) -> None:
+    config = load_config(RunConfig, RECIPES / f"{recipe}.yaml", [str(RECIPES / "eight_gpus.yaml")]).config
+    plan = device_plan(config)
+    assert [plan[f"rank {n}"] for n in range(4)] == [f"GPU {n}" for n in range(4)]
+    assert [plan[f"server {n}"] for n in range(4)] == [f"GPU {n}" for n in range(4, 8)]
+    assert "shared" not in plan
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B"])
+def test_the_plan_of_a_large_model_needs_no_weights(
+    name: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """There is no file of weights in the folder, and none of 8 billion parameters would fit a test."""
+    config = AutoConfig.for_model(**PUBLISHED[name])
+    config.save_pretrained(tmp_path / "large")
+    tiny_tokenizer().save_pretrained(tmp_path / "large")
+    above = [str(RECIPES / file) for file in ("qwen3.yaml", "eight_gpus.yaml")]
+    given = [
+        f"model.path={tmp_path / 'large'}",
+        f"data.train.files={data['gsm8k_tool']}/train.parquet",
+        "engine.kind=embedded",
+    ]
+    done = call_command(
+        main, "train", RECIPES / "gsm8k_tool.yaml", "--dry-run", *above, *given, "evaluation.data=null", "engine.launch=null"
+    )
+    assert done.code == 0, done.err
+    counted = {"Qwen/Qwen2.5-7B-Instruct": "7615.62 M", "Qwen/Qwen3-8B": "8190.74 M"}[name]
+    assert counted in done.out and "rank 3" in done.out and "not measured" in done.out
 
 
 @pytest.mark.parametrize(("name", "billions"), [("Qwen/Qwen2.5-7B-Instruct", "7.62"), ("Qwen/Qwen3-8B", "8.19")])
@@ -177,26 +214,6 @@ def test_the_memory_of_the_largest_recipes_is_what_the_guide_says(name: str, bil
     assert f"{parameters / 1e9:.2f}" == billions
     cells = [f"{billions} B", f"{16 * parameters / 4 / 1e9:.0f} GB", f"{2 * parameters / 4 / 1e9:.0f} GB"]
     assert all(cell in row for cell in [*cells, f"{2 * parameters / 1e9:.0f} GB"])
-
-
-@pytest.mark.parametrize("recipe", FOLDERS)
-def test_eight_gpus_are_a_diff_of_at_most_five_lines(recipe: str) -> None:
-    """Read as one file on top of the other: what the larger config says in lines of its own."""
-    lines = (RECIPES / recipe / "eight_gpus.yaml").read_text().splitlines()
-    said = [line for line in lines if line and not line.startswith("#")]
-    assert len(said) <= 5
-    config = load_config(RunConfig, RECIPES / recipe / "eight_gpus.yaml", []).config
-    assert config.train.distributed.ranks == 8
-    assert config.engine.launch is None or len(config.engine.launch.devices) == config.engine.launch.replicas == 8
-
-
-@pytest.mark.parametrize("recipe", FOLDERS)
-def test_the_readme_names_the_files_and_says_what_was_not_run(recipe: str) -> None:
-    text = (RECIPES / recipe / "README.md").read_text()
-    for path in CONFIGS:
-        if path.parent.name == recipe:
-            assert path.name in text
-    assert "not been run on a GPU" in text
 
 
 @pytest.fixture
@@ -225,34 +242,31 @@ def retrieval() -> Iterator[str]:
     server.server_close()
 
 
-STEPS = [(recipe, "qwen3_one_gpu" if recipe == "gsm8k_tool" else "one_gpu") for recipe in FOLDERS]
-"""One config of each recipe: Qwen2.5 for one of the two on GSM8K, Qwen3 for the other."""
-
-
-@pytest.mark.parametrize(("recipe", "name"), STEPS, ids=[f"{recipe}/{name}" for recipe, name in STEPS])
+@pytest.mark.parametrize("recipe", NAMES)
 def test_each_recipe_takes_an_optimizer_step(
     recipe: str,
-    name: str,
     models: dict[str, Path],
     data: dict[str, Path],
     tmp_path: Path,
     retrieval: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    needs(recipe)
     monkeypatch.setenv("RETRIEVAL_URL", retrieval)
-    config = RECIPES / recipe / f"{name}.yaml"
-    talks = recipe in ("gsm8k_interaction", "thinking_tips")  # long enough turns that some end by themselves
+    config = RECIPES / f"{recipe}.yaml"
+    above = [str(RECIPES / "qwen3.yaml")] if recipe == "gsm8k_tool" else []
+    talks = recipe in ("gsm8k_user", "thinking_tips")  # long enough turns that some end by themselves
     done = call_command(
         main,
         "train",
         config,
-        *overrides(config, models, data),
-        *(f"out={tmp_path}", "train.steps=1", "evaluation.before=false", "evaluation.data.limit=1"),
+        *overrides(recipe, models, data, *above),
+        *(f"out={tmp_path}", "train.steps=1", "evaluation.before=false", "evaluation.limit_during=1"),
         *(f"rollout.limits.max_tokens_per_turn={300 if talks else 16}", "rollout.limits.max_turns=2"),
         *("rollout.limits.max_context=3072", "algorithm.drop_zero_variance=false", f"train.group_size={4 if talks else 2}"),
     )
     assert done.code == 0, done.err
-    run = tmp_path / yaml.safe_load(config.read_text())["name"]
+    run = tmp_path / recipe
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss/total" in line]
     assert len(steps) == 1 and np.isfinite(steps[0]["loss/total"])

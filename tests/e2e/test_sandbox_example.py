@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from polyturn.cli.main import main
 from polyturn.core.registry import import_attr
@@ -38,7 +39,8 @@ async def ran(tool: Any, code: str) -> str:
 
 @isolated
 async def test_demonstrations_show_what_the_sandbox_says_and_tasks_can_be_solved_in_it() -> None:
-    (tool,) = initialize_tools_from_config(FOLDER / "tools.yaml")
+    listed = yaml.safe_load((FOLDER / "config.yaml").read_text())["rollout"]["tools"]["file"]
+    (tool,) = initialize_tools_from_config(listed)
     codes = set[str]()
     for conversation in named("demonstrations")(0, 40):
         called = [m for m in conversation.messages if m.tool_calls]

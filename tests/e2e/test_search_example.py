@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from polyturn.core.registry import import_attr
 from polyturn.rewards import search_r1
@@ -57,7 +58,8 @@ async def searched(tool: Any, query: str) -> str:
 
 
 async def test_demonstrations_show_what_the_tool_says_and_tasks_can_be_answered_from_it(folder: Path):
-    (tool,) = initialize_tools_from_config(folder / "tools.yaml")
+    listed = yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["tools"]["file"]
+    (tool,) = initialize_tools_from_config(listed, base=folder)
     for conversation in named(folder, "demonstrations")(0, 200):
         told = [m for m in conversation.messages if m.role == "tool"]
         asked = [m for m in conversation.messages if m.tool_calls]

@@ -123,7 +123,7 @@ def build_parts(
     if plugins is not None and check is not None:
         check(plugins, tools)
     model = build_model(place, tokenizer, checkpoint=checkpoint)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and model.device.type != "meta":
         model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
     max_context = _max_context(config.rollout.limits, model)
     media = build_media(place, codec, model)
@@ -195,13 +195,10 @@ def check_plugins(place: ConfigSource) -> None:
     """
     config = place.config
     load_plugins(config.plugins, base=place.base)
-    source = config.rollout.interactions
-    if isinstance(source, str):
-        check_interactions(place.base / source)
-    elif source is not None:
-        check_interactions({"interaction": source}, base=place.base)
+    if config.rollout.interactions is not None:
+        check_interactions(config.rollout.interactions, base=place.base)
     if config.rollout.tools.file is not None:
-        check_tools(place.base / config.rollout.tools.file)
+        check_tools(config.rollout.tools.file, base=place.base)
     _function_tools(place)
     if config.env is None:
         _check_scheduler(place)
@@ -239,7 +236,7 @@ def build_tools(place: ConfigSource, *, codec: Codec) -> ToolBox:
     tools = place.config.rollout.tools
     found: list[BaseTool] = []
     if tools.file is not None:
-        found += initialize_tools_from_config(place.base / tools.file)
+        found += initialize_tools_from_config(tools.file, base=place.base)
     found += _function_tools(place)
     return ToolBox(
         [*found, *build_env_tools(place)],
@@ -291,9 +288,7 @@ def build_interactions(place: ConfigSource, policies: FurtherPolicies = NO_POLIC
     source = place.config.rollout.interactions
     if source is None:
         return {}
-    if isinstance(source, str):
-        return initialize_interactions_from_config(place.base / source, policies=policies.by_name)
-    return initialize_interactions_from_config({"interaction": source}, base=place.base, policies=policies.by_name)
+    return initialize_interactions_from_config(source, base=place.base, policies=policies.by_name)
 
 
 def build_rewarder(

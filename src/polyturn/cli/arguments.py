@@ -35,7 +35,7 @@ def refuse_unused(context: typer.Context, used: Collection[str], *, here: str) -
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Override keys, for instance train.steps=10 rollout.limits.max_turns=4."),
+    typer.Argument(metavar="[KEY=VALUE|FILE]...", help="Keys to override, train.steps=10, or YAML files to lay above."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, for instance runs/quickstart.")]
 HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")]

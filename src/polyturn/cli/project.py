@@ -76,8 +76,10 @@ def _plugins(source: ConfigSource) -> str:
     check_plugins(source)
     rollout, config = source.config.rollout, source.config
     found = [f"tool {name}" for name in rollout.tools.functions]
-    if rollout.tools.file is not None:
+    if isinstance(rollout.tools.file, str):
         found.append(f"tools of {rollout.tools.file}")
+    else:
+        found += [f"tool {one.get('class_name', one)}" for one in rollout.tools.file or ()]
     if isinstance(rollout.interactions, str):
         found.append(f"interactions of {rollout.interactions}")
     else:

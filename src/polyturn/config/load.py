@@ -70,7 +70,8 @@ def load_config(
     Args:
         model: The pydantic model; unknown keys are errors in it and in the models inside it.
         path: The YAML file; None for overrides alone.
-        overrides: `key.path=value`, the value read as YAML; `+key=value` is the same. List entries go by number.
+        overrides: `key.path=value`, the value read as YAML; `+key=value` is the same. List entries go by number. The path of
+            a YAML file lays that file above what stands before it; relative paths in it still start at `path`'s folder.
         defaults: Values below the file.
         values: Values above it, which a program gives.
 
@@ -86,7 +87,11 @@ def load_config(
     if values:
         sources.merge(values, "given in Python")
     for override in overrides:
-        _override(model, sources, override)
+        if override.endswith((".yaml", ".yml")) and "=" not in override:
+            for file, read in _read_chain(Path(override), ()):
+                sources.merge(read, f"in {file}")
+        else:
+            _override(model, sources, override)
     return _load(model, sources)
 
 

@@ -61,7 +61,7 @@ def check_interaction(cls: type, *, where: str = "") -> None:
     check_class(cls, SCENE_INTERACTION if hasattr(cls, "reply_timeout_s") else INTERACTION, where=where)
 
 
-def check_interactions(source: str | Path | Mapping[str, Any], *, base: Path | None = None) -> None:
+def check_interactions(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None) -> None:
     """Check the class of every interaction of a file, or of a mapping with the same content, and make none.
 
     Raises:
@@ -72,7 +72,7 @@ def check_interactions(source: str | Path | Mapping[str, Any], *, base: Path | N
         check_interaction(_class_of(_class_or_object(entry.class_name, base=file.base)), where=entry.where)
 
 
-def _read(source: str | Path | Mapping[str, Any], *, base: Path | None) -> PluginFile:
+def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None) -> PluginFile:
     return read_plugin_file(source, key="interaction", allowed=("name", "class_name", "config"), base=base)
 
 
@@ -100,7 +100,7 @@ def _class_of(found: Any) -> type[Any]:
 
 
 def initialize_interactions_from_config(
-    interaction_config_file: str | Path | Mapping[str, Any],
+    interaction_config_file: str | Path | Mapping[str, Any] | list[Any],
     *,
     base: Path | None = None,
     policies: Mapping[str, Any] | None = None,

@@ -45,7 +45,7 @@ TOOL = Shape(
 """What the class of a tool defines."""
 
 
-def check_tools(source: str | Path | Mapping[str, Any], *, base: Path | None = None) -> None:
+def check_tools(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None) -> None:
     """Check the class of every tool of a file, or of a mapping with the same content, and make none.
 
     Raises:
@@ -58,7 +58,7 @@ def check_tools(source: str | Path | Mapping[str, Any], *, base: Path | None = N
             check_class(found, TOOL, where=entry.where)
 
 
-def _read(source: str | Path | Mapping[str, Any], *, base: Path | None) -> PluginFile:
+def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None) -> PluginFile:
     return read_plugin_file(source, key="tools", allowed=("class_name", "config", "tool_schema", "mcp"), base=base)
 
 
@@ -79,12 +79,12 @@ def get_tool_class(cls_name: str, *, base: Path | None = None) -> Any:
 
 
 def initialize_tools_from_config(
-    tools_config_file: str | Path | Mapping[str, Any], *, base: Path | None = None
+    tools_config_file: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None
 ) -> list[BaseTool]:
     """Build every tool of a YAML or JSON file, or of a mapping with the same content.
 
     Args:
-        tools_config_file: The file, or {"tools": [{"class_name": ..., "config": {...}, "tool_schema": {...}}]}.
+        tools_config_file: The file, {"tools": [{"class_name": ..., "config": {...}, "tool_schema": {...}}]}, or that list.
         base: The folder that relative paths start from; the file's own folder by default.
 
     Raises:

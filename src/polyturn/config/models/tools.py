@@ -7,7 +7,7 @@ These limits hold for every tool; a tool's own config may be stricter.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -18,8 +18,8 @@ from polyturn.tools.breaker import BreakerSettings
 class ToolsConfig(Section):
     """Tools, and the limits of each call."""
 
-    file: str | None = None
-    """YAML or JSON with a `tools` list."""
+    file: str | list[dict[str, Any]] | None = None
+    """YAML or JSON file with a `tools` list, or that list."""
     functions: list[str] = []
     """`file.py:function` of functions decorated with @polyturn.tool; `file.py` alone means every tool in it."""
     timeout_s: float = Field(60.0, gt=0)
