@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyturn.cli.main import main
+from support.forked import Forked
 from support.runs import call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
@@ -58,19 +55,12 @@ def test_over_sampling_with_the_engine_in_this_process_cuts_off_and_counts(tmp_p
 def test_an_interrupt_while_a_thread_trains_leaves_a_checkpoint_and_the_run_goes_on(tmp_path: Path):
     config = write_tiny_run(tmp_path)
     settings = ["train.steps=12", "train.max_staleness=1"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train", str(config), *settings],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-    )
+    process = Forked("train", config, *settings)
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("loss/total") >= 3):
-        time.sleep(0.01)
+    process.wait_until(lambda: metrics.is_file() and metrics.read_text().count("loss/total") >= 3)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in err, err
+    code, err = process.wait(120), process.err
+    assert code == 130 and "Traceback" not in err, err
     called = call("train", config, *settings, "--resume")
     assert called.code == 0, called.err
     assert [s["step"] for s in steps_of(tmp_path)] == list(range(1, 13)), "every step once"

@@ -6,7 +6,6 @@ The tool and the interaction write every call into a file; one call, the first t
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ import pytest
 
 from polyturn.cli.main import main
 from support.crash_injection import ledger_problems
+from support.forked import run_forked
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 
 call = partial(call_command, main)
@@ -63,10 +63,8 @@ def killed_and_resumed(folder: Path, coach: str) -> tuple[dict[str, int], dict[s
     (folder / "plugins.py").write_text(head + coach + tail[tail.index("\n\n\nclass GoesOn") :])
     settings = ["evaluation.data=null", "warm_start.conversations=null", "train.steps=3", "train.checkpoint_every=1"]
     settings += SEVERAL_TURNS
-    command = [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train", str(config), *settings]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    first = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
-    assert first.returncode == -9, first.stderr
+    first = run_forked("train", config, *settings)
+    assert first.returncode == -9, first.err
     assert not ledger_problems(folder / "runs" / "tiny", steps=1), "one step is trained, the second was collecting"
     resumed = call("train", config, *settings, "--resume")
     assert resumed.code == 0, resumed.err

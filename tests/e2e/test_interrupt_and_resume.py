@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +18,7 @@ import torch
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
 from polyturn.training.checkpoint import Checkpoints
+from support.forked import Forked
 from support.runs import call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
@@ -48,24 +44,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "tiny"
 
 
-def start(config: Path, settings: Sequence[str] = SETTINGS) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", "from polyturn.cli.main import main; main()", "train", str(config), *settings],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-    )
-
-
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"the run ended too early: {process.communicate()}"
-        if (run / "metrics.jsonl").is_file() and any(line["step"] >= step for line in lines(run)):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached in time")
+def wait_for_step(run: Path, step: int, process: Forked) -> None:
+    process.wait_until(lambda: (run / "metrics.jsonl").is_file() and any(line["step"] >= step for line in lines(run)))
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -118,11 +98,11 @@ def test_a_signal_leaves_a_checkpoint_and_resume_goes_on_as_if_nothing_had_happe
 ):
     config = write_tiny_run(tmp_path)
     run = tmp_path / "runs" / "tiny"
-    process = start(config)
+    process = Forked("train", config, *SETTINGS)
     wait_for_step(run, 4, process)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
+    ended, err = process.wait(120), process.err
+    assert ended == code, err
     assert "interrupted at step" in err and "Traceback" not in err
     assert f"polyturn train {config} " in err and err.rstrip().endswith("--resume"), "the sentence says how to go on"
     latest = Checkpoints(run / "checkpoints").latest()
@@ -136,10 +116,10 @@ def test_a_signal_leaves_a_checkpoint_and_resume_goes_on_as_if_nothing_had_happe
 def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path, whole: Path):
     config = write_tiny_run(tmp_path)
     run = tmp_path / "runs" / "tiny"
-    process = start(config)
+    process = Forked("train", config, *SETTINGS)
     wait_for_step(run, 5, process)
     process.kill()
-    process.communicate(timeout=60)
+    process.wait(120)
     latest = Checkpoints(run / "checkpoints").latest()
     assert latest is not None and int(latest.name.removeprefix("step-")) >= 3
     resume(config)
@@ -152,13 +132,11 @@ def test_a_warm_start_that_is_interrupted_goes_on_where_it_was(tmp_path: Path):
     assert call("train", whole, *settings).code == 0
     config = write_tiny_run(tmp_path / "parts")
     run = tmp_path / "parts" / "runs" / "tiny"
-    process = start(config, settings)
-    deadline = time.monotonic() + 120
-    while not (run / "sft_metrics.jsonl").is_file() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    process = Forked("train", config, *settings)
+    process.wait_until((run / "sft_metrics.jsonl").is_file)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    code, err = process.wait(120), process.err
+    assert code == 130, err
     assert re.search(r"of the warm start; go on with: \S*polyturn train", err) and "Traceback" not in err
     assert Checkpoints(run / "warm_start").latest() is not None
     called = call("train", config, *settings, "--resume")

@@ -5,22 +5,17 @@ Each runs in a process of its own, because what is tested is that the process en
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
 
 from polyturn.cli.main import main
+from support.forked import Forked, run_forked
 from support.runs import call_command, write_tiny_run
 
 ENDS_WITHIN_S = 280
@@ -99,22 +94,6 @@ def stubborn_run(folder: Path, kind: str) -> Path:
     return config
 
 
-def command(*arguments: object) -> dict[str, Any]:
-    """Return how a command of polyturn is started."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    return {"args": [sys.executable, "-m", "polyturn", *map(str, arguments)], "text": True, "env": env}
-
-
-def heeds_ctrl_c() -> None:
-    """Take the signal of Ctrl-C as a terminal's process does; one that a shell starts in the background ignores it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def ended(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Return what a command left, whose process has to end by itself."""
-    return subprocess.run(**command(*arguments), capture_output=True, timeout=ENDS_WITHIN_S, cwd=cwd)
-
-
 def check_named(said: str) -> None:
     """Check that what was left is named, with its file and lines."""
     assert re.search(r"abandoned at the end of the run, .*\(\S+plugins\.py:\d+, now at \S+plugins\.py:\d+\)", said), said
@@ -135,50 +114,36 @@ def test_a_command_ends_with_its_summary_or_its_error(
 ):
     config = stubborn_run(tmp_path, kind)
     name, *settings = command
-    done = ended(name, config, *SETTINGS[kind], *settings, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    assert words in done.stdout + done.stderr
-    check_named(done.stderr)
+    done = run_forked(name, config, *SETTINGS[kind], *settings, cwd=tmp_path)
+    assert done.returncode == code, done.err
+    assert words in done.out + done.err
+    check_named(done.err)
 
 
 def test_a_reward_that_leaves_tasks_behind_does_not_keep_rescore(tmp_path: Path):
     config = write_tiny_run(tmp_path)
     assert call_command(main, "rollout", config, "-n", 1).code == 0
     stubborn_run(tmp_path, "reward")
-    done = ended(
-        "rescore", tmp_path / "runs" / "tiny-rollout", "--reward", f"{tmp_path / 'plugins.py'}:scored", cwd=tmp_path
-    )
-    assert done.returncode == 0 and "written" in done.stdout, done.stderr
-    check_named(done.stderr)
+    reward = f"{tmp_path / 'plugins.py'}:scored"
+    done = run_forked("rescore", tmp_path / "runs" / "tiny-rollout", "--reward", reward, cwd=tmp_path)
+    assert done.returncode == 0 and "written" in done.out, done.err
+    check_named(done.err)
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """Return a server of episodes whose scheduler never answers, its address, and what it says."""
+def test_a_server_ends_after_a_signal(tmp_path: Path):
+    """The scheduler of its episodes never answers."""
     config = stubborn_run(tmp_path, "scheduler")
-    started = command("serve", "--config", config, *SETTINGS["scheduler"], "--port", 0, "--grace", 1)
-    process = subprocess.Popen(**started, stderr=subprocess.PIPE, cwd=tmp_path)
-    said: list[str] = []
-    assert process.stderr is not None
-    for line in process.stderr:
-        said.append(line)
-        if (found := re.search(r"listening on (http://\S+)", line)) is not None:
-            break
-    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    assert found is not None, said
-    yield process, found[1], said
-    process.kill()
-    process.wait()
-
-
-def test_a_server_ends_after_a_signal(served: tuple[subprocess.Popen[str], str, list[str]]):
-    process, url, said = served
-    message = {"role": "user", "content": "How loud?"}
-    reply = httpx.post(f"{url}/infer/", json={"infer_requests": [{"messages": [message]}]}, timeout=60).json()
-    assert "the scheduler's step took longer" in str(reply), reply
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=ENDS_WITHIN_S) == 0, said
+    process = Forked("serve", "--config", config, *SETTINGS["scheduler"], "--port", 0, "--grace", 1, cwd=tmp_path)
+    try:
+        process.wait_until(lambda: re.search(r"listening on http://\S+\s", process.err) is not None)
+        (url,) = re.findall(r"listening on (http://\S+)", process.err)
+        message = {"role": "user", "content": "How loud?"}
+        reply = httpx.post(f"{url}/infer/", json={"infer_requests": [{"messages": [message]}]}, timeout=60).json()
+        assert "the scheduler's step took longer" in str(reply), reply
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(ENDS_WITHIN_S) == 0, process.err
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("name", ["train", "rollout"])
@@ -186,12 +151,8 @@ def test_ctrl_c_in_the_middle_of_what_ignores_it(tmp_path: Path, name: str):
     config = stubborn_run(tmp_path, "interaction")
     plugins = tmp_path / "plugins.py"
     plugins.write_text(plugins.read_text().replace("    while True:", '    print("begun", flush=True)\n    while True:'))
-    process = subprocess.Popen(
-        **command(name, config), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, preexec_fn=heeds_ctrl_c
-    )
-    assert process.stdout is not None
-    assert any(line.startswith("begun") for line in process.stdout)
+    process = Forked(name, config, cwd=tmp_path)
+    process.wait_until(lambda: "begun" in process.out)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=ENDS_WITHIN_S)
-    assert process.returncode == 130, said
-    check_named(said)
+    assert process.wait(ENDS_WITHIN_S) == 130, process.err
+    check_named(process.err)

@@ -9,12 +9,9 @@ The ledger is the store: each group of training has the number of its ticket, an
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polyturn.store.stored_run import open_store
+from support.forked import Forked
 
 _RESUMED = re.compile(r"resumed in ([\d.]+) s")
 _PATIENCE_S = 120.0
 """How long a process may take until it writes anything."""
-_COMMAND = [sys.executable, "-c", "from polyturn.cli.main import main; main()"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +60,8 @@ def kill_until_done(
         if is_alive:
             time.sleep(rng.uniform(0, max_wait_s))
         process.kill()
-        _, err = process.communicate()
+        process.wait()
+        err = process.err
         if process.returncode not in (0, -9):
             found.problems.append(f"a process ended with {process.returncode}: {err[-2000:]}")
             return found
@@ -74,14 +72,14 @@ def kill_until_done(
         _count(err, found)
     last = _start(config, settings, run)
     try:
-        _, err = last.communicate(timeout=600)
-    except subprocess.TimeoutExpired:
+        last.wait(600)
+    except TimeoutError:
         last.kill()
-        _, err = last.communicate()
+        last.wait()
         found.problems.append("the last process did not come to the end of the run in 600 s")
-    _count(err, found)
+    _count(last.err, found)
     if last.returncode != 0:
-        found.problems.append(f"the last process ended with {last.returncode}: {err[-2000:]}")
+        found.problems.append(f"the last process ended with {last.returncode}: {last.err[-2000:]}")
     found.problems += ledger_problems(run, steps=steps)
     for line in _metrics(run):
         found.resumed_flights += int(line.get("rollout/resumed_flights") or 0)
@@ -109,16 +107,14 @@ def ledger_problems(run: Path, *, steps: int) -> list[str]:
     return problems
 
 
-def _start(config: Path, settings: Sequence[str], run: Path) -> subprocess.Popen[str]:
+def _start(config: Path, settings: Sequence[str], run: Path) -> Forked:
     resume = ["--resume"] if any((run / "checkpoints").glob("*step-*")) else []
     if not resume:
         shutil.rmtree(run, ignore_errors=True)  # killed before its first checkpoint: nothing to go on from
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [*_COMMAND, "train", str(config), *settings, *resume]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ)
+    return Forked("train", config, *settings, *resume)
 
 
-def _wait_for_life(process: subprocess.Popen[str], run: Path) -> bool:
+def _wait_for_life(process: Forked, run: Path) -> bool:
     """Wait until the process writes into the journal of its flights or into its metrics; return whether it does."""
     before, deadline = _latest_write(run), time.monotonic() + _PATIENCE_S
     while process.poll() is None and time.monotonic() < deadline:
