@@ -247,12 +247,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the picture of the curve out: it takes as long as a run of one step, and has tests of its own."""
-    monkeypatch.setattr("polyturn.api.training.plot_learning_curve", lambda metrics, out, *, title: out)
-
-
 @pytest.fixture
 def at_home(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The project, as the place where a process runs."""

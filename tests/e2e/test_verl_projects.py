@@ -56,12 +56,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the picture of the curve out: it takes as long as a run of one step, and has tests of its own."""
-    monkeypatch.setattr("polyturn.api.training.plot_learning_curve", lambda metrics, out, *, title: out)
-
-
 def run_script(name: str, *arguments: object, out: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, PREPARE / name, "--local_save_dir", out, *arguments]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
