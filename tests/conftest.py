@@ -1,8 +1,8 @@
 """What holds for all tests: none fails because the machine is busy, and how they are shared out among processes.
 
 `make test` has one process for each core.
-A file's tests stay together, for they share fixtures; all that use the real engines' servers are one share, so that each
-server starts once. What takes longest begins first.
+A file's tests stay together, for they share fixtures; all that use the servers of one real engine are one share, so that
+each server starts once and the two engines are tested side by side. What takes longest begins first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, settings
 FOLDERS = ("contract", "e2e", "golden", "property", "unit")
 """By how long a file takes, the longest first."""
 
+ENGINES = ("vllm", "sglang")
+
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
 
@@ -27,9 +29,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many threads as cores in each of a
 
 
 def share_of(nodeid: str) -> str:
-    """Return what a test is run together with."""
-    path = nodeid.split("::")[0]
-    return "tests/contract" if path.startswith("tests/contract/") else path
+    """Return what a test is run together with.
+
+    ```
+    tests/contract/test_engine_contract.py::test_abort[vllm]  ->  tests/contract vllm
+    tests/contract/test_engine_contract.py::test_abort[pool]  ->  tests/contract/test_engine_contract.py
+    ```
+    """
+    path, _, test = nodeid.partition("::")
+    engine = next((engine for engine in ENGINES if path.startswith("tests/contract/") and engine in test), None)
+    return path if engine is None else f"tests/contract {engine}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def why_not(engine: str) -> str | None:
     return None
 
 
+@functools.cache
 def interpreter(engine: str) -> Path:
     """Return the interpreter of the engine's environment, whether it is there or not."""
     script = ROOT / "scripts" / "engines" / "build.py"
