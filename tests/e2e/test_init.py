@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from polyturn.cli.init import KINDS
 from polyturn.cli.main import main
+from support.forked import Forked
 from support.runs import call_command
 
 
@@ -24,9 +23,8 @@ def begun(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_project_passes_its_own_tests_one_of_which_trains(kind: str, tmp_path: Path):
     folder = begun(tmp_path / f"my_{kind}", kind)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    done = Forked("-q", "-p", "no:cacheprovider", "--rootdir", folder, folder, cwd=folder, call="pytest:console_main")
+    assert done.wait(600) == 0, done.out[-3000:] + done.err[-2000:]
 
 
 @pytest.mark.parametrize("kind", KINDS)

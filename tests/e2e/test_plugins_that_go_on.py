@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from polyturn.cli.main import main
-from support.forked import Forked, run_forked
+from support.forked import Forked, run_forked, served
 from support.runs import call_command, write_tiny_run
 
 ENDS_WITHIN_S = 280
@@ -133,17 +133,11 @@ def test_a_reward_that_leaves_tasks_behind_does_not_keep_rescore(tmp_path: Path)
 def test_a_server_ends_after_a_signal(tmp_path: Path):
     """The scheduler of its episodes never answers."""
     config = stubborn_run(tmp_path, "scheduler")
-    process = Forked("serve", "--config", config, *SETTINGS["scheduler"], "--port", 0, "--grace", 1, cwd=tmp_path)
-    try:
-        process.wait_until(lambda: re.search(r"listening on http://\S+\s", process.err) is not None)
-        (url,) = re.findall(r"listening on (http://\S+)", process.err)
+    command = ("serve", "--config", config, *SETTINGS["scheduler"], "--port", 0, "--grace", 1)
+    with served(*command, cwd=tmp_path) as (_, url):
         message = {"role": "user", "content": "How loud?"}
         reply = httpx.post(f"{url}/infer/", json={"infer_requests": [{"messages": [message]}]}, timeout=60).json()
         assert "the scheduler's step took longer" in str(reply), reply
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(ENDS_WITHIN_S) == 0, process.err
-    finally:
-        process.kill()
 
 
 @pytest.mark.parametrize("name", ["train", "rollout"])

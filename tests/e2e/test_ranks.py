@@ -16,6 +16,7 @@ from cluster_run import assert_each_call_ran_once, metrics_of, write_run
 from transformers import AutoModelForCausalLM
 
 from polyturn.cli.main import main
+from support.forked import Forked, run_forked
 from support.runs import call_command
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -34,14 +35,9 @@ def command(*arguments):
 @pytest.mark.timeout(240)
 def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
     config = write_run(tmp_path)
-    done = subprocess.run(
-        command("train", config, "--nproc", 2, "name=two", "train.steps=2", "train.layout=packed", *CRITIC, *STEERED_KL),
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    two_steps = ["name=two", "train.steps=2", "train.layout=packed", *CRITIC, *STEERED_KL]
+    done = run_forked("train", config, "--nproc", 2, *two_steps, env=ENVIRONMENT)
+    assert done.returncode == 0, done.err
     steps = metrics_of(tmp_path / "runs" / "two")
     assert len(steps) == 2 and all(step["loss/grad_norm"] > 0 for step in steps)
     assert steps[0]["critic/value_loss"] > 0, "the critic is trained on all ranks"
@@ -82,25 +78,16 @@ def test_two_ranks_train_an_adapter_and_one_process_goes_on_with_it(tmp_path):
 @pytest.mark.timeout(240)
 def test_a_killed_rank_ends_the_run_and_its_checkpoint_goes_on_in_one_process(tmp_path):
     config = write_run(tmp_path)
-    run = subprocess.Popen(
-        command("train", config, "--nproc", 2, "train.steps=100000", "train.checkpoint_every=1", "warm_start.steps=0"),
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    run = Forked("train", config, "--nproc", 2, *ENDLESS, "train.checkpoint_every=1", env=ENVIRONMENT)
+    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
     try:
-        checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
-        deadline = time.monotonic() + 120
-        while not any(p.name >= "step-000002" for p in checkpoints.glob("step-*")) and time.monotonic() < deadline:
-            assert run.poll() is None, run.communicate()[0]
-            time.sleep(0.1)
+        run.wait_until(lambda: any(p.name >= "step-000002" for p in checkpoints.glob("step-*")))
         (follower,) = [pid for pid in children_of(run.pid) if rank_of(pid) == "1"]
         os.kill(follower, signal.SIGKILL)
-        said = run.communicate(timeout=60)[0]
+        assert run.wait(200) == 2
     finally:
         run.kill()
-    assert run.returncode == 2
+    said = run.out + run.err
     assert "rank 1 was killed by SIGKILL" in said and "The last lines of its log" in said and "--resume" in said
     last = max(int(p.name.removeprefix("step-")) for p in checkpoints.glob("step-*"))
     done = call_command(main, "train", config, "--resume", f"train.steps={last + 1}")
@@ -175,16 +162,11 @@ def started(folder, command):
 @pytest.mark.timeout(240)
 def test_a_launcher_that_is_killed_leaves_no_rank_behind_and_a_checkpoint(tmp_path):
     config = write_run(tmp_path)
-    run = subprocess.Popen(
-        command("train", config, "--nproc", 2, "train.steps=100000", "warm_start.steps=0"),
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=(tmp_path / "said").open("w"),
-    )
+    run = Forked("train", config, "--nproc", 2, *ENDLESS, env=ENVIRONMENT)
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     ranks = []
     try:
-        metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
-        wait_until(lambda: metrics.is_file() and "loss/grad_norm" in metrics.read_text())
+        run.wait_until(lambda: metrics.is_file() and "loss/grad_norm" in metrics.read_text())
         ranks = children_of(run.pid)
         assert len(ranks) == 2
         run.kill()
@@ -195,7 +177,7 @@ def test_a_launcher_that_is_killed_leaves_no_rank_behind_and_a_checkpoint(tmp_pa
         for pid in filter(is_alive, ranks):
             os.kill(pid, signal.SIGKILL)
     saved = max(int(p.name.removeprefix("step-")) for p in (tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*"))
-    assert saved >= 1, (tmp_path / "said").read_text()
+    assert saved >= 1, run.err
 
 
 def wait_until(is_so):

@@ -6,7 +6,6 @@ That the model learns is shown by benchmarks/example_learns.py.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import yaml
 from polyturn.core.registry import import_attr
 from polyturn.rewards import search_r1
 from polyturn.tools.registry import initialize_tools_from_config
+from support.forked import run_forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -31,18 +31,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(EXAMPLES / name, base / name, ignore=shutil.ignore_patterns("runs", "*.index", "people.jsonl"))
     named = next(line for line in (base / "search" / "people.py").read_text().splitlines() if line.startswith("    python "))
     make, index, _ = (command.split() for command in named.split("&&"))
-    run(sys.executable, *make[1:], folder=base / "search")
-    done = run(sys.executable, "-m", "polyturn", *index[1:], folder=base / "search")
-    assert done.stdout == "people.index: 1600 passages\n"
+    made = subprocess.run([sys.executable, *make[1:]], cwd=base / "search", check=False, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert run(*index[1:], folder=base / "search") == "people.index: 1600 passages\n"
     return base / "search"
 
 
-def run(*command: str, folder: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command, cwd=folder, check=False, capture_output=True, text=True, timeout=timeout, env={**os.environ}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+def run(*arguments: str, folder: Path) -> str:
+    """Return what a command of polyturn prints, called in a folder."""
+    done = run_forked(*arguments, cwd=folder)
+    assert done.returncode == 0, done.err[-3000:]
+    return done.out
 
 
 def named(folder: Path, name: str) -> Any:
@@ -84,6 +83,5 @@ def test_a_short_run_goes_through_the_index(folder: Path):
         "warm_start.kwargs.num_conversations=64", "warm_start.steps=3", "train.steps=1", "train.groups_per_step=2",
         "train.group_size=2", "train.minibatches=1", "evaluation.data.kwargs.num_tasks=4", "out=short", "num_threads=1",
     ]  # fmt: skip
-    done = run(sys.executable, "-m", "polyturn", "train", "config.yaml", *few, folder=folder)
-    assert "before and after" in done.stdout
+    assert "before and after" in run("train", "config.yaml", *few, folder=folder)
     assert (folder / "short" / "search" / "metrics.jsonl").is_file()

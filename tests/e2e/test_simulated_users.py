@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +21,7 @@ from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.store.stored_run import open_store
 from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
 from polyturn.viewer.run_view import RunView
+from support.forked import served
 from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 from support.services import serve
 
@@ -142,23 +138,9 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder, tokenizer = tmp_path_factory.mktemp("served") / "model", tiny_tokenizer()
     tokenizer.save_pretrained(folder)
     tiny_model(tokenizer).save_pretrained(folder)
-    code = "from polyturn.cli.main import main; main()"
-    arguments = ["serve", "--openai", "--model", str(folder), "--port", "0", "num_threads=1"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments, "rollout.limits.max_context=512"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stderr is not None
-    lines, found = [], None
-    while found is None:
-        lines.append(process.stderr.readline())
-        assert lines[-1], "".join(lines)
-        found = re.search(r"listening on\s+(http://\S+)", "".join(lines))
-    yield f"{found[1]}/v1"
-    process.send_signal(signal.SIGTERM)
-    process.wait(20)
+    arguments = ("serve", "--openai", "--model", folder, "--port", 0, "num_threads=1", "rollout.limits.max_context=512")
+    with served(*arguments) as (_, origin):
+        yield f"{origin}/v1"
 
 
 def test_a_served_model_is_the_user_and_a_second_run_asks_nothing(endpoint: str, tmp_path: Path) -> None:

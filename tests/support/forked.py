@@ -10,17 +10,19 @@ For tests of what takes a process: a signal, a kill, an end that does not come. 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 IMPORTED = (
@@ -111,6 +113,20 @@ class Forked:
         assert is_so(), f"it did not come in {within_s:g} s, or the process ended ({self.returncode}): {self.out}{self.err}"
 
 
+@contextlib.contextmanager
+def served(*arguments: object, cwd: Path | None = None) -> Iterator[tuple[Forked, str]]:
+    """Run a command that serves; give it and its address, end it with SIGTERM and check that it ends well."""
+    run = Forked(*arguments, cwd=cwd)
+    try:
+        run.wait_until(lambda: re.search(r"listening on\s+http://\S+\s", run.err) is not None)
+        (address,) = re.findall(r"listening on\s+(http://\S+)", run.err)
+        yield run, address
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(280) == 0, run.err
+    finally:
+        run.kill()
+
+
 def run_forked(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Forked:
     """Run a command to its end, of which there are 280 seconds."""
     run = Forked(*arguments, cwd=cwd, env=env)
@@ -180,6 +196,7 @@ def _become(wanted: Mapping[str, str], out: int, err: int) -> None:
     os.environ.clear()
     os.environ.update(wanted["env"])
     sys.argv = ["polyturn", *wanted["arguments"]]
+    sys.orig_argv = [sys.executable, "-m", *sys.argv]  # what the launcher of several ranks starts each with
     module, _, name = wanted["call"].partition(":")
     code = 1
     try:

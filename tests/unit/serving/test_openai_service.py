@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,6 +22,7 @@ from polyturn.serving.rules import ServerRules
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, turn_ids
 from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
+from support.forked import served as process_serving
 from support.runs import call_command
 
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
@@ -135,28 +131,9 @@ def test_the_command_serves_a_checkpoint_and_records(tmp_path: Path):
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     tiny_model(tokenizer).save_pretrained(tmp_path / "model")
-    code = "from polyturn.cli.main import main; main()"
-    arguments = ["serve", "--openai", "--model", str(tmp_path / "model"), "--port", "0", "--record", str(tmp_path / "run")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments, "num_threads=1", "rollout.limits.max_context=256"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
-    try:
-        assert process.stderr is not None
-        lines, origin = [], None
-        while origin is None:
-            lines.append(process.stderr.readline())
-            assert lines[-1], "".join(lines)
-            found = re.search(r"listening on\s+(http://\S+)", "".join(lines))
-            origin = None if found is None else found[1]
+    arguments = ["serve", "--openai", "--model", tmp_path / "model", "--port", 0, "--record", tmp_path / "run"]
+    with process_serving(*arguments, "num_threads=1", "rollout.limits.max_context=256") as (_, origin):
         asyncio.run(use(origin))
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(20)
-    assert process.returncode == 0
     (t,) = open_store(tmp_path / "run").trajectories(split="served")
     assert t.reward is not None and t.reward.total == 1.0 and len(t.turns) == 1
 

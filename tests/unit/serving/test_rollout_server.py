@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +27,7 @@ from polyturn.serving.rules import ServerRules
 from polyturn.serving.weight_receiver import TrainerGroup, flatten
 from polyturn.testing.tiny_models import tiny_model, tiny_tokenizer
 from polyturn.training import hf
+from support.forked import served
 from support.scripted_scheduler import ScriptedScheduler, plan_context, random_plan
 
 PLUGIN = """
@@ -69,30 +65,10 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*found, "rollout.limits.max_tokens_per_turn=8", "engine.deterministic=true", "num_threads=1"]
 
 
-class Process:
-    """A server in a process of its own."""
-
-    def __init__(self, flags: list[str], *options: str) -> None:
-        command = [str(Path(sys.executable).parent / "polyturn"), "serve", "--port", "0", *options, *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-        self.lines: list[str] = []
-        assert self.process.stderr is not None
-        self.url = ""
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if found := re.search(r"listening on (http://\S+)", line):
-                self.url = found.group(1)
-                break
-        threading.Thread(target=lambda: self.lines.extend(self.process.stderr or ()), daemon=True).start()
-        assert self.url, "".join(self.lines)
-
-
 @pytest.fixture(scope="module")
 def server(flags: list[str]) -> Iterator[str]:
-    served = Process(flags)
-    yield served.url
-    served.process.terminate()
-    assert served.process.wait(20) == 0, "".join(served.lines)
+    with served("serve", "--port", 0, *flags) as (_, url):
+        yield url
 
 
 def requests(num: int, **columns: object) -> list[dict[str, object]]:
@@ -201,13 +177,12 @@ def test_pushed_weights_are_served(server: str):
 
 
 def test_sigterm_lets_episodes_go_after_their_grace(flags: list[str]):
-    served = Process([*flags, "rollout.sampling.temperature=0"], "--grace", "1")
     replies: list[object] = []
-    asking = threading.Thread(target=lambda: replies.extend(RolloutClient(served.url).infer(requests(2, mode="sleep"))))
-    asking.start()
-    asking.join(2)
-    served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(120) == 0, "".join(served.lines)
+    arguments = ("serve", "--port", 0, "--grace", 1, *flags, "rollout.sampling.temperature=0")
+    with served(*arguments) as (_, url):
+        asking = threading.Thread(target=lambda: replies.extend(RolloutClient(url).infer(requests(2, mode="sleep"))))
+        asking.start()
+        asking.join(2)
     asking.join()
     assert [r.error for r in replies] == ["the server was stopped before the episode was over"] * 2  # type: ignore[attr-defined]
 
