@@ -17,7 +17,10 @@ WIDER = ("model.init.hidden_size=64", "model.init.head_dim=32", "model.init.inte
 """The heads of the tiny run are narrower than vLLM's attention knows."""
 
 
-@pytest.mark.parametrize(("kind", "replicas", "way"), [("vllm", 2, "auto"), ("sglang", 1, "ipc")])
+@pytest.mark.parametrize(
+    ("kind", "replicas", "way"),
+    [("vllm", 1, "auto"), ("sglang", 1, "ipc"), pytest.param("vllm", 2, "auto", marks=pytest.mark.slow)],
+)
 def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, way, tmp_path):
     if (reason := why_not(kind)) is not None:
         pytest.skip(reason)

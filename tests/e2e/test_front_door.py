@@ -205,6 +205,7 @@ def test_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "g0/0: " in shown
 
 
+@pytest.mark.slow  # it starts three processes
 def test_every_rank_of_torchrun_returns_the_run(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
