@@ -136,6 +136,49 @@ def test_two_ranks_train_beside_a_server(tmp_path):
     assert all(m["policy/rollout_difference"] < 1e-4 for m in steps)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_run_on_a_ray_cluster_trains_on_two_servers_on_nodes_of_their_own(kind, tmp_path):
+    if (reason := why_not(kind)) is not None:
+        pytest.skip(reason)
+    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'polyturn[ray]'")
+    nodes = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"trainer": 2}, "include_dashboard": False}
+    )
+    for _ in range(2):
+        nodes.add_node(num_cpus=1, resources={"server": 1, "worker": 1})
+    try:
+        called = call_command(
+            main,
+            *("train", write_tiny_run(tmp_path), "--ray", nodes.address, *WIDER, "train.steps=2"),
+            *(f"engine.kind={kind}", f"engine.launch.python={interpreter(kind)}", f"engine.launch.log={tmp_path / 'log'}"),
+            *("train.distributed.ranks=2", "cluster.rank_resources={trainer: 1}"),
+            *("cluster.engines={count: 2, resources: {server: 1}}", "cluster.workers={count: 2, resources: {worker: 1}}"),
+        )
+    finally:
+        nodes.shutdown()
+    assert called.code == 0, called.err
+    assert "the weights arrive at 2 servers" in called.err + called.out
+    steps = [m for m in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "engine/replicas_live" in m]
+    assert [(m["engine/replicas_live"], m["engine/lost"]) for m in steps] == [(2, 0)] * 2
+    assert all(m["policy/rollout_difference"] < 1e-4 for m in steps)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("engine.launch={replicas: 2}", "on a cluster set cluster.engines.count to 2"),
+        ('engine.launch={devices: ["0"]}', "on a cluster Ray says which GPUs a server gets"),
+        ("engine.weights=ipc", "engine.weights is ipc, which needs trainer and server in one machine's memory"),
+        ("engine.update=wait", "weights arrive in flight"),
+    ],
+)
+def test_what_is_for_one_machine_is_refused_on_a_cluster_before_anything_is_started(setting, said, tmp_path):
+    called = call_command(main, "train", write_tiny_run(tmp_path), "--ray", "auto", "--dry-run", "engine.kind=vllm", setting)
+    assert called.code == 2 and said in " ".join((called.err + called.out).split()), called.err
+
+
 def test_a_server_that_is_not_installed_is_one_sentence(tmp_path):
     called = call_command(main, "train", write_tiny_run(tmp_path), "engine.kind=vllm")
     assert called.code == 2

@@ -23,11 +23,13 @@ from polyturn.cli.main import main
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.scripted import ScriptedEngine
+from polyturn.training import hf
 from support.runs import SEVERAL_TURNS, call_command
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
 
-from polyturn.cluster.placement import Cluster, ResourceRequest
+from polyturn.cluster.members import ResourceRequest
+from polyturn.cluster.placement import Cluster
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,6 +39,25 @@ PLACES = [
     "cluster.engines.resources={rollout: 1}",
     "cluster.workers.resources={rollout: 1}",
 ]
+
+COUNT_BUILDS = """
+
+from polyturn.training import hf
+
+make = hf.build_model
+
+
+def counted(*args, **kwargs):
+    model = make(*args, **kwargs)
+    if not model.device.type == "meta":
+        with (HERE / "builds.log").open("a") as log:
+            log.write(f"{os.getpid()}\\n")
+    return model
+
+
+hf.build_model = counted
+"""
+"""Writes down the process of every model that is built with weights."""
 
 
 @pytest.fixture(scope="module")
@@ -59,35 +80,37 @@ def address(mark):
     del os.environ["POLYTURN_TEST_CLUSTER"]
 
 
-def test_two_ranks_train_with_engine_and_tools_on_another_node(address, tmp_path):
+def test_two_ranks_train_with_engine_and_tools_on_another_node(address, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "build_model", hf.build_model)  # what the plug-in puts there in this process goes afterwards
     config = write_run(tmp_path)
+    (tmp_path / "plugins.py").write_text((tmp_path / "plugins.py").read_text() + COUNT_BUILDS)
     done = call_command(main, "train", config, "--ray", address, "train.steps=2", *PLACES)
     assert done.code == 0, done.err
     steps = metrics_of(tmp_path / "runs" / "tiny")
     assert len(steps) == 2 and all(step["loss/grad_norm"] > 0 for step in steps)
     assert all(0 < step["time/generate_s"] < step["time/step_s"] for step in steps), "what the engines spent for the workers"
     assert_each_call_ran_once(tmp_path, "tiny")
+    built = (tmp_path / "builds.log").read_text().split()
+    assert len(built) == len(set(built)) == 2 + 1 + 1, "ranks, the engine's own, and the leader's copy; workers have none"
 
 
 @pytest.mark.slow
-async def test_a_request_goes_to_another_replica_where_one_died_and_errors_are_in_the_engines_own_words(address):
+async def test_a_request_goes_to_another_replica_where_one_died_and_errors_are_in_the_engines_own_words(address, mark):
     cluster = Cluster(address)
     try:
-        script = [[5, 6], EngineError("the prompt is too long")]
+        script = [[5, 6], [5, 6], EngineError("the prompt is too long")]
         engine = cluster.engines(ResourceRequest(count=2, resources={"rollout": 0.5}), partial(ScriptedEngine, script))
-        first, second = (replica.home.pid for replica in engine.replicas)
         assert list((await engine.generate(request("a/0", session="a"))).token_ids) == [5, 6]
+        first, second = actors_of(mark, "EngineActor")
         os.kill(first, signal.SIGKILL)
-        assert list((await engine.generate(request("a/1", session="a"))).token_ids) == [5, 6], "of the other's script"
-        assert engine.read_metrics() == {"engine/replicas": 2, "engine/replicas_live": 1}
-        with pytest.raises(EngineError) as said:
-            await engine.generate(request("a/2", session="a"))
-        assert str(said.value) == "the prompt is too long"
+        said = [await told(engine, request(f"a/{turn}", session="a")) for turn in range(1, 4)]
+        assert said[0] == [5, 6] and "the prompt is too long" in said, "of the other's script"
         os.kill(second, signal.SIGKILL)
-        with pytest.raises(EngineLostError, match=r"(?s)no engine replica is left\. engine replica 1 \(process .* died"):
-            await engine.generate(request("b/0", session="b"))
-        with pytest.raises(EngineLostError, match="no engine replica is left"):
+        with pytest.raises(EngineLostError, match=r"(?s)engine replica \d \(process .* died"):
             await engine.update_weights(1, weights={})
+        with pytest.raises(EngineLostError, match="all servers are lost for good"):
+            await engine.generate(request("b/0", session="b"))
+        assert engine.read_metrics()["engine/replicas_live"] == 0
         await engine.abort("b/0")
         await engine.end_session("b")
     finally:
@@ -110,6 +133,13 @@ async def test_a_call_waits_behind_no_other_however_many_run(address):
         await asyncio.wait(running)
     finally:
         cluster.close()
+
+
+async def told(engine, asked):
+    try:
+        return list((await engine.generate(asked)).token_ids)
+    except EngineError as problem:
+        return str(problem)
 
 
 def request(name, *, session):

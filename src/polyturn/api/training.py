@@ -152,6 +152,8 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         )
     check_writable(folder)
     tasks = build.build_run_tasks(place)
+    if config.cluster.address is not None:
+        build.check_cluster(config)
     if config.cluster.address is not None and options.dry_run is None:
         parts = build.cluster_parts(place)
     else:

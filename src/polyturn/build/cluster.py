@@ -4,24 +4,65 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.config_source import ConfigSource
-from polyturn.build.parts import Parts, build_parts
+from polyturn.build.engine import build_engine, servable_folder
+from polyturn.build.model import build_codec, build_media, build_outline
+from polyturn.build.parts import Parts, build_parts, max_context_of
 from polyturn.build.ranks import check_ranks, model_of, rank_of
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
+from polyturn.core.plugins import load_plugins
+from polyturn.engines.base import ModelFolder
+from polyturn.engines.pool import EnginePool
 from polyturn.rollout.pool import RolloutPool
 
 if TYPE_CHECKING:
-    from polyturn.cluster.clients import Member
     from polyturn.cluster.journal import WorkerJournal
+    from polyturn.cluster.members import Member
+    from polyturn.cluster.servers import NodePlaces
     from polyturn.core.protocols import Engine, EngineCapabilities
     from polyturn.training.rank_group import RankWorker
 
 
+def check_cluster(config: RunConfig) -> None:
+    """Refuse what cannot go to a cluster.
+
+    Raises:
+        ConfigError: some setting is for one machine only.
+    """
+    check_ranks(config, config.train.distributed.ranks)
+    engine = config.engine
+    if engine.process == "own" or engine.update != "in_flight":
+        raise ConfigError(
+            f"engine has process {engine.process!r} and update {engine.update!r}; on a cluster every replica is in a "
+            "process of its own and weights arrive in flight, so leave these at their defaults"
+        )
+    if config.policies:
+        raise ConfigError(
+            f"policies names {', '.join(map(repr, config.policies))} and the run is on a Ray cluster, where each worker "
+            "would hold them again; serve them beside the run and give their addresses (base_url, url), or drop --ray"
+        )
+    if engine.launch is not None and engine.launch.devices:
+        raise ConfigError(
+            f"engine.launch.devices is {engine.launch.devices}, and on a cluster Ray says which GPUs a server gets; leave "
+            "it out and say how many in cluster.engines.resources, for example {GPU: 2}"
+        )
+    if engine.launch is not None and engine.launch.replicas > 1:
+        raise ConfigError(
+            f"engine.launch.replicas is {engine.launch.replicas}, which counts the servers of one machine; on a cluster set "
+            f"cluster.engines.count to {engine.launch.replicas}"
+        )
+    if engine.weights == "ipc":
+        raise ConfigError(
+            "engine.weights is ipc, which needs trainer and server in one machine's memory; on a cluster leave it at auto, "
+            "or use http, gloo, or disk with an engine.weights_folder that all nodes see"
+        )
+
+
 def cluster_parts(place: ConfigSource) -> Parts:
-    """ConfigSource engines, workers and ranks on the cluster that the configuration names, and return the leader's parts.
+    """Place engines, workers and ranks on the cluster that the configuration names, and return the leader's parts.
 
     Raises:
         ConfigError: there is no such cluster, it has no room, or the run cannot go there.
@@ -29,20 +70,10 @@ def cluster_parts(place: ConfigSource) -> Parts:
     config = place.config
     cluster = config.cluster
     assert cluster.address is not None
-    check_ranks(config, config.train.distributed.ranks)
-    if config.engine.kind != "embedded" or config.engine.process == "own" or config.engine.update != "in_flight":
-        raise ConfigError(
-            f"engine has kind {config.engine.kind!r}, process {config.engine.process!r}, update {config.engine.update!r}; "
-            "on a cluster the replicas are embedded engines with in_flight updates, so leave these at their defaults"
-        )
-    if config.policies:
-        raise ConfigError(
-            f"policies names {', '.join(map(repr, config.policies))} and the run is on a Ray cluster, where each worker "
-            "would hold them again; serve them beside the run and give their addresses (base_url, url), or drop --ray"
-        )
     try:
         from polyturn.cluster.clients import RayPool
-        from polyturn.cluster.placement import Cluster, ResourceRequest
+        from polyturn.cluster.members import ResourceRequest
+        from polyturn.cluster.placement import Cluster
     except ModuleNotFoundError as problem:
         raise ConfigError(f"--ray needs Ray and it is not installed ({problem}); pip install 'polyturn[ray]'") from problem
     here = dataclasses.replace(place, config=config.model_copy(update={"cluster": type(cluster)()}))
@@ -51,9 +82,15 @@ def cluster_parts(place: ConfigSource) -> Parts:
     cpus = sum(need.count * need.resources.get("CPU", 0) for need in (engines, workers, ranks))
     ray = Cluster(cluster.address, patience_s=cluster.patience_s, cpus=cpus)
     try:
-        engine = ray.engines(engines, functools.partial(_engine, here))
-        parts = build_parts(place, engine=engine)
-        pool = functools.partial(_pool, here, engine.replicas, engine.capabilities)
+        if config.engine.kind == "embedded":
+            engine = ray.engines(engines, functools.partial(_engine, here))
+            parts = build_parts(place, engine=engine)
+        else:
+            places = ray.places(None if config.engine.urls else engines)
+            engine = ray.pool()
+            parts = build_parts(place, engine=engine)
+            engine.start(functools.partial(_servers, here, places(_model_folder(parts))))
+        pool = functools.partial(_pool, here, engine.pool, engine.capabilities)
         members = ray.workers(workers, pool)
         team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=config.train.distributed.tensor_parallel)
     except BaseException:
@@ -78,13 +115,44 @@ def _engine(place: ConfigSource) -> Engine:
     return build_parts(place).engine
 
 
-def _pool(
-    place: ConfigSource, replicas: Sequence[Member], capabilities: EngineCapabilities, journal: WorkerJournal
-) -> RolloutPool:
-    """Build a rollout worker, in its actor."""
-    from polyturn.cluster.clients import RayEngine
+def _model_folder(parts: Parts) -> ModelFolder:
+    """Return the model as a server loads it, on this machine."""
+    return servable_folder(parts.place, parts.model, tokenizer=parts.tokenizer, media=parts.context.media, checkpoint=None)
 
-    parts = build_parts(place, engine=RayEngine(replicas, capabilities))
+
+async def _servers(place: ConfigSource, places: NodePlaces) -> EnginePool:
+    """Build the pool of servers, in its actor, and let all of them come up.
+
+    Raises:
+        ConfigError, EngineError: they cannot be, or one does not come up.
+    """
+    config = place.config
+    load_plugins(config.plugins, base=place.base)
+    codec = build_codec(place)
+    model = build_outline(place, codec.tokenizer)
+    made = build_engine(
+        place,
+        model,
+        tokenizer=codec.tokenizer,
+        media=build_media(place, codec, model),
+        max_context=max_context_of(config.rollout.limits, model),
+        checkpoint=None,
+        places=places,
+    )
+    if not isinstance(made, EnginePool):
+        raise ConfigError(
+            f"engine.kind {config.engine.kind!r} makes a {type(made).__name__}; on a cluster it must make a pool of servers "
+            "(polyturn.engines.pool.EnginePool), as vllm and sglang do, or be embedded"
+        )
+    await made.update_weights(0)
+    return made
+
+
+def _pool(place: ConfigSource, pool: Member, capabilities: EngineCapabilities, journal: WorkerJournal) -> RolloutPool:
+    """Build a rollout worker, in its actor."""
+    from polyturn.cluster.engine import ClusterEngine
+
+    parts = build_parts(place, engine=ClusterEngine(pool, capabilities), has_weights=False)
     # Whether too many failed is for the leader to say, who sees all of them.
     context = dataclasses.replace(parts.context, journal=journal)
     return RolloutPool(context, max_concurrent=place.config.rollout.max_concurrent, max_failed_share=1.0)

@@ -15,7 +15,7 @@ from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine
 from polyturn.core.signature import takes_any_keyword
-from polyturn.engines.base import EngineSetup, ModelFolder, engines
+from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -31,8 +31,9 @@ def build_engine(
     media: MediaProcessor | None,
     max_context: int,
     checkpoint: Path | None,
+    places: ServerPlaces | None = None,
 ) -> Engine:
-    """Make the engine that `engine.kind` names. Servers are started when they are first asked.
+    """Make the engine that `engine.kind` names. Servers are started when they are first asked, in `places` if given.
 
     Raises:
         ConfigError: there is none of that name, it cannot do what the run needs, or is not installed.
@@ -49,7 +50,12 @@ def build_engine(
             sampling=SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k),
             trains_meanwhile=config.train.max_staleness > 0,
             base=place.base,
-            model_folder=lambda: _model_folder(place, model, tokenizer=tokenizer, media=media, checkpoint=checkpoint),
+            model_folder=lambda: (
+                servable_folder(place, model, tokenizer=tokenizer, media=media, checkpoint=checkpoint)
+                if places is None
+                else places.config
+            ),
+            places=places,
         ),
         **config.engine.kwargs,
     )
@@ -82,7 +88,7 @@ def find_engine(place: ConfigSource) -> Callable[..., Any]:
     return build
 
 
-def _model_folder(
+def servable_folder(
     place: ConfigSource,
     model: PreTrainedModel,
     *,

@@ -87,6 +87,23 @@ def build_model(
     return built
 
 
+def build_outline(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Make the model without its weights, for a process that neither trains nor serves it: its config and its shapes.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    import torch
+
+    from polyturn.training import hf
+
+    model = place.config.model
+    if model.init is not None or model.path is None or is_label(model.path):
+        with torch.device("meta"):
+            return _base_model(place, tokenizer)
+    return hf.load_outline(folder_or_name(model.path, place.base), dtype=_dtype(model.dtype), revision=model.revision)
+
+
 def load_frozen(place: ConfigSource, path: str, *, like: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
     """Load a model that is only scored, onto the device of `like`; in its own words, not in the adapter's."""
     from polyturn.training import hf

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.engine import build_engine, find_engine
 from polyturn.build.environments import build_env_scheduler, build_env_tools
-from polyturn.build.model import build_codec, build_media, build_model
+from polyturn.build.model import build_codec, build_media, build_model, build_outline
 from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.config.models import (
     RewardFunctionConfig,
@@ -92,6 +92,7 @@ def build_parts(
     *,
     checkpoint: Path | None = None,
     engine: Any = None,
+    has_weights: bool = True,
     check: Callable[[Plugins, ToolBox], None] | None = None,
 ) -> Parts:
     """Make the model, the engine and the rollout context.
@@ -100,6 +101,7 @@ def build_parts(
         place: The configuration.
         checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
         engine: What completions come from; None makes the engine that is configured.
+        has_weights: Whether the model is more than its config and shapes, which is all that rollout itself needs of it.
         check: Is shown the plug-ins before any weights are loaded, where no further policy of the run has to be made first.
 
     Raises:
@@ -122,10 +124,10 @@ def build_parts(
     plugins = None if config.policies else _plugins(place, NO_POLICIES)  # a policy may be a copy of the model
     if plugins is not None and check is not None:
         check(plugins, tools)
-    model = build_model(place, tokenizer, checkpoint=checkpoint)
+    model = build_model(place, tokenizer, checkpoint=checkpoint) if has_weights else build_outline(place, tokenizer)
     if torch.cuda.is_available() and model.device.type != "meta":
         model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
-    max_context = _max_context(config.rollout.limits, model)
+    max_context = max_context_of(config.rollout.limits, model)
     media = build_media(place, codec, model)
     policies = build_policies(place, model=model, codec=codec)
     plugins = plugins or _plugins(place, policies)
@@ -390,7 +392,7 @@ def sampling_params(sampling: Sampling, limits: Limits) -> SamplingParams:
     )
 
 
-def _max_context(limits: Limits, model: PreTrainedModel) -> int:
+def max_context_of(limits: Limits, model: PreTrainedModel) -> int:
     own = int(model.config.get_text_config().max_position_embeddings)
     wanted = limits.max_context or min(own, 4096)
     if wanted > own:

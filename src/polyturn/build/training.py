@@ -179,10 +179,9 @@ def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
         return WeightSync(parts.engine, source, vocab_size=vocab_size, media=parts.context.media, to_checkpoint=named)
 
     if isinstance(policy.backend, RankedBackend):
-        if parts.pool is not None:
-            from polyturn.cluster.clients import PushedWeights, RayEngine
+        if parts.pool is not None and parts.place.config.engine.kind == "embedded":
+            from polyturn.cluster.clients import PushedWeights
 
-            assert isinstance(parts.engine, RayEngine)
             adapter = functools.partial(adapter_tensors, parts.model) if has_lora(parts.model) else None
             return GatheredWeights(policy.backend, PushedWeights(parts.engine, policy.weights, changing=adapter))
         # The proof that weights arrive changes whole weights and scores with them, which the leader's copy is there for.

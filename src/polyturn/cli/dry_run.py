@@ -146,7 +146,9 @@ def device_plan(config: RunConfig) -> dict[str, str]:
     {"rank 0": "GPU 0", "rank 1": "GPU 1", "server 0": "GPU 1", "shared": "GPU 1 (rank 1, server 0)"}
     """
     ranks, launch = config.train.distributed.ranks, config.engine.launch
-    if config.cluster.address is not None or (ranks <= 1 and launch is None):
+    if config.cluster.address is not None:
+        return cluster_plan(config)
+    if ranks <= 1 and launch is None:
         return {}
     users: dict[str, list[str]] = {}
     placed: dict[str, str] = {}
@@ -158,6 +160,29 @@ def device_plan(config: RunConfig) -> dict[str, str]:
             users.setdefault(gpu.strip(), []).append(name)
     shared = [f"GPU {gpu} ({', '.join(names)})" for gpu, names in users.items() if len(names) > 1]
     return placed | ({"shared": "; ".join(shared)} if shared else {})
+
+
+def cluster_plan(config: RunConfig) -> dict[str, str]:
+    """Return which processes a run on a cluster places, what each of them occupies and holds.
+
+    {"driver": "…", "pool": "…", "4 servers (vllm)": "{'GPU': 2} each, on different nodes where there is room; …"}
+    """
+    cluster, engine = config.cluster, config.engine
+    apart = "on different nodes where there is room"
+    plan = {
+        "driver": "this process: the loop, the tasks, checkpoints; one copy of the whole model",
+        "pool": "beside the driver: the queue of all requests; no weights",
+    }
+    if engine.urls:
+        plan["servers"] = f"running already: {', '.join(engine.urls)}"
+    else:
+        kind = "embedded engines" if engine.kind == "embedded" else f"servers ({engine.kind})"
+        held = f"{dict(cluster.engines.resources)} each, {apart}; the model's weights and the KV cache"
+        plan[f"{cluster.engines.count} {kind}"] = held
+    ranks, workers = max(1, config.train.distributed.ranks), cluster.workers
+    plan[f"{ranks} trainer ranks"] = f"{dict(cluster.rank_resources)} each, on as few nodes as have room; a shard"
+    plan[f"{workers.count} rollout workers"] = f"{dict(workers.resources)} each, {apart}; tokenizer and config, no weights"
+    return plan
 
 
 class Probe(NamedTuple):

@@ -1,8 +1,10 @@
 """What runs on the nodes of a cluster: a rank, an engine replica, or a rollout worker, each a Ray actor.
 
     driver (the leader)     RankActor x ranks            parameters, gradients, moments; one process group among themselves
-    loop, evaluation,       EngineActor x replicas       weights for sampling
-    checkpoints             RolloutActor x workers       episodes: tools, interactions, rewards; they ask the engines
+    loop, evaluation,       EngineActor x replicas       weights for sampling: the embedded engine
+    checkpoints             ServerActor x replicas       or an inference server (`servers.py`)
+                            PoolActor                    all replicas as one engine (`pool_actor.py`)
+                            RolloutActor x workers       episodes: tools, interactions, rewards; they ask the pool
 
 An actor is given what builds it, not a configuration: nothing here knows what is built. Each says where its
 log is, so that the driver can tell how it ended.
@@ -16,11 +18,11 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-
-import ray
+from typing import Any
 
 from polyturn.cluster.journal import JournalEntry, ResumeState, WorkerJournal
+from polyturn.cluster.members import Actor
+from polyturn.cluster.pool_actor import shifted
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.trajectory import TrajectoryGroup
@@ -29,26 +31,7 @@ from polyturn.rollout.pool import RolloutPool
 from polyturn.training.rank_group import RankReply, RankWorker
 
 
-class ActorInfo(NamedTuple):
-    """Where an actor lives."""
-
-    node: str
-    address: str
-    pid: int
-    logs: tuple[str, ...]
-    """The files that its output goes to, on its node."""
-
-
-class _Actor:
-    """What all of them can say."""
-
-    def home(self) -> ActorInfo:
-        """Return where this actor lives."""
-        logs = tuple(os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2))
-        return ActorInfo(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid(), logs)
-
-
-class RankActor(_Actor):
+class RankActor(Actor):
     """A trainer rank; its calls run in the main thread, one after the other."""
 
     def free_port(self) -> int:
@@ -70,15 +53,11 @@ class RankActor(_Actor):
         return self._rank.run(command, share)
 
 
-class EngineActor(_Actor):
+class EngineActor(Actor):
     """An engine replica; calls run side by side on its event loop."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._engine = build()
-
-    async def busy_s(self) -> float:
-        """Return how many seconds it spent generating."""
-        return self._engine.busy_s
 
     async def capabilities(self) -> EngineCapabilities:
         """Return what the engine can do."""
@@ -86,7 +65,7 @@ class EngineActor(_Actor):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion."""
-        return await self._engine.generate(request)
+        return await self._engine.generate(shifted(request, asyncio.get_running_loop().time()))
 
     async def abort(self, request_id: str) -> None:
         """End a running request now."""
@@ -96,12 +75,12 @@ class EngineActor(_Actor):
         """Forget what is kept for an episode."""
         await self._engine.end_session(session_id)
 
-    async def update_weights(self, version: int, weights: Mapping[str, Any]) -> None:
+    async def update_weights(self, version: int, weights: Mapping[str, Any] | None) -> None:
         """Serve `version` from now on."""
         await self._engine.update_weights(version, weights=weights)
 
 
-class RolloutActor(_Actor):
+class RolloutActor(Actor):
     """Runs groups: the schedulers, tools, interactions and rewards of their episodes, and nothing of the training."""
 
     def __init__(self, build: Callable[[WorkerJournal], RolloutPool]) -> None:

@@ -1,31 +1,27 @@
-"""The driver's side of the actors: a team, an engine and a pool that look like those of one process.
+"""The driver's side of ranks and workers: a team and a pool that look like those of one process (the engine: `engine.py`).
 
     RayTeam     training: Team      every rank runs a command on its share
-    RayEngine   core: Engine        an episode stays with the replica that has its KV cache; new weights go to all of them
     RayPool     RolloutPool         a group goes to the worker with least to do
 
-An actor that dies is a sentence with what is left of its log, never a stack trace of Ray. What a dead replica was asked is
-asked of another, what a dead worker ran goes on at another; only the last of its kind, and any rank, ends the run.
+An actor that dies is a sentence with what is left of its log, never a stack trace of Ray. What a dead worker ran goes on at
+another; only the last of them, and any rank, ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from polyturn.cluster.actors import ActorInfo
 from polyturn.cluster.journal import ResumeState, carry
-from polyturn.core.errors import EngineLostError, PolyturnError, RankLostError
-from polyturn.core.generation import Completion, GenerateRequest
-from polyturn.core.protocols import EngineCapabilities
+from polyturn.cluster.members import Member, own_words
+from polyturn.core.errors import RankLostError
+from polyturn.core.protocols import Engine
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.group import GroupSpec, LiveGroup
@@ -35,28 +31,6 @@ from polyturn.training.journal_file import JournalFile
 from polyturn.training.rank_group import values_of
 
 logger = logging.getLogger(__name__)
-
-_NUM_LINES = 20
-_SOON_S = 2.0
-"""What asks how an actor does waits so long."""
-
-
-class Member:
-    """An actor with a name for people, and where it lives."""
-
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name = name
-        self.handle = handle
-        self.home: ActorInfo = ray.get(handle.home.remote())
-
-    def obituary(self) -> str:
-        """Return that it died, and the last lines of its log where this machine has it."""
-        files = [path for path in map(Path, self.home.logs) if path.is_file()]
-        lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]
-        lines = [line for line in lines if not line.startswith(":")][-_NUM_LINES:]  # Ray's own marks begin with a colon
-        where = f"process {self.home.pid} on {self.home.address}"
-        said = "\n".join(f"  {line}" for line in lines) or "  (nothing on this machine; see `ray logs` on its node)"
-        return f"{self.name} ({where}) died. The last lines of its log:\n{said}"
 
 
 class RayTeam:
@@ -84,7 +58,7 @@ class RayTeam:
             except RayActorError as problem:
                 raise RankLostError(self._ranks[refs.index(done)].obituary()) from problem
             except RayError as problem:
-                dead = next((r for r in self._ranks if _is_dead(r)), self._ranks[refs.index(done)])
+                dead = next((r for r in self._ranks if r.is_dead()), self._ranks[refs.index(done)])
                 raise RankLostError(f"{dead.obituary()}\n({type(problem).__name__} during {command!r})") from problem
         return values_of(ray.get(refs))
 
@@ -95,115 +69,12 @@ class RayTeam:
         self._on_close()
 
 
-class RayEngine:
-    """Engine replicas somewhere in the cluster, as one engine."""
-
-    def __init__(self, replicas: Sequence[Member], capabilities: EngineCapabilities) -> None:
-        self.replicas = list(replicas)
-        self._capabilities = capabilities
-        self._home_of: dict[str, Member] = {}
-        self._last_words = ""
-        """Of the replica that died last."""
-        self._loads = {replica.name: 0 for replica in replicas}
-        self._asked_of: dict[str, Member] = {}
-        self._busy_s: dict[str, float] = {}
-        self._is_closed = False
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds that the busiest replica spent generating, whoever asked it."""
-        for replica in [] if self._is_closed else self.replicas:
-            with contextlib.suppress(RayError):  # one that is slow to say, or dead, stays with what it last said
-                self._busy_s[replica.name] = ray.get(replica.handle.busy_s.remote(), timeout=_SOON_S)
-        return max(self._busy_s.values(), default=0.0)
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """What each replica can do."""
-        return self._capabilities
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion, where the earlier turns of the episode were sampled; elsewhere where that replica died.
-
-        Raises:
-            EngineLostError: the last replica died.
-        """
-        try:
-            while True:
-                self._require_one()
-                home = self._home_of.get(request.session_id)
-                if home is None or home not in self.replicas:
-                    home = min(self.replicas, key=lambda r: self._loads[r.name])
-                    self._home_of[request.session_id] = home
-                self._asked_of[request.request_id] = home
-                self._loads[home.name] += 1
-                try:
-                    completion: Completion = await home.handle.generate.remote(request)
-                    return completion
-                except RayActorError:
-                    self._lose(home)
-                except RayTaskError as problem:
-                    raise own_words(problem) from None
-                finally:
-                    self._loads[home.name] -= 1
-        finally:
-            self._asked_of.pop(request.request_id, None)
-
-    async def abort(self, request_id: str) -> None:
-        """End a running request now."""
-        if (replica := self._asked_of.get(request_id)) is not None:
-            with contextlib.suppress(RayActorError):  # what a dead replica ran has ended
-                await replica.handle.abort.remote(request_id)
-
-    async def end_session(self, session_id: str) -> None:
-        """Forget what is kept for an episode."""
-        if (replica := self._home_of.pop(session_id, None)) is not None:
-            with contextlib.suppress(RayActorError):
-                await replica.handle.end_session.remote(session_id)
-
-    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Serve `version` on every replica; the weights travel to each node once.
-
-        Raises:
-            EngineLostError: the last replica died.
-        """
-        shared = ray.put({name: tensor.detach().cpu() for name, tensor in (weights or {}).items()})
-        for replica, done in [(r, r.handle.update_weights.remote(version, shared)) for r in self.replicas]:
-            try:
-                await done
-            except RayActorError:
-                self._lose(replica)
-            except RayTaskError as problem:
-                raise own_words(problem) from None
-        self._require_one()
-
-    def read_metrics(self) -> dict[str, float]:
-        """Return how many replicas there are, and how many live."""
-        return {"engine/replicas": len(self._loads), "engine/replicas_live": len(self.replicas)}
-
-    def _lose(self, replica: Member) -> None:
-        if replica in self.replicas:
-            self.replicas.remove(replica)
-            self._last_words = replica.obituary()
-            logger.error("%s\nReplicas left: %d", self._last_words, len(self.replicas))
-
-    def _require_one(self) -> None:
-        if not self.replicas:
-            raise EngineLostError(f"no engine replica is left. {self._last_words}")
-
-    async def close(self) -> None:
-        """Let the replicas end."""
-        self._is_closed = True
-        for replica in self.replicas:
-            ray.kill(replica.handle)
-
-
 class PushedWeights:
     """The channel to engines that have weights of their own, on other nodes."""
 
     def __init__(
         self,
-        engine: RayEngine,
+        engine: Engine,
         weights: Callable[[], Mapping[str, Any]],
         *,
         changing: Callable[[], Mapping[str, Any]] | None = None,
@@ -315,18 +186,3 @@ async def _carry_until_dead(flights: JournalFile, worker: Member) -> None:
     except Exception:  # its conversations would wait for ever
         logger.exception("%s is ended, because what it says of its conversations cannot be taken up", worker.name)
         ray.kill(worker.handle)
-
-
-def own_words(problem: RayTaskError) -> BaseException:
-    """Return what was raised in an actor, where it is ours, without the trace that Ray puts around it."""
-    return problem.cause if isinstance(problem.cause, PolyturnError) else problem
-
-
-def _is_dead(member: Member) -> bool:
-    try:
-        ray.get(member.handle.home.remote(), timeout=_SOON_S)
-    except RayActorError:
-        return True
-    except RayError:
-        return False
-    return False

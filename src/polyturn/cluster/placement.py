@@ -1,8 +1,9 @@
 """Where the actors of a run go: placement groups, one for each kind, and the actors in them.
 
-    ranks      PACK      they exchange gradients, so as near to each other as there is room
-    engines    SPREAD    one does not wait for another
-    workers    SPREAD    as many nodes' processors as there are
+    ranks              PACK      they exchange gradients, so as near to each other as there is room
+    engines, servers   SPREAD    one does not wait for another
+    workers            SPREAD    as many nodes' processors as there are
+    pool               the node of the driver, whose end is the run's anyway
 
 A cluster without the room is a sentence that says what was asked and what there is, after `patience_s` and not never.
 """
@@ -13,19 +14,25 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from polyturn.cluster.actors import EngineActor, RankActor, RolloutActor
-from polyturn.cluster.clients import Member, RayEngine, RayTeam, own_words
+from polyturn.cluster.clients import RayTeam
+from polyturn.cluster.engine import ClusterEngine
 from polyturn.cluster.journal import WorkerJournal
+from polyturn.cluster.members import AT_ONCE, Member, ResourceRequest, made_in, own_words
+from polyturn.cluster.pool_actor import PoolActor, replica_pool
+from polyturn.cluster.servers import NodePlaces
+from polyturn.cluster.weights import ModelFiles
 from polyturn.core.errors import ConfigError, EngineLostError, RankLostError
 from polyturn.core.protocols import Engine
+from polyturn.engines.base import ModelFolder
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.rank_group import RankWorker
 
@@ -33,18 +40,6 @@ logger = logging.getLogger(__name__)
 
 _QUIET_S = 5.0
 """How long to wait for room without a word."""
-_AT_ONCE = 100_000
-"""Calls of one engine replica or worker that run side by side: more than a run has in flight. One that waited for a place
-behind groups would carry no conversation to the journal, and those groups wait for that."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceRequest:
-    """How many actors of a kind, and what each of them occupies."""
-
-    count: int
-    resources: Mapping[str, float]
-    """For instance {"CPU": 4, "GPU": 1}, or a resource of a node's own."""
 
 
 class Cluster:
@@ -78,10 +73,29 @@ class Cluster:
                 "--head`, or use --ray local"
             ) from problem
 
-    def engines(self, need: ResourceRequest, build: Callable[[], Engine]) -> RayEngine:
+    def engines(self, need: ResourceRequest, build: Callable[[], Engine]) -> ClusterEngine:
         """Place engine replicas and return them as one engine."""
         replicas = self._place("engine replica", EngineActor, need, build, strategy="SPREAD")
-        return RayEngine(replicas, ray.get(replicas[0].handle.capabilities.remote()))
+        capabilities = ray.get(replicas[0].handle.capabilities.remote())
+        engine = self.pool()
+        engine.start(partial(replica_pool, replicas, capabilities))
+        return engine
+
+    def places(self, need: ResourceRequest | None) -> Callable[[ModelFolder], NodePlaces]:
+        """Keep room for inference servers, none where they run already; return what makes places of it, once there is a
+        model to serve."""
+        need = need or ResourceRequest(count=0, resources={})
+        group = self._room("inference server", need, strategy="SPREAD") if need.count else None
+        count, resources = need.count, need.resources
+        return lambda folder: NodePlaces(
+            group=group, count=count, resources=resources, files=ModelFiles.of(folder), patience_s=self._patience_s
+        )
+
+    def pool(self) -> ClusterEngine:
+        """Place the pool, on this node, and return the engine that asks it; it is to be started."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        made: Any = ray.remote(PoolActor).options(num_cpus=0, scheduling_strategy=here, max_concurrency=AT_ONCE)
+        return ClusterEngine(Member("engine pool", made.remote()))
 
     def workers(self, need: ResourceRequest, build: Callable[[WorkerJournal], RolloutPool]) -> list[Member]:
         """Place rollout workers."""
@@ -111,7 +125,7 @@ class Cluster:
         self._groups.clear()
         ray.shutdown()
 
-    def _place(self, name: str, actor: type, need: ResourceRequest, *arguments: Any, strategy: str) -> list[Member]:
+    def _room(self, name: str, need: ResourceRequest, *, strategy: str) -> Any:
         group = placement_group([dict(need.resources)] * need.count, strategy=strategy)
         self._groups.append(group)
         ready = group.ready()
@@ -129,19 +143,13 @@ class Cluster:
                 f"{self._patience_s:g} s; it has {_numbers(ray.cluster_resources())}, of which free "
                 f"{_numbers(ray.available_resources())}. Lower cluster.*, or add nodes"
             ) from problem
-        handles: list[Any] = [
-            ray.remote(actor)
-            .options(
-                num_cpus=need.resources.get("CPU", 0),
-                num_gpus=need.resources.get("GPU", 0),
-                resources={k: v for k, v in need.resources.items() if k not in ("CPU", "GPU")},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-                **({"max_concurrency": _AT_ONCE} if actor is not RankActor else {}),
-            )
-            .remote(*arguments)
-            for index in range(need.count)
-        ]
-        return _members(name, handles)
+        return group
+
+    def _place(self, name: str, actor: type, need: ResourceRequest, *arguments: Any, strategy: str) -> list[Member]:
+        group = self._room(name, need, strategy=strategy)
+        at_once = 1 if actor is RankActor else AT_ONCE
+        made = [made_in(actor, group, i, need.resources, *arguments, at_once=at_once) for i in range(need.count)]
+        return _members(name, made)
 
 
 def _members(name: str, handles: Sequence[Any]) -> list[Member]:

@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.registry import Registry
+from polyturn.engines.launcher import StartServer
+from polyturn.engines.weight_files import WeightStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +37,38 @@ class ModelFolder(NamedTuple):
     path: Path
     is_temporary: bool
     """Whether it was written for the engine, which deletes it when it closes."""
+
+
+class ServerPlaces(Protocol):
+    """Where servers are started that are not to run on this machine."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def num_gpus(self) -> int:
+        """What each server has of them."""
+        ...
+
+    @property
+    def model(self) -> Path:
+        """The folder that a server is to load, in the words of whoever starts it."""
+        ...
+
+    @property
+    def config(self) -> ModelFolder:
+        """A folder of this machine that holds the model's config."""
+        ...
+
+    def starter(self, number: int) -> StartServer:
+        """Return what starts a server in place `number`."""
+        ...
+
+    def store(self) -> WeightStore:
+        """Return what brings new weights into the memory of the servers' machines."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +91,8 @@ class EngineSetup:
     """The folder of the configuration, where relative paths start."""
     model_folder: Callable[[], ModelFolder]
     """Return a folder that a server can load the model from; it is written at the first call where there is none."""
+    places: ServerPlaces | None = None
+    """Where servers are started; None is this machine."""
 
 
 engines: Registry[Callable[..., Engine]] = Registry("engines")

@@ -18,9 +18,10 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from polyturn.core.answers import LargeAnswerError
 from polyturn.core.errors import EngineError, one_line
@@ -36,7 +37,7 @@ class LaunchSpec:
     """How a server is started."""
 
     command: tuple[str, ...]
-    """The program and its arguments; `{port}` stands for the port that was found free."""
+    """The program and its arguments; `{host}` stands for where it listens, `{port}` for the port that was found free."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
     health: str = "/health"
@@ -48,36 +49,63 @@ class LaunchSpec:
     """Where its output goes; a temporary file, removed when it stops, if None."""
 
 
+class RunningServer(Protocol):
+    """A server that was started, by this process or on a node of a cluster."""
+
+    url: str
+
+    async def is_dead(self) -> bool:
+        """Return whether its main process has ended, or its node."""
+        ...
+
+    async def last_lines(self) -> str:
+        """Return the end of its log; "" where that cannot be read any more."""
+        ...
+
+    def look_at_memory(self) -> None:
+        """Note what shared memory its processes hold, to be removed should they leave it behind. For while it is healthy."""
+        ...
+
+    async def stop(self) -> None:
+        """End it and every process that it started. Stopping twice is fine."""
+        ...
+
+
+StartServer = Callable[[LaunchSpec], Awaitable[RunningServer]]
+"""Starts a server and returns once it is ready, or raises EngineError."""
+
+
 class Server:
     """A server that this process started."""
 
-    def __init__(self, spec: LaunchSpec, process: ManagedProcess, *, port: int, log: Path, memory: SessionMemory) -> None:
+    def __init__(self, spec: LaunchSpec, process: ManagedProcess, *, url: str, log: Path, memory: SessionMemory) -> None:
         self.spec = spec
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = url
         self.log = log
         self._process = process
         self._memory = memory
 
     @classmethod
-    async def start(cls, spec: LaunchSpec) -> Server:
-        """Start a server and return once it is ready.
+    async def start(cls, spec: LaunchSpec, *, host: str = "127.0.0.1") -> Server:
+        """Start a server that listens on the address `host` of this machine, and return once it is ready.
 
         Raises:
             EngineError: it cannot be started, ended early, or was not ready in time; the message ends with its last lines.
         """
-        port = free_port()
+        port = free_port(host)
         log = spec.log
         if log is None:
             handle, name = tempfile.mkstemp(prefix="polyturn-server-", suffix=".log")
             os.close(handle)
             log = Path(name)
-        command = [part.replace("{port}", str(port)) for part in spec.command]
+        command = [part.replace("{host}", host).replace("{port}", str(port)) for part in spec.command]
         memory = SessionMemory()
         try:
             process = ManagedProcess(command, env={**os.environ, **spec.env}, log=log)
         except OSError as problem:
             raise EngineError(f"the server {spec.command[0]!r} cannot be started ({one_line(problem)})") from problem
-        server = cls(spec, process, port=port, log=log, memory=memory)
+        at = f"[{host}]" if ":" in host else host
+        server = cls(spec, process, url=f"http://{at}:{port}", log=log, memory=memory)
         try:
             await server._wait_until_ready()
         except BaseException:
@@ -94,6 +122,14 @@ class Server:
     def is_alive(self) -> bool:
         """Whether the server's main process runs."""
         return self._process.is_alive
+
+    async def is_dead(self) -> bool:
+        """Return whether the server's main process has ended."""
+        return not self.is_alive
+
+    async def last_lines(self) -> str:
+        """Return the end of the server's log."""
+        return self.tail()
 
     def tail(self, lines: int = 20) -> str:
         """Return the last lines of the server's log."""

@@ -28,7 +28,7 @@ from polyturn.engines.continuation import nothing
 from polyturn.engines.order import OrderPolicy, make_policy
 from polyturn.engines.recovery import PoolWeights, Revivable, Verify, recover
 from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, PooledRequest, Replica
-from polyturn.engines.weight_files import WeightFolder, WrittenWeights
+from polyturn.engines.weight_files import WeightStore, WrittenWeights
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class EnginePool(BaseEngine):
         slots: int = 256,
         max_tries: int = 8,
         patience_s: float = 600.0,
-        files: WeightFolder | None = None,
+        files: WeightStore | None = None,
         recovery_s: float = 600.0,
     ) -> None:
         """Take the engines; more may join.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -44,6 +44,42 @@ class Revivable(Protocol):
             EngineGoneError: it never will.
             EngineError: it does not, for now.
         """
+        ...
+
+
+class PooledServer(Protocol):
+    """One server of a pool."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """The server itself, whichever others there are."""
+        ...
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it serves the pool's weights, as far as is known."""
+        ...
+
+
+@runtime_checkable
+class ServerPool(Protocol):
+    """An engine of several servers, each of which is looked at by itself: `engines.pool.EnginePool`, here or elsewhere."""
+
+    verify: Verify | None
+    """Proves that a server that was brought back serves the pool's weights."""
+
+    @property
+    def replicas(self) -> Sequence[PooledServer]:
+        """The servers, those that are down included."""
+        ...
+
+    def exclude(self, replica: Any, problem: EngineError) -> None:
+        """Send a server nothing before it was given the pool's weights again."""
         ...
 
 

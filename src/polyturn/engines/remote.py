@@ -29,7 +29,7 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.engines.base import BaseEngine
 from polyturn.engines.continuation import before_banned, continued, joined, nothing
 from polyturn.engines.http_client import HttpClient
-from polyturn.engines.launcher import LaunchSpec
+from polyturn.engines.launcher import LaunchSpec, Server, StartServer
 from polyturn.engines.pending_request import PendingRequest
 from polyturn.engines.request_limits import check_request
 from polyturn.engines.served_media import ServedMedia
@@ -89,6 +89,7 @@ class RemoteEngine(BaseEngine):
         way: Way = "shared_memory",
         media: MediaProcessor | None = None,
         launch: LaunchSpec | None = None,
+        start: StartServer = Server.start,
         max_restarts: int = 3,
     ) -> None:
         """Make a client; nothing is started or sent before the first call.
@@ -108,6 +109,7 @@ class RemoteEngine(BaseEngine):
             way: How new weights go to the server; see `weight_ways.py`.
             media: The processor of a model that sees; the server needs the same one beside its weights.
             launch: Starts a server on first use; `close` stops it.
+            start: What starts it, on this machine or elsewhere.
             max_restarts: How often that server is started again when it has died or hangs.
         """
         super().__init__()
@@ -130,7 +132,7 @@ class RemoteEngine(BaseEngine):
         self._way = way
         self._media = ServedMedia(media)
         self._group: WeightGroup | None = None
-        self._keeper = None if launch is None else ServerSupervisor(launch, max_restarts=max_restarts)
+        self._keeper = None if launch is None else ServerSupervisor(launch, max_restarts=max_restarts, start=start)
         self._facts: ServerFacts | None = None
         self._meeting = asyncio.Lock()
         self._silent_since: float | None = None
@@ -288,7 +290,7 @@ class RemoteEngine(BaseEngine):
             self._updates += 1
             try:
                 if self._way in FOLDER_WAYS:
-                    await self._load(weights.folder, version)
+                    await self._load(await weights.folder_at(None if self._keeper is None else self._keeper.server), version)
                 else:
                     await self._send(weights, version)
             except BaseException:
@@ -335,9 +337,9 @@ class RemoteEngine(BaseEngine):
             self._silent_since = now
         if self._keeper is not None and self._keeper.server is None:
             self._link.url = (await self._keeper.start()).url
-        elif self._keeper is not None:
+        elif self._keeper is not None and self._keeper.server is not None:
             hangs = now - self._silent_since > _HUNG_AFTER * self._health_s
-            if self._keeper.is_dead or hangs:
+            if hangs or await self._keeper.server.is_dead():
                 why = f"the server at {self.url} {'hangs' if hangs else 'has died'}"
                 await self._link.close()
                 self._link.url = (await self._keeper.again(why)).url

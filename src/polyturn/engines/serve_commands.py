@@ -30,7 +30,7 @@ def vllm_command(
 ) -> LaunchSpec:
     """Return how vLLM serves the model in `model`; `device` is "cuda" or "cpu", `sees` says that prompts show images."""
     flags = [
-        *("--model", str(model), "--host", "127.0.0.1", "--port", "{port}"),
+        *("--model", str(model), "--host", "{host}", "--port", "{port}"),
         *("--max-model-len", str(max_context), *([] if sees else ["--skip-tokenizer-init"])),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"),
         *("--worker-extension-cls", "polyturn_vllm_worker.WeightLoader", "--scheduling-policy", "priority"),
@@ -57,7 +57,7 @@ def sglang_command(
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
     """Return how SGLang serves the model in `model`; `device` is "cuda" or "cpu", `sees` says that prompts show images."""
-    flags = ["--host", "127.0.0.1", "--port", "{port}", "--model-path", str(model), "--context-length", str(max_context)]
+    flags = ["--host", "{host}", "--port", "{port}", "--model-path", str(model), "--context-length", str(max_context)]
     flags += ["--enable-priority-scheduling", "--disable-priority-preemption"]
     if not sees:
         flags.append("--skip-tokenizer-init")

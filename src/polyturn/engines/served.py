@@ -15,11 +15,11 @@ from pathlib import Path
 from polyturn.core.errors import ConfigError
 from polyturn.core.secret import bearer, token_from
 from polyturn.engines.base import EngineSetup
-from polyturn.engines.launcher import LaunchSpec
+from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.engines.order import make_policy
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
-from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weight_files import WeightFolder, WeightStore
 from polyturn.engines.weight_transport import choose_way
 
 _FOR_PROBES = 16
@@ -44,6 +44,7 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
         raise ConfigError(
             f"engine.deterministic is for the embedded engine; a {client.name} server does not promise equal bits"
         )
+    places = setup.places
     way = choose_way(options.weights, options.urls, has_gpu=torch.cuda.is_available())
     root = None if options.weights_folder is None else setup.base / options.weights_folder
     if root is not None and not root.is_dir():
@@ -52,7 +53,8 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     folder = setup.model_folder()
     key = token_from({"token_env": options.api_key_env}, where="engine.api_key_env")
     launches = [] if options.urls else _launches(setup, client, command, folder.path)
-    servers = [(url, None) for url in options.urls] + [("", spec) for spec in launches]
+    here = [(url, None, Server.start) for url in options.urls]
+    started = [("", spec, Server.start if places is None else places.starter(i)) for i, spec in enumerate(launches)]
     clients = [
         client(
             url,
@@ -65,17 +67,23 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
             headers=bearer(key),
             media=setup.media,
             launch=launch,
+            start=start,
             max_restarts=options.launch.max_restarts,
         )
-        for url, launch in servers
+        for url, launch, start in [*here, *started]
     ]
+    if places is not None and launches and way == "shared_memory":
+        files: WeightStore = places.store()
+    else:
+        root = None if root is None else root.resolve()
+        files = WeightFolder(folder.path, root=root, owns_model=folder.is_temporary)
     return EnginePool(
         clients,
         policy=order,
         slots=options.max_in_flight,
         max_tries=options.max_tries,
         patience_s=options.patience_s,
-        files=WeightFolder(folder.path, root=None if root is None else root.resolve(), owns_model=folder.is_temporary),
+        files=files,
     )
 
 
@@ -84,28 +92,30 @@ def _launches(
 ) -> list[LaunchSpec]:
     import torch
 
-    launch = setup.options.launch
-    if launch.python is None and importlib.util.find_spec(client.name) is None:
+    launch, places = setup.options.launch, setup.places
+    if places is None and launch.python is None and importlib.util.find_spec(client.name) is None:
         raise ConfigError(
             f"{client.name} is not installed here; set engine.launch.python to the interpreter of an environment that has "
             "it, or engine.urls to a server that runs"
         )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and launch.replicas > 1 and not launch.devices:
+    count = launch.replicas if places is None else places.count
+    device = "cuda" if (torch.cuda.is_available() if places is None else places.num_gpus) else "cpu"
+    wide = ["--tensor-parallel-size", str(places.num_gpus)] if places is not None and places.num_gpus > 1 else []
+    if places is None and device == "cuda" and count > 1 and not launch.devices:
         raise ConfigError(
             f"engine.launch.replicas is {launch.replicas} and nothing says which GPUs each server gets; set "
             'engine.launch.devices, for example ["0,1", "2,3"]'
         )
     specs = []
-    for number in range(launch.replicas):
+    for number in range(count):
         devices = {"CUDA_VISIBLE_DEVICES": launch.devices[number]} if launch.devices else {}
         spec = command(
             python=launch.python or sys.executable,
-            model=folder.resolve(),
+            model=folder.resolve() if places is None else places.model,
             max_context=setup.max_context,
             device=device,
             sees=setup.media is not None,
-            args=launch.args,
+            args=[*wide, *launch.args],
             env={**devices, **launch.env},
         )
         log = None if launch.log is None else Path(launch.log if number == 0 else f"{launch.log}.{number}")

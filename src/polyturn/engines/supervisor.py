@@ -1,6 +1,6 @@
-"""ServerSupervisor: a server that this process starts, and starts again when it has died or hangs, so often and no more.
+"""ServerSupervisor: a server that is started, and started again when it has died or hangs, so often and no more.
 
-keeper = Keeper(spec, max_restarts=3)
+keeper = ServerSupervisor(spec, max_restarts=3)
 server = await keeper.start()          once, however many ask
 server = await keeper.again("it was killed")
 """
@@ -11,7 +11,7 @@ import asyncio
 import logging
 
 from polyturn.core.errors import EngineGoneError
-from polyturn.engines.launcher import LaunchSpec, Server
+from polyturn.engines.launcher import LaunchSpec, RunningServer, Server, StartServer
 
 logger = logging.getLogger(__name__)
 
@@ -19,19 +19,16 @@ logger = logging.getLogger(__name__)
 class ServerSupervisor:
     """Holds one server at a time."""
 
-    def __init__(self, spec: LaunchSpec, *, max_restarts: int = 3) -> None:
+    def __init__(self, spec: LaunchSpec, *, max_restarts: int = 3, start: StartServer = Server.start) -> None:
+        """Take how the server is started; `start` does it, on this machine or elsewhere."""
         self._spec = spec
+        self._start = start
         self._max_restarts = max_restarts
         self._lock = asyncio.Lock()
-        self.server: Server | None = None
+        self.server: RunningServer | None = None
         self.num_restarts = 0
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether the server was started and its process has ended."""
-        return self.server is not None and not self.server.is_alive
-
-    async def start(self) -> Server:
+    async def start(self) -> RunningServer:
         """Return the server, started if none was.
 
         Raises:
@@ -39,11 +36,11 @@ class ServerSupervisor:
         """
         async with self._lock:
             if self.server is None:
-                self.server = await Server.start(self._spec)
-                logger.info("started a server at %s (process %d)", self.server.url, self.server.pid)
+                self.server = await self._start(self._spec)
+                logger.info("started a server at %s", self.server.url)
             return self.server
 
-    async def again(self, why: str) -> Server:
+    async def again(self, why: str) -> RunningServer:
         """Stop what is left of the server and start another.
 
         Raises:
@@ -57,9 +54,10 @@ class ServerSupervisor:
                 )
             self.num_restarts += 1
             if self.server is not None:
+                logger.warning("%s; the last lines of its log:\n%s", why, await self.server.last_lines())
                 await self.server.stop()
-            self.server = await Server.start(self._spec)
-            logger.info("started a server again, at %s (process %d)", self.server.url, self.server.pid)
+            self.server = await self._start(self._spec)
+            logger.info("started a server again, at %s", self.server.url)
             return self.server
 
     async def stop(self) -> None:

@@ -19,9 +19,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from polyturn.core.errors import EngineError
+from polyturn.engines.launcher import RunningServer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,10 @@ class WrittenWeights(Mapping[str, Any]):
     def __init__(self, folder: Path, *, live: Mapping[str, Tensor] | None = None) -> None:
         self.folder = folder
         self._live = live
+
+    async def folder_at(self, server: RunningServer | None) -> Path:
+        """Return the folder as `server` sees it, which was started by its client, or not (None)."""
+        return self.folder
 
     def settle(self) -> None:
         """Forget the trainer's own tensors, which are about to change."""
@@ -70,6 +75,18 @@ class WrittenWeights(Mapping[str, Any]):
         return len(self._tensors)
 
 
+class WeightStore(Protocol):
+    """Where a pool writes weights once for all of its servers."""
+
+    def write(self, weights: Mapping[str, Tensor]) -> WrittenWeights:
+        """Write `weights` in place of those before."""
+        ...
+
+    def close(self) -> None:
+        """Remove everything."""
+        ...
+
+
 class WeightFolder:
     """Writes checkpoints that a server on the same machine reads."""
 
@@ -91,7 +108,8 @@ class WeightFolder:
         self._config = model / "config.json"
         self._own = model if owns_model else None
         self._number = 0
-        self._last: Path | None = None
+        self.last: Path | None = None
+        """What was written last and is still there."""
 
     def write(self, weights: Mapping[str, Tensor]) -> WrittenWeights:
         """Write `weights` as a checkpoint; a tied tensor is written once, under its first name."""
@@ -104,14 +122,14 @@ class WeightFolder:
         live = _once_each(weights)
         save_file({name: tensor.cpu() for name, tensor in live.items()}, folder / "model.safetensors")
         self.drop()
-        self._last = folder
+        self.last = folder
         return WrittenWeights(folder, live=live)
 
     def drop(self) -> None:
         """Remove what was written last."""
-        if self._last is not None:
-            shutil.rmtree(self._last, ignore_errors=True)
-            self._last = None
+        if self.last is not None:
+            shutil.rmtree(self.last, ignore_errors=True)
+            self.last = None
 
     def close(self) -> None:
         """Remove everything."""

@@ -191,10 +191,10 @@ def dies_with_parent(
     return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
 
-def free_port() -> int:
-    """Return a port that nothing listens on at 127.0.0.1."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that nothing listens on at the address `host` of this machine."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 

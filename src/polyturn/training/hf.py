@@ -111,6 +111,15 @@ def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, pla
     return model
 
 
+def load_outline(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
+    """Return the same without its weights, whatever its size: its config and shapes, which occupy no memory.
+
+    Raises:
+        ConfigError: as `load_model` does.
+    """
+    return _opened(source, dtype, revision, plan_above=0)
+
+
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy that shares no memory with `model` and wants no gradients, an adapter merged into it."""
     if lora.has_lora(model):

@@ -35,8 +35,7 @@ from polyturn.core.arrays import Floats
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.protocols import Engine
 from polyturn.core.sample import TrainSample
-from polyturn.engines.pool import EnginePool
-from polyturn.engines.replica import Replica
+from polyturn.engines.recovery import PooledServer, ServerPool
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.checked_weights import WeightChecksums
 from polyturn.training.weight_probe import ProbeRecord, WeightProbe
@@ -117,7 +116,7 @@ class WeightSync:
         and shapes that a server reads in a checkpoint, where the trainer's model has others; see `hf.as_checkpoint`.
         """
         self._engine = engine
-        self._pool = engine if isinstance(engine, EnginePool) else None
+        self._pool = engine if isinstance(engine, ServerPool) else None
         self._source = source
         self._probe = WeightProbe(
             vocab_size=vocab_size, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed, media=media
@@ -221,7 +220,7 @@ class WeightSync:
     def _limit(self) -> float:
         return PROBE_FACTOR * (self.noise or 0.0)
 
-    def _replicas(self) -> dict[str, Replica]:
+    def _replicas(self) -> dict[str, PooledServer]:
         return {} if self._pool is None else {replica.name: replica for replica in self._pool.replicas if replica.is_live}
 
     def _engines(self) -> dict[str, Engine]:
@@ -264,7 +263,7 @@ class WeightSync:
         said: dict[str, list[TrainSample]] = {}
         problems: list[EngineError] = []
 
-        async def sample(name: str, replica: Replica) -> None:
+        async def sample(name: str, replica: PooledServer) -> None:
             try:
                 said[name] = await self._probe.sample(replica.engine, version)
             except EngineError as problem:

@@ -29,7 +29,8 @@ class ClusterConfig(Section):
     rank_resources: dict[str, float] = {"CPU": 1}
     """What each of train.distributed.ranks occupies."""
     engines: ActorsConfig = ActorsConfig()
-    """Replicas of the embedded engine."""
+    """Replicas of the engine: embedded ones, or servers that are started, each with all of these resources. Not for
+    `engine.urls`."""
     workers: ActorsConfig = ActorsConfig()
     """Processes that run episodes: tools, interactions, rewards."""
     restarts: int = Field(0, ge=0)

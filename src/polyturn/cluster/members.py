@@ -1,0 +1,113 @@
+"""What holds for every actor of a run: where it lives, what is left of its log when it died, and what it raised."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from polyturn.core.errors import PolyturnError
+
+AT_ONCE = 100_000
+"""Calls of one actor that run side by side: more than a run has in flight. One that waited for a place behind groups would
+carry no conversation to the journal, and those groups wait for that."""
+_NUM_LINES = 20
+_SOON_S = 2.0
+"""What asks how an actor does waits so long."""
+
+
+class ActorInfo(NamedTuple):
+    """Where an actor lives."""
+
+    node: str
+    address: str
+    pid: int
+    logs: tuple[str, ...]
+    """The files that its output goes to, on its node."""
+
+
+class Actor:
+    """What all of them can say."""
+
+    def home(self) -> ActorInfo:
+        """Return where this actor lives."""
+        logs = tuple(os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2))
+        return ActorInfo(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid(), logs)
+
+
+class Member:
+    """An actor with a name for people, and where it lives."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self.handle = handle
+        self.home: ActorInfo = ray.get(handle.home.remote())
+
+    def obituary(self) -> str:
+        """Return that it died, and the last lines of its log where this machine has it."""
+        files = [path for path in map(Path, self.home.logs) if path.is_file()]
+        lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in lines if not line.startswith(":")][-_NUM_LINES:]  # Ray's own marks begin with a colon
+        where = f"process {self.home.pid} on {self.home.address}"
+        said = "\n".join(f"  {line}" for line in lines) or "  (nothing on this machine; see `ray logs` on its node)"
+        return f"{self.name} ({where}) died. The last lines of its log:\n{said}"
+
+    def is_dead(self) -> bool:
+        """Return whether it is known to have died."""
+        try:
+            ray.get(self.handle.home.remote(), timeout=_SOON_S)
+        except RayActorError:
+            return True
+        except RayError:
+            return False
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceRequest:
+    """How many actors of a kind, and what each of them occupies."""
+
+    count: int
+    resources: Mapping[str, float]
+    """For instance {"CPU": 4, "GPU": 1}, or a resource of a node's own."""
+
+
+def made_in(actor: type, group: Any, index: int, resources: Mapping[str, float], *arguments: Any, at_once: int = 1) -> Any:
+    """Return the handle of a new actor in bundle `index` of a placement group, all of whose resources it takes."""
+    options: dict[str, Any] = {"max_concurrency": at_once} if at_once > 1 else {}
+    made: Any = ray.remote(actor).options(
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
+        resources={k: v for k, v in resources.items() if k not in ("CPU", "GPU")},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        **options,
+    )
+    return made.remote(*arguments)
+
+
+async def answer(ref: Any) -> Any:
+    """Return what an actor answers; where the caller is cancelled, its work is too.
+
+    Raises:
+        RayActorError: it died.
+        PolyturnError: what it raised.
+    """
+    try:
+        return await ref
+    except asyncio.CancelledError:
+        ray.cancel(ref)
+        raise
+    except RayTaskError as problem:
+        raise own_words(problem) from None
+
+
+def own_words(problem: RayTaskError) -> BaseException:
+    """Return what was raised in an actor, where it is ours, without the trace that Ray puts around it."""
+    return problem.cause if isinstance(problem.cause, PolyturnError) else problem

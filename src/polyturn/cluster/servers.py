@@ -1,0 +1,184 @@
+"""Inference servers on nodes: each is started, looked at and stopped by an actor in a bundle of a placement group.
+
+    pool actor     NodePlaces.starter(2) -> NodeServer           a `RunningServer`, as far as a client's supervisor can tell
+      |  a new actor for every start: on another node where the bundle's own is gone
+    node           ServerActor -> Server (ManagedProcess)        the process, its log, the checkpoint that it reads
+
+An actor that is killed takes its server along, for the kernel ends that with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from polyturn.cluster.members import AT_ONCE, Actor, ActorInfo, answer, made_in
+from polyturn.cluster.weights import ModelFiles, NodeStore, StoredWeights
+from polyturn.core.errors import EngineError, EngineLostError, one_line
+from polyturn.engines.base import ModelFolder
+from polyturn.engines.launcher import LaunchSpec, Server, StartServer
+from polyturn.engines.weight_files import WeightFolder
+
+_SOON_S = 5.0
+"""What asks how a server's actor does waits so long."""
+_MODEL = "{model}"
+"""Stands in a command for the folder of a model that nodes get through the object store."""
+
+
+class ServerActor(Actor):
+    """One server of this node."""
+
+    def __init__(self) -> None:
+        self._server: Server | None = None
+        self._files: WeightFolder | None = None
+
+    async def start(self, spec: LaunchSpec, model: ModelFiles) -> str:
+        """Start the server and return its address once it is ready.
+
+        Raises:
+            EngineError: it cannot be started, ended early, or was not ready in time.
+        """
+        folder: ModelFolder = await asyncio.to_thread(model.here)
+        self._files = WeightFolder(folder.path, owns_model=folder.is_temporary)
+        command = tuple(part.replace(_MODEL, str(folder.path)) for part in spec.command)
+        host = ray.util.get_node_ip_address()
+        self._server = await Server.start(dataclasses.replace(spec, command=command), host=host)
+        return self._server.url
+
+    async def is_dead(self) -> bool:
+        """Return whether the server has ended."""
+        return self._server is None or await self._server.is_dead()
+
+    async def last_lines(self) -> str:
+        """Return the end of the server's log."""
+        return "" if self._server is None else await self._server.last_lines()
+
+    async def look_at_memory(self) -> None:
+        """Note what shared memory the server holds."""
+        if self._server is not None:
+            self._server.look_at_memory()
+
+    async def hold(self, weights: StoredWeights, at: Path | None) -> Path:
+        """Return where on this node `weights` lie in a checkpoint: `at`, if another server wrote it, else newly written."""
+        assert self._files is not None
+        if at is not None and await asyncio.to_thread(at.is_dir):
+            if self._files.last != at:
+                self._files.drop()
+            return at
+        return (await asyncio.to_thread(self._files.write, weights)).folder
+
+    async def stop(self) -> None:
+        """End the server, and remove what was written for it."""
+        if self._server is not None:
+            await self._server.stop()
+        if self._files is not None:
+            self._files.close()
+
+
+class NodeServer:
+    """A server that an actor started; implements `RunningServer` and `WeightHolder`."""
+
+    def __init__(self, handle: Any, home: ActorInfo, url: str, *, stop_s: float) -> None:
+        self._handle = handle
+        self._stop_s = stop_s
+        self.node = home.node
+        self.url = url
+
+    async def is_dead(self) -> bool:
+        """Return whether the server has ended, or its actor; one that is slow to say counts as alive."""
+        try:
+            return bool(await asyncio.wait_for(self._handle.is_dead.remote(), _SOON_S))
+        except RayActorError:
+            return True
+        except TimeoutError:
+            return False
+
+    async def last_lines(self) -> str:
+        """Return the end of its log; "" where its node or actor is gone."""
+        try:
+            return str(await asyncio.wait_for(self._handle.last_lines.remote(), _SOON_S))
+        except (RayActorError, TimeoutError):
+            return "(its actor or its node is gone, and the log with it)"
+
+    def look_at_memory(self) -> None:
+        """Let its actor note what shared memory it holds."""
+        self._handle.look_at_memory.remote()
+
+    async def hold(self, weights: StoredWeights, at: Path | None) -> Path:
+        """Return where on its node `weights` lie in a checkpoint.
+
+        Raises:
+            EngineLostError: its actor is gone.
+        """
+        try:
+            found: Path = await answer(self._handle.hold.remote(weights, at))
+        except RayActorError as problem:
+            raise EngineLostError(f"the actor of the server at {self.url} is gone ({one_line(problem)})") from problem
+        return found
+
+    async def stop(self) -> None:
+        """End it with its actor."""
+        with contextlib.suppress(RayError, TimeoutError):
+            await asyncio.wait_for(self._handle.stop.remote(), self._stop_s)
+        ray.kill(self._handle)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodePlaces:
+    """The bundles of a placement group, one for each server; implements `engines.base.ServerPlaces`."""
+
+    group: Any
+    count: int
+    resources: Mapping[str, float]
+    files: ModelFiles
+    patience_s: float
+    """How long a server that is started again may wait for room."""
+
+    @property
+    def num_gpus(self) -> int:
+        """What each server has of them."""
+        return round(self.resources.get("GPU", 0))
+
+    @property
+    def model(self) -> Path:
+        """The model's folder on every node, or what stands for it."""
+        return self.files.path or Path(_MODEL)
+
+    @property
+    def config(self) -> ModelFolder:
+        """A folder of this machine with the model's config."""
+        return self.files.here(only="config.json")
+
+    def store(self) -> NodeStore:
+        """Return what brings weights to the nodes."""
+        return NodeStore()
+
+    def starter(self, number: int) -> StartServer:
+        """Return what starts a server in bundle `number`, wherever that is by then."""
+
+        async def start(spec: LaunchSpec) -> NodeServer:
+            handle = made_in(ServerActor, self.group, number, self.resources, at_once=AT_ONCE)
+            where, stop_s = f"for server {number}", spec.stop_timeout_s + _SOON_S
+            try:
+                home: ActorInfo = await asyncio.wait_for(handle.home.remote(), self.patience_s)
+                where = f"server {number} on {home.address}"
+                return NodeServer(handle, home, await answer(handle.start.remote(spec, self.files)), stop_s=stop_s)
+            except TimeoutError as problem:
+                ray.kill(handle)
+                raise EngineError(
+                    f"the cluster has no room {where} with {dict(self.resources)} after {self.patience_s:g} s"
+                ) from problem
+            except RayActorError as problem:
+                raise EngineError(f"{where}: its actor died while it was started ({one_line(problem)})") from problem
+            except EngineError as problem:
+                ray.kill(handle)
+                raise EngineError(f"{where}: {problem}") from problem
+
+        return start

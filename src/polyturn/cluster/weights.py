@@ -1,0 +1,146 @@
+"""Weights and models on their way through the cluster, in Ray's object store, which brings an object to each node once.
+
+leader              StoredWeights.put(weights)      in buckets; the pool is sent references, no tensors
+a server's node     ServerActor.hold                one of the node's servers writes the checkpoint that all of them read
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from polyturn.engines.base import ModelFolder
+from polyturn.engines.weight_files import WrittenWeights
+from polyturn.engines.weight_transport import buckets
+
+if TYPE_CHECKING:
+    from polyturn.engines.launcher import RunningServer
+
+
+class StoredWeights(Mapping[str, Any]):
+    """Weights in the object store: name -> tensor, over the store's memory on whichever node reads them."""
+
+    def __init__(self, refs: tuple[Any, ...], tied: Mapping[str, str]) -> None:
+        self.refs = refs
+        self._tied = tied
+        """Name -> under which name the same tensor is stored."""
+
+    @classmethod
+    def put(cls, weights: Mapping[str, Tensor]) -> StoredWeights:
+        """Put weights there, a tied tensor once."""
+        first: dict[tuple[int, tuple[int, ...]], str] = {}
+        firsts = {name: first.setdefault((t.data_ptr(), tuple(t.shape)), name) for name, t in weights.items()}
+        tied = {name: of for name, of in firsts.items() if name != of}
+        pieces = buckets({name: tensor.detach() for name, tensor in weights.items() if name not in tied})
+        return cls(tuple(ray.put({name: _stored(tensor) for name, tensor in piece.items()}) for piece in pieces), tied)
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {name: _read(stored) for piece in ray.get(list(self.refs)) for name, stored in piece.items()}
+        return found | {name: found[of] for name, of in self._tied.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"refs": self.refs, "_tied": self._tied}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _stored(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
+    """Return a tensor as an array of bytes, which the store gives to readers without a copy."""
+    flat = tensor.cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _read(stored: tuple[np.ndarray[Any, Any], str, tuple[int, ...]]) -> Tensor:
+    data, dtype, shape = stored
+    with warnings.catch_warnings():  # nobody writes to it
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+
+
+class WeightHolder(Protocol):
+    """A server that runs on a node, as far as weights go there."""
+
+    node: str
+
+    async def hold(self, weights: StoredWeights, at: Path | None) -> Path:
+        """Return where on its node `weights` lie in a checkpoint: `at`, if they are there, else newly written."""
+        ...
+
+
+class NodeWeights(WrittenWeights):
+    """Weights of which each node with servers has one checkpoint in its memory, written when a server asks for it."""
+
+    def __init__(self, stored: StoredWeights) -> None:
+        super().__init__(Path("on its node"), live=stored)
+        self._stored = stored
+        self._at: dict[str, Path] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def folder_at(self, server: RunningServer | None) -> Path:
+        """Return the checkpoint on the server's node."""
+        holder: WeightHolder = server  # type: ignore[assignment]  # places start no others
+        async with self._locks.setdefault(holder.node, asyncio.Lock()):
+            self._at[holder.node] = await holder.hold(self._stored, self._at.get(holder.node))
+        return self._at[holder.node]
+
+    def settle(self) -> None:
+        """Keep the tensors, which are no longer the trainer's own."""
+
+
+class NodeStore:
+    """What a pool keeps of weights whose servers are on nodes: references."""
+
+    def write(self, weights: Mapping[str, Any]) -> NodeWeights:
+        """Take weights that are in the object store."""
+        assert isinstance(weights, StoredWeights)
+        return NodeWeights(weights)
+
+    def close(self) -> None:
+        """Leave it to the servers, which remove what they wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """A model's folder as every node can get it: under one path, or as files in the object store."""
+
+    path: Path | None
+    files: Mapping[str, Any]
+    """Name -> reference to the bytes, where it has no path that every node sees."""
+
+    @classmethod
+    def of(cls, folder: ModelFolder) -> ModelFiles:
+        """Take a folder; one that was written for this run is read, for no other node has it."""
+        if not folder.is_temporary:
+            return cls(path=folder.path.resolve(), files={})
+        found = sorted(path for path in folder.path.rglob("*") if path.is_file())
+        return cls(path=None, files={str(p.relative_to(folder.path)): ray.put(p.read_bytes()) for p in found})
+
+    def here(self, *, only: str = "") -> ModelFolder:
+        """Return the folder on this node, or one with its file `only`."""
+        if self.path is not None:
+            return ModelFolder(self.path, is_temporary=False)
+        folder = Path(tempfile.mkdtemp(prefix="polyturn-model-"))
+        for name, ref in self.files.items():
+            if only in ("", name):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(ray.get(ref))
+        return ModelFolder(folder, is_temporary=True)

@@ -1,0 +1,148 @@
+"""Inference servers on the nodes of a Ray cluster: placed, given weights once a node, and replaced with whatever is lost.
+
+The servers are the cheapest (`support/echo_server.py`); `tests/contract/test_training_on_servers.py` has real ones.
+"""
+
+import asyncio
+import os
+import signal
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyturn.core.errors import EngineError
+from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.engines.base import ModelFolder
+from support.echo_server import echo_pool, missing_server
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
+
+from polyturn.cluster.members import ResourceRequest
+from polyturn.cluster.placement import Cluster
+
+pytestmark = pytest.mark.timeout(300)
+WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3).bfloat16(), "b.bias": torch.tensor(3.0)}
+TIED = {**WEIGHTS, "head.weight": WEIGHTS["a.weight"]}
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """Return a cluster of three nodes: the driver's, and two with room for servers."""
+    from ray.cluster_utils import Cluster as Nodes
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where actors find `support`
+    made = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made.rooms = [made.add_node(num_cpus=1, resources={"room": 2}) for _ in range(2)]
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def cluster(nodes):
+    made = Cluster(nodes.address, patience_s=60)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Return a model's folder that no other node has."""
+    (tmp_path / "config.json").write_text("{}")
+    return ModelFolder(tmp_path, is_temporary=True)
+
+
+def started(cluster, model, *, count=2):
+    engine = cluster.pool()
+    places = cluster.places(ResourceRequest(count=count, resources={"room": 1}))
+    engine.start(partial(echo_pool, places(model)))
+    return engine
+
+
+async def ask(engine, number):
+    name = f"{uuid.uuid4().hex}/{number}"
+    request = GenerateRequest(
+        request_id=name, session_id=f"s{number}", prompt_ids=[1], sampling=SamplingParams(max_tokens=4)
+    )
+    return await engine.generate(request)
+
+
+async def until(is_so):
+    deadline = time.monotonic() + 120
+    while not is_so() and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    assert is_so()
+
+
+def processes_with(word):
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and word.encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+async def test_servers_on_two_nodes_answer_as_one_engine_and_get_weights_that_the_pool_never_holds(cluster, model):
+    engine = started(cluster, model)
+    said = await asyncio.gather(*(ask(engine, i) for i in range(24)))
+    assert len({c.info["pid"] for c in said}) == 2 and {c.policy_versions for c in said} == {((0, 0),)}
+    await engine.update_weights(1, weights=TIED)
+    said = await asyncio.gather(*(ask(engine, i) for i in range(24)))
+    assert {c.policy_versions for c in said} == {((0, 1),)} and len({c.info["bytes"] for c in said}) == 1
+    assert engine.read_metrics()["engine/replicas_live"] == 2
+    pids = {int(c.info["pid"]) for c in said}
+    await engine.close()
+    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["server", "actor", "node"])
+async def test_a_lost_server_is_replaced_where_there_is_room_given_its_weights_and_proved(cluster, nodes, model, victim):
+    engine = started(cluster, model)
+    await engine.update_weights(1, weights=TIED)
+    proved = []
+
+    async def prove(one, version):
+        answer = await one.generate(
+            GenerateRequest(request_id=f"p{len(proved)}", session_id="p", prompt_ids=[1], sampling=SamplingParams())
+        )
+        proved.append((version, answer.policy_versions))
+        if len(proved) == 1:
+            raise EngineError("the leader says no once, so that it is sent its weights again")
+
+    engine.verify = prove
+    first = await asyncio.gather(*(ask(engine, i) for i in range(16)))
+    before = {int(c.info["pid"]) for c in first}
+    asked = [asyncio.create_task(ask(engine, i)) for i in range(200)]
+    await asyncio.sleep(0.2)
+    if victim == "node":
+        nodes.remove_node(nodes.rooms[0], allow_graceful=False)
+    elif victim == "actor":
+        os.kill(min(processes_with("ray::ServerActor")), signal.SIGKILL)
+    else:
+        os.kill(min(before), signal.SIGKILL)
+    said = await asyncio.gather(*asked)
+    assert len(said) == 200 and {c.policy_versions for c in said} == {((0, 1),)}, "each was answered, by the right weights"
+    await until(lambda: len(proved) >= 2)
+    assert set(proved) == {(1, ((0, 1),))}
+
+    def has_both():
+        return engine.read_metrics()["engine/replicas_live"] == 2
+
+    await until(has_both)
+    after = {int(c.info["pid"]) for c in await asyncio.gather(*(ask(engine, i) for i in range(24)))}
+    assert len(after) == 2 and len(after - before) == 1
+    await engine.update_weights(2, weights=TIED)
+    assert {c.policy_versions for c in await asyncio.gather(*(ask(engine, i) for i in range(24)))} == {((0, 2),)}
+    await engine.close()
+
+
+def test_a_server_that_cannot_be_started_is_a_sentence_that_names_its_node(cluster, model):
+    with pytest.raises(EngineError, match=r"server 0 on \S+: the server '/no/such/python' cannot be started"):
+        cluster.pool().start(partial(missing_server, cluster.places(ResourceRequest(count=1, resources={"room": 1}))(model)))
