@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -16,6 +17,8 @@ from polyturn.engines.serve_commands import SERVE_COMMANDS
 
 ROOT = Path(__file__).parents[2]
 MAX_CONTEXT = 2048
+READY_S = 900
+"""How long a start may take: 25 seconds of processor time, on a machine that others use too."""
 
 
 def why_not(engine: str) -> str | None:
@@ -35,7 +38,8 @@ def interpreter(engine: str) -> Path:
     return Path(shown.stdout.split()[1])
 
 
-def launch_spec(engine: str, model: Path) -> LaunchSpec:
+def launch_spec(engine: str, model: Path, *, max_context: int = MAX_CONTEXT, sees: bool = False) -> LaunchSpec:
     """Return how `engine` serves the model in `model` on a CPU, as a run would start it."""
     make = SERVE_COMMANDS[engine]
-    return make(python=str(interpreter(engine)), model=model, max_context=MAX_CONTEXT, device="cpu")
+    spec = make(python=str(interpreter(engine)), model=model, max_context=max_context, device="cpu", sees=sees)
+    return dataclasses.replace(spec, ready_timeout_s=READY_S)

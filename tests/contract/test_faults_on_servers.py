@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from engine_servers import launch_spec
+from engine_servers import READY_S, launch_spec
 from faulty_proxy import FaultyProxy
 
 from conftest import VOCAB, small_model
@@ -94,14 +94,13 @@ def lines(caplog, text):
     return [record.message for record in caplog.records if text in record.message]
 
 
-@pytest.mark.timeout(600)  # two starts of a server, on whatever machine
 async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_run_not_those_it_starts_with(
     kind, server, model_folder, caplog
 ):
     caplog.set_level(logging.INFO, logger=POOL_LOG)
     trainer = local_policy(other_model(), optim=OptimSettings(lr=1e-3))
     launched = client(kind, launch=launch_spec(kind, model_folder), max_restarts=1)
-    async with pool_of(model_folder, client(kind, server), launched, within_s=560) as pool:
+    async with pool_of(model_folder, client(kind, server), launched, within_s=2 * READY_S) as pool:
         await WeightSync(pool, trainer, vocab_size=VOCAB).start(3)
         asked = start_all(pool, 8, max_tokens=250)
         await until(lambda: pool.replicas[1].load == 4)
@@ -119,7 +118,7 @@ async def test_a_server_killed_in_the_middle_comes_back_with_the_weights_of_the_
         assert pool.read_metrics()["engine/replicas_live"] == 1
         assert len(lines(caplog, "replica 1 is left out (EngineLostError")) == 1
 
-        await until(lambda: pool.replicas[1].is_live, within_s=300)
+        await until(lambda: pool.replicas[1].is_live, within_s=READY_S)
         check(await launched.generate(ask("after")), model=trainer.backend.model)
         assert len(lines(caplog, "replica 1 is back, with the weights of policy version 3 sent anew and verified")) == 1
         assert launched.num_restarts == 1

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from engine_servers import interpreter, why_not
+from engine_servers import interpreter, launch_spec, why_not
 from PIL import Image
 
 from polyturn.cli.main import main
@@ -14,7 +14,6 @@ from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.media import Media, to_source
 from polyturn.core.messages import Message
 from polyturn.engines.launcher import Server
-from polyturn.engines.serve_commands import SERVE_COMMANDS
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.store.stored_run import open_store
@@ -54,8 +53,7 @@ def test_logprobs_behind_images_are_the_trainers_at_temperature_07(kind, tmp_pat
     image_id = media.token_ids[0]
 
     async def ask() -> None:
-        spec = SERVE_COMMANDS[kind](python=str(interpreter(kind)), model=tmp_path, max_context=512, device="cpu", sees=True)
-        server = await Server.start(spec)
+        server = await Server.start(launch_spec(kind, tmp_path, max_context=512, sees=True))
         engine = CLIENTS[kind](server.url, vocab_size=len(tokenizer), media=media)
         try:
             sampling = SamplingParams(max_tokens=24, temperature=0.7, banned_token_ids=media.token_ids)

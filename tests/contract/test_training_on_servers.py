@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from engine_servers import interpreter, why_not
+from engine_servers import READY_S, interpreter, why_not
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
@@ -29,7 +29,7 @@ def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, way, t
         main,
         *("train", write_tiny_run(tmp_path), *WIDER, "train.steps=2"),
         *(f"engine.kind={kind}", f"engine.launch.python={interpreter(kind)}", f"engine.launch.log={log}"),
-        *(f"engine.launch.replicas={replicas}", f"engine.weights={way}"),
+        *(f"engine.launch.replicas={replicas}", f"engine.launch.ready_timeout_s={READY_S}", f"engine.weights={way}"),
     )
     assert called.code == 0, called.err + log.read_text()[-2000:]
     assert "the weights arrive" in called.err + called.out

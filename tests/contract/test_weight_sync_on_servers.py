@@ -71,7 +71,6 @@ async def test_each_group_that_is_kept_back_is_named(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # a start of a server, on whatever machine
 @pytest.mark.parametrize("kind", list(SERVERS))
 async def test_biases_and_a_head_of_its_own_arrive_and_one_that_is_kept_back_is_named(kind, tmp_path, caplog):
     if (reason := why_not(kind)) is not None:
