@@ -1,6 +1,7 @@
 """How large the house is: what one sample passes, what one turn takes to read, lines, keys, circles. Prints one JSON line.
 
     python benchmarks/house.py [--show way|turn|circles|classes|long|wide|keys]      the names behind a figure
+    python benchmarks/house.py --document docs/one-sample.md                         writes the way into the page
 
 **The way of a sample** (`way_*`). One optimizer step of a run is taken through the command line, with the embedded engine, a
 row of a file, a tool that the model calls in its first turn, an interaction that answers the next ones, and a reward
@@ -38,6 +39,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import os
 import sys
@@ -438,6 +440,19 @@ def way(stacks: Sequence[Stack]) -> list[Function]:
     return list(dict.fromkeys(function for stack in stacks for function in stack.calls))
 
 
+TRACED = "<!-- traced: written by benchmarks/house.py --document, and compared with a run by the tests -->\n"
+"""In a page, what stands before the way; it goes to the end of the page."""
+
+
+def documented(functions: Sequence[Function], *, root: str = "../src/polyturn") -> str:
+    """Return the way as a page lists it: a line for each file that it comes to, with a link to each function."""
+    lines = []
+    for file, of_file in itertools.groupby(functions, key=lambda one: one.file):
+        names = [one.name.replace(".<locals>.", ".") for one in of_file]
+        lines.append(f"- [`{file}`]({root}/{file}): {', '.join(f'`{name}`' for name in names)}\n")
+    return "".join(lines)
+
+
 def num_returns(functions: Sequence[Function]) -> int:
     """Return how often the way comes to a file that it has left."""
     files = [one.file for i, one in enumerate(functions) if not i or functions[i - 1].file != one.file]
@@ -456,10 +471,15 @@ def main() -> None:
     """Measure, and print one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", choices=["way", "turn", "circles", "classes", "long", "wide", "keys"])
+    parser.add_argument("--document", type=Path, metavar="PAGE", help="write the way into this page, and measure nothing")
     options = parser.parse_args()
-    modules = trees()
     stacks = traced()
     on_way, of_turn = way(stacks), turn(stacks)
+    if options.document is not None:
+        said, mark, _ = options.document.read_text(encoding="utf-8").partition(TRACED)
+        options.document.write_text(f"{said}{mark or TRACED}{documented(on_way)}", encoding="utf-8")
+        return
+    modules = trees()
     found_circles, twice, leaves = circles(modules), duplicate_classes(modules), keys()
     long, wide = functions(modules, lines_of, MAX_LINES), functions(modules, parameters_of, MAX_PARAMETERS)
     shown: dict[str, Sequence[Any]] = {

@@ -49,7 +49,7 @@ def test_logprobs_behind_images_are_the_trainers_at_temperature_07(kind, tmp_pat
         role="user",
         content=(*({"type": "image", "image": m.source} for m in shown), {"type": "text", "text": "Which is larger?"}),
     )
-    ids = media.expand(codec.encode(codec.render([message], add_generation_prompt=True)), [message])
+    ids = media.expand(codec.encode(codec.template.render([message], add_generation_prompt=True)), [message])
     image_id = media.token_ids[0]
 
     async def ask() -> None:

@@ -162,7 +162,8 @@ def shown(
         if kind == "say":
             ids = [*codec.encode_plain(change(what)).tolist(), codec.stop_token_ids[0]]
             said = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))
-            turn = line.sample(Stopped(said, None, 0), index=index, cut_by=StopReason.LENGTH)
+            read = line.read_completion(said.token_ids, turn=index)
+            turn = line.sample(*read, Stopped(said, None, 0), index=index, cut_by=StopReason.LENGTH)
             continue
         first, text, second = message(what[0], change), change(what[1]), message(what[2], change)
         history = line

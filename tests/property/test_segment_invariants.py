@@ -318,7 +318,7 @@ def test_per_trajectory_gives_every_trajectory_one_weight_and_per_token_does_not
 
 def test_the_second_template_drops_reasoning() -> None:
     history = [Message(role="user", content="a"), Message(role="assistant", content="b", reasoning="c")]
-    texts = [codec.render([*history, history[0]]) for codec in CODECS]
+    texts = [codec.template.render([*history, history[0]]) for codec in CODECS]
     assert ["<think>" in text for text in texts] == [True, False]
 
 

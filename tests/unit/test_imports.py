@@ -1,8 +1,8 @@
 """Imports point down, and `import polyturn` brings in nothing heavy.
 
-Read from the source, imports inside functions included. A package may import packages of lower ranks and neighbours of
-its own rank; no two modules need each other. What stands under `if TYPE_CHECKING:` never runs, so it can only serve
-annotations and is exempt, but in `WITHOUT_CIRCLES`.
+Read from the source, imports inside functions and for annotations included. A package may import packages of lower ranks
+and neighbours of its own rank; no two modules need each other. Only what importing polyturn costs leaves out what stands
+under `if TYPE_CHECKING:`, which never runs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ RANKS = [
     {"__main__"},
 ]
 RANK_OF = {package: rank for rank, packages in enumerate(RANKS) for package in packages}
-WITHOUT_CIRCLES = {"rollout"}
-"""Packages whose modules do not need each other for annotations either."""
 MAY_IMPORT_RAY = {"cluster", "cli", "api", "build"}
 MAY_IMPORT_TORCH_AT_THE_TOP = {"training", "algorithms", "engines", "batching", "cluster", "testing", "compat"}
 
@@ -52,6 +50,8 @@ class Import(NamedTuple):
     line: int
     target: str
     at_top: bool
+    runs: bool = True
+    """False under `if TYPE_CHECKING:`."""
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line} imports {self.target}"
@@ -76,30 +76,20 @@ def _part(dotted: str) -> str:
 
 
 def imports_of(source: str, module: str, *, is_package: bool = False) -> list[Import]:
-    """Return every import of a module that can run, also inside functions and with relative names."""
-    tree = ast.parse(source)
-    if _part(module) in WITHOUT_CIRCLES:
-        tree = _Types().visit(tree)
-    return list(_walk(tree, module, is_package, at_top=True))
+    """Return every import of a module, also inside functions, for annotations and with relative names."""
+    return list(_walk(ast.parse(source), module, is_package))
 
 
-class _Types(ast.NodeTransformer):
-    """Takes imports for annotations as any other."""
-
-    def visit_If(self, node: ast.If) -> ast.If:
-        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            node.test = ast.Constant(True)
-        return node
-
-
-def _walk(node: ast.AST, module: str, is_package: bool, *, at_top: bool) -> Iterator[Import]:
+def _walk(node: ast.AST, module: str, is_package: bool, *, at_top: bool = True, runs: bool = True) -> Iterator[Import]:
     if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        for child in node.body:
+            yield from _walk(child, module, is_package, at_top=at_top, runs=False)
         for child in node.orelse:
-            yield from _walk(child, module, is_package, at_top=at_top)
+            yield from _walk(child, module, is_package, at_top=at_top, runs=runs)
         return
     if isinstance(node, ast.Import):
         for alias in node.names:
-            yield Import(module, node.lineno, alias.name, at_top)
+            yield Import(module, node.lineno, alias.name, at_top, runs)
     elif isinstance(node, ast.ImportFrom):
         base = node.module or ""
         if node.level:
@@ -108,10 +98,10 @@ def _walk(node: ast.AST, module: str, is_package: bool, *, at_top: bool) -> Iter
         # `from polyturn import tools` imports the package polyturn.tools
         names = [f"{base}.{a.name}" for a in node.names] if base == "polyturn" else [base]
         for name in names:
-            yield Import(module, node.lineno, name, at_top)
+            yield Import(module, node.lineno, name, at_top, runs)
     inner = at_top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     for child in ast.iter_child_nodes(node):
-        yield from _walk(child, module, is_package, at_top=inner)
+        yield from _walk(child, module, is_package, at_top=inner, runs=runs)
 
 
 def all_imports() -> list[Import]:
@@ -127,7 +117,7 @@ def all_imports() -> list[Import]:
 IMPORTS = all_imports()
 
 
-def test_the_walk_sees_imports_in_functions_relative_ones_and_skips_type_checking() -> None:
+def test_the_walk_sees_imports_in_functions_relative_ones_and_those_for_annotations() -> None:
     source = """
 from typing import TYPE_CHECKING
 from . import sibling
@@ -142,16 +132,15 @@ def f():
         import torch.nn
 """
     found = imports_of(source, "polyturn.rewards.group")
-    assert [(i.target, i.at_top) for i in found] == [
-        ("typing", True),
-        ("polyturn.rewards", True),
-        ("polyturn.engines.pool", True),
-        ("polyturn.tools", True),
-        ("queue", True),
-        ("torch.nn", False),
+    assert [(i.target, i.at_top, i.runs) for i in found] == [
+        ("typing", True, True),
+        ("polyturn.rewards", True, True),
+        ("polyturn.engines.pool", True, True),
+        ("polyturn.tools", True, True),
+        ("ray", True, False),
+        ("queue", True, True),
+        ("torch.nn", False, True),
     ]
-    types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ray\n"
-    assert [i.target for i in imports_of(types, "polyturn.rollout.group")] == ["typing", "ray"]
     assert imports_of("from .x import y", "polyturn.core", is_package=True)[0].target == "polyturn.core.x"
 
 
@@ -206,7 +195,9 @@ def test_nothing_below_cluster_imports_ray() -> None:
 def test_nothing_below_training_imports_torch_when_it_is_imported_but_the_tensor_code() -> None:
     heavy = {"torch", "transformers"}
     wrong = [
-        str(i) for i in IMPORTS if i.at_top and _root(i.target) in heavy and i.package not in MAY_IMPORT_TORCH_AT_THE_TOP
+        str(i)
+        for i in IMPORTS
+        if i.runs and i.at_top and _root(i.target) in heavy and i.package not in MAY_IMPORT_TORCH_AT_THE_TOP
     ]
     assert not wrong
 

@@ -306,7 +306,7 @@ def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
             raise type(problem)(f"{name}, task {task.id!r}: {problem}") from problem
         return length if length > limit else None
     try:
-        text = context.codec.render(task.prompt, tools=context.encoder_for(task).tools, add_generation_prompt=True)
+        text = context.codec.template.render(task.prompt, tools=context.encoder_for(task).tools, add_generation_prompt=True)
     except TemplateError as problem:
         raise TemplateError(f"{name}, task {task.id!r}: {problem}") from problem
     # A token is at least a byte, so only a text with more bytes than the limit has tokens needs to be encoded.

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
-from polyturn.core.errors import AlignmentError, ConfigError
+from polyturn.core.errors import AlignmentError, ConfigError, EngineError
 from polyturn.core.media import Media
 
 
@@ -78,6 +80,19 @@ class GenerateRequest(Record):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", ids_array(self.prompt_ids))
+
+    def check_heeded(self, completion: Completion) -> None:
+        """Check that an engine sampled nothing that it was told not to.
+
+        Raises:
+            EngineError: it did.
+        """
+        banned = self.sampling.banned_token_ids
+        if banned and np.isin(completion.token_ids, banned).any():
+            raise EngineError(
+                f"the engine sampled a token that it was told not to (one of {banned}, which stand for media); use an "
+                "engine that heeds SamplingParams.banned_token_ids"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,11 +18,13 @@ The server should serve nothing else meanwhile. Ways of measuring alternate with
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -122,43 +124,19 @@ async def fit(
     if not batches or list(batches) != sorted(set(batches)) or batches[0] < 1 or repeats < 1:
         raise ConfigError(f"batch sizes must rise from at least 1 and repeats be at least 1, not {batches} and {repeats}")
     bench = _Bench(engine, vocab_size=vocab_size)
-    far = [batch for batch in batches if batch <= _FAR][-1:] or [batches[0]]
-    far_steps: list[float] = []
-    few: dict[int, list[float]] = {b: [] for b in batches}
-    many: dict[int, list[float]] = {b: [] for b in batches}
-    long: list[float] = []
-    again: list[float] = []
-    short: list[float] = []
-    one_each: list[float] = []
-    widest = batches[-1]
+    timed = _Timings(few={b: [] for b in batches}, many={b: [] for b in batches})
+    num_far = max((batch for batch in batches if batch <= _FAR), default=batches[0])
     for repeat in range(repeats + 1):
-        for batch in batches:
-            for tokens, into in ((FEW, few), (MANY, many)):
-                seconds = await bench.seconds([bench.prompt(prompt_tokens) for _ in range(batch)], tokens)
-                if repeat:  # the first one warms up
-                    into[batch].append(seconds)
-        behind = [bench.prompt(long_prompt_tokens) for _ in range(far[0])]
-        await bench.seconds(behind, 1)  # so that both of the next find them computed
-        less = await bench.seconds(behind, FEW)
-        more = await bench.seconds(behind, MANY)
-        if repeat:
-            far_steps.append((more - less) / (MANY - FEW))
-        prompt = bench.prompt(long_prompt_tokens)
-        timings = (
-            await bench.seconds([prompt], 1),
-            await bench.seconds([prompt], 1),
-            await bench.seconds([bench.prompt(prompt_tokens)], 1),
-            await bench.seconds([bench.prompt(prompt_tokens) for _ in range(widest)], 1),
-        )
-        if repeat:
-            for timed, seconds in zip((long, again, short, one_each), timings, strict=True):
-                timed.append(seconds)
-    steps = {b: (median(many[b]) - median(few[b])) / (MANY - FEW) for b in batches}
-    per_token = max(median(far_steps) - steps[far[0]], 0.0) / (far[0] * (long_prompt_tokens - prompt_tokens))
+        kept = timed if repeat else copy.deepcopy(timed)  # the first one warms up
+        await _measure(bench, kept, num_far=num_far, short=prompt_tokens, long=long_prompt_tokens)
+    widest = batches[-1]
+    steps = {b: (median(timed.many[b]) - median(timed.few[b])) / (MANY - FEW) for b in batches}
+    per_token = max(median(timed.far_steps) - steps[num_far], 0.0) / (num_far * (long_prompt_tokens - prompt_tokens))
     held = prompt_tokens + (FEW + MANY) / 2  # tokens of each sequence while its steps were timed
     table = [(b, max(seconds - per_token * b * held, 1e-6)) for b, seconds in steps.items()]
-    prefill = max(median(long) - median(short), 0.0) / (long_prompt_tokens - prompt_tokens)
-    cost_of_each = (median(one_each) - median(short)) / max(widest - 1, 1) - prompt_tokens * prefill
+    long, short = median(timed.long), median(timed.short)
+    prefill = max(long - short, 0.0) / (long_prompt_tokens - prompt_tokens)
+    cost_of_each = (median(timed.one_each) - short) / max(widest - 1, 1) - prompt_tokens * prefill
     shares = [await bench.cached(long_prompt_tokens * k // 7) for k in (3, 4, 5, 6, 7)]
     return Speed(
         cache_block=max(math.gcd(*shares), 1),
@@ -166,9 +144,45 @@ async def fit(
         context_token_s=per_token,
         prefill_token_s=prefill,
         request_s=max(cost_of_each, 0.0),
-        prefix_cache=median(again) - median(short) < 0.5 * (median(long) - median(short)),
+        prefix_cache=median(timed.again) - short < 0.5 * (long - short),
         slots=widest,
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Timings:
+    """Seconds that a server took, each as often as it was measured."""
+
+    few: dict[int, list[float]]
+    """Batch size -> of `FEW` tokens each."""
+    many: dict[int, list[float]]
+    """Batch size -> of `MANY` tokens each."""
+    far_steps: list[float] = field(default_factory=list)
+    """Of one step behind long prompts."""
+    long: list[float] = field(default_factory=list)
+    """Of one token behind a long prompt."""
+    again: list[float] = field(default_factory=list)
+    """Of one token behind the same prompt."""
+    short: list[float] = field(default_factory=list)
+    """Of one token behind a short prompt."""
+    one_each: list[float] = field(default_factory=list)
+    """Of one token behind each of a batch of short prompts, the largest."""
+
+
+async def _measure(bench: _Bench, timed: _Timings, *, num_far: int, short: int, long: int) -> None:
+    """Measure everything once, with prompts of `short` and `long` tokens."""
+    for batch in timed.few:
+        for tokens, into in ((FEW, timed.few), (MANY, timed.many)):
+            into[batch].append(await bench.seconds([bench.prompt(short) for _ in range(batch)], tokens))
+    behind = [bench.prompt(long) for _ in range(num_far)]
+    await bench.seconds(behind, 1)  # so that both of the next find them computed
+    less = await bench.seconds(behind, FEW)
+    timed.far_steps.append((await bench.seconds(behind, MANY) - less) / (MANY - FEW))
+    prompt = bench.prompt(long)
+    timed.long.append(await bench.seconds([prompt], 1))
+    timed.again.append(await bench.seconds([prompt], 1))
+    timed.short.append(await bench.seconds([bench.prompt(short)], 1))
+    timed.one_each.append(await bench.seconds([bench.prompt(short) for _ in range(max(timed.few))], 1))
 
 
 def save(speed: Speed, path: Path) -> None:

@@ -14,6 +14,7 @@ was asked: who it is and how far it got follows from the messages, so branches o
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -241,7 +242,7 @@ class SimulatedUser(SceneInteraction):
 
     async def _stops(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         assert self._predicate is not None
-        answer = await self._bounded.run(self._predicate, messages)
+        answer = await self._bounded.run(functools.partial(self._predicate, messages))
         if answer not in (True, False, None):
             raise InteractionError(f"{self._who}: stop_when returned {answer!r:.100}; return True or False")
         return bool(answer)

@@ -159,7 +159,7 @@ class RewardFunction:
     async def _run(self, *args: Any, **told: Any) -> Any:
         async with self._options.rate or contextlib.nullcontext():
             call = functools.partial(self._called, *args, **told, **self._kwargs)
-            return await self._bounded.run_for(call, clock=OwnTime())
+            return await self._bounded.run(call, clock=OwnTime())
 
 
 def extra_info(trajectory: Trajectory, tool_rewards: Mapping[str, float | None]) -> dict[str, Any]:

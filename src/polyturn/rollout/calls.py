@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from polyturn.core.errors import PolyturnError, RolloutError, SchedulerError, one_line
@@ -43,6 +43,15 @@ class AuthorCalls:
         self._bounded = CallWithDeadline(name="scheduler", timeout_s=timeout_s, grace_s=GRACE_S)
         self._turn_taking: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
+    def guarded(self, method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Return what to call in place of an async or author's `method`: itself where it is our own, else a guard.
+
+        Our own code waits for nothing without a deadline, so nothing stands between it and whoever calls it. The guard is
+        `call`, with its `options`.
+        """
+        is_ours = has_own_deadlines(method) and inspect.iscoroutinefunction(method)
+        return method if is_ours else functools.partial(self.call, method, **options)
+
     async def call(
         self,
         method: Callable[..., Any],
@@ -71,7 +80,7 @@ class AuthorCalls:
         name = f"{of} {method.__name__}"
         if kwargs:
             method = functools.update_wrapper(functools.partial(method, **kwargs), method)
-        try:
+        with told_as_scheduler_error(name):
             if has_own_deadlines(method) or (inspect.iscoroutinefunction(method) and not has_deadline):
                 answer = method(*args)
                 return await answer if inspect.isawaitable(answer) else answer
@@ -84,16 +93,12 @@ class AuthorCalls:
                 if not inspect.isawaitable(answer):
                     return answer
                 return await self._in_task(name, _given(answer)) if has_deadline else await answer
-        except PolyturnError:
-            raise
-        except Exception as problem:
-            raise SchedulerError(f"{name} raised {one_line(problem)}") from problem
 
     async def _in_task(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         """Call an async method, which may take `timeout_s` between two things that it asks of its episode."""
         self._check_abandoned(name)
         try:
-            return await self._bounded.run_for(functools.partial(method, *args), clock=OwnTime())
+            return await self._bounded.run(functools.partial(method, *args), clock=OwnTime())
         except DeadlineError as problem:
             self._check_abandoned(name)
             raise self._late(name) from problem
@@ -129,6 +134,17 @@ class AuthorCalls:
         if self._turn_taking is None or self._turn_taking[0] is not loop:
             self._turn_taking = loop, asyncio.Lock()
         return self._turn_taking[1]
+
+
+@contextlib.contextmanager
+def told_as_scheduler_error(name: str) -> Iterator[None]:
+    """Raise what is not of the library as a `SchedulerError` that names the method: the trajectory fails."""
+    try:
+        yield
+    except PolyturnError:
+        raise
+    except Exception as problem:
+        raise SchedulerError(f"{name} raised {one_line(problem)}") from problem
 
 
 _Ours = TypeVar("_Ours", bound=Callable[..., Any])

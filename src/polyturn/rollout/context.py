@@ -27,7 +27,7 @@ from polyturn.rollout.journal_codec import Journal
 from polyturn.rollout.limits import Limits
 from polyturn.tokens import sanity
 from polyturn.tokens.codec import Codec
-from polyturn.tokens.media_encoder import MediaEncoder
+from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.parsers import ToolCallParser
 from polyturn.tokens.trust import name_of
@@ -87,8 +87,8 @@ class RolloutContext:
     """Calls the scheduler's methods."""
     _num_finished: int = 0
     _warned: set[str] = field(default_factory=set)
-    _encoders: dict[tuple[str, ...], MediaEncoder] = field(default_factory=dict)
-    _brought: dict[tuple[str, ...], MediaEncoder] = field(default_factory=dict)
+    _encoders: dict[tuple[str, ...], DeltaEncoder] = field(default_factory=dict)
+    _brought: dict[tuple[str, ...], DeltaEncoder] = field(default_factory=dict)
     """Encoders by the schemas of tools that agents brought."""
     _hosts: dict[str, LoadedInteraction] = field(default_factory=dict)
     """The interactions that episodes have used, by name."""
@@ -96,14 +96,14 @@ class RolloutContext:
     def __post_init__(self) -> None:
         self.calls = AuthorCalls(timeout_s=self.scheduler_timeout_s)
 
-    def encoder_for(self, task: Task) -> MediaEncoder:
+    def encoder_for(self, task: Task) -> DeltaEncoder:
         """Return the encoder for the tools that the task may call."""
         names = self.tools.select(task)
         if names not in self._encoders:
             self._encoders[names] = self._encoder(self.tools.schemas_of(task), self.tools.foreign)
         return self._encoders[names]
 
-    def encoder_listing(self, tools: Sequence[Mapping[str, Any]]) -> MediaEncoder:
+    def encoder_listing(self, tools: Sequence[Mapping[str, Any]]) -> DeltaEncoder:
         """Return the encoder for tools that an agent brings, as schemas in OpenAI's function form."""
         key = (json.dumps(tools, sort_keys=True),)
         encoder = self._brought.pop(key, None) or self._encoder(tools, self._not_own(tools))
@@ -117,8 +117,8 @@ class RolloutContext:
         own = [schema for name, schema in self.tools.schemas.items() if name not in self.tools.foreign]
         return [name_of(tool) for tool in tools if tool not in own]
 
-    def _encoder(self, tools: Sequence[Mapping[str, Any]], foreign: Collection[str]) -> MediaEncoder:
-        return MediaEncoder(
+    def _encoder(self, tools: Sequence[Mapping[str, Any]], foreign: Collection[str]) -> DeltaEncoder:
+        return DeltaEncoder(
             self.codec,
             tools=tools,
             foreign_tools=foreign,

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,9 +24,9 @@ from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Ids
 from polyturn.core.errors import InteractionError, LifecycleError, SchedulerError
-from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import Lifecycle, RequestState, StopReason
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, Origin
 from polyturn.core.own_time import not_own_time
 from polyturn.core.protocols import Scheduler
 from polyturn.core.seeds import derive_seed
@@ -38,7 +38,8 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode_state import Aside, EpisodeState, EpisodeView, sampled_for
 from polyturn.rollout.history_state import Mark
 from polyturn.rollout.open_turn import OpenTurn, Reply
-from polyturn.rollout.resources import Fork
+from polyturn.rollout.resources import Fork, as_messages
+from polyturn.rollout.stop_strings import Stopped, generate_until
 
 _Result = TypeVar("_Result")
 
@@ -54,52 +55,44 @@ class Episode(EpisodeState):
         self._speakers: dict[str, Episode] = {}
         """Who speaks with the run's own model in this conversation, by name."""
 
-    async def start(self) -> None:
-        """Create the tools, start the interaction, and show the model its prompt; the first `prepare` does it.
+    @not_own_time
+    async def prepare(self) -> StopReason | None:
+        """Encode what waits to be shown, and show it; the first time, create the tools and start the interaction before.
+
+        Returns:
+            The limit that forbids another generation; None if none does. What is shown first is shown all the same.
 
         Raises:
             ToolStartError: a tool could not be created.
             InteractionError: the interaction could not be started.
-            TemplateError: the template cannot render the prompt.
-        """
-        shared, history = self.resources, self._history
-        history.extend_prompt(await shared.start())
-        await self.process_media(history.to_encode)
-        prompt = history.next_prompt()
-        history.show(prompt)
-        if shared.on_turn is not None:
-            await shared.on_turn()
-        if event_log.is_on():
-            tools = len(self.tool_schemas)
-            event_log.started(self.id, task=self.task, num_tokens=prompt.length, num_tools=tools)
-
-    @not_own_time
-    async def prepare(self) -> StopReason | None:
-        """Encode what waits to be shown, and show it; the first time, `start`.
-
-        Returns:
-            The limit that forbids another generation; None if none does.
-
-        Raises:
             TemplateError: the template cannot render what waits.
             SchedulerError: it cannot render the history that the scheduler wrote.
         """
-        if not self.resources.is_started:
-            await self.start()
-        elif self.resources.on_turn is not None:
-            await self.resources.on_turn()
-        history = self._history
+        shared, history = self.resources, self._history
+        is_first = not shared.is_started
+        if is_first:
+            history.extend_prompt(await shared.start())
+        elif shared.on_turn is not None:
+            await shared.on_turn()
         await self.process_media(history.to_encode)
         prompt = history.next_prompt()
+        if is_first:
+            history.show(prompt)
+            if shared.on_turn is not None:
+                await shared.on_turn()
+            if event_log.is_on():
+                tools = len(self.tool_schemas)
+                event_log.started(self.id, task=self.task, num_tokens=prompt.length, num_tools=tools)
         at = history.progress(elapsed_s=self.elapsed_s, prompt=prompt)
         reason = limit_rules.reached(self.limits, at)
         may_shorten = reason in (None, StopReason.CONTEXT_FULL) and limit_rules.is_short_of_room(self.limits, at)
         if may_shorten and history.shorten(self.limits):
             return None
-        if reason is None:
+        if reason is not None:
+            if event_log.is_on():
+                event_log.limited(self.id, turn=len(history.turns), reason=reason)
+        elif not is_first:
             history.show(prompt)
-        elif event_log.is_on():
-            event_log.limited(self.id, turn=len(history.turns), reason=reason)
         return reason
 
     async def process_media(self, messages: Sequence[Message]) -> None:
@@ -120,16 +113,22 @@ class Episode(EpisodeState):
             SchedulerError: a limit forbids another turn, as `prepare` would have said.
             EngineError: the engine is lost, refuses the request, or sampled what it must not.
         """
-        shared = self.resources
+        shared, history, engine = self.resources, self._history, self._context.engine
         if shared.bridge.is_closed:
             raise LifecycleError(f"episode {self.id!r} has ended; nothing can be generated for it any more")
-        request, cut_by = self._request()
+        request, cut_by = self.next_request()
         self.lifecycle.move(RequestState.GENERATING)
         began, start = time.monotonic(), time.time()
         with self.lifecycle.generating():
-            ended = await shared.sample(request, stops=self._stops)
+            with shared.asking(request):
+                if self._stops:
+                    ended = await generate_until(engine, request, stops=self._stops, codec=self.codec)
+                else:
+                    ended = Stopped(await engine.generate(request), None, 0)
+            request.check_heeded(ended.completion)
         index = len(shared.turns) if self._aside is None else self.aside_of
-        turn = self._history.sample(ended, index=index, cut_by=cut_by)
+        message, text = history.read_completion(ended.completion.token_ids, turn=index)
+        turn = history.sample(message, text, ended, index=index, cut_by=cut_by)
         turn.timings["start"], turn.timings["generate"] = start, time.monotonic() - began
         if self._aside is None:
             shared.turns.append(turn)
@@ -141,36 +140,6 @@ class Episode(EpisodeState):
         if event_log.is_on():
             event_log.sampled(self.id, turn)
         return turn
-
-    def _request(self) -> tuple[GenerateRequest, StopReason]:
-        """Return what the engine is asked next, and the limit that gives it its budget.
-
-        Raises:
-            SchedulerError: a limit forbids another turn, as `prepare` would have said.
-        """
-        history, sampling, number = self._history, self._sampling, len(self.turns)
-        at = history.progress(elapsed_s=self.elapsed_s)
-        budget = limit_rules.budget(self.limits, at, ceiling=sampling.max_tokens)
-        if budget.tokens < 1 or (self.limits.max_turns is not None and number >= self.limits.max_turns):
-            raise SchedulerError(
-                f"episode {self.id!r}: another turn was asked for at {number} turns and {at.context_tokens} tokens, where a "
-                "limit ends the episode; await `prepare` before each `generate` and end where it returns a reason"
-            )
-        asked = dataclasses.replace(
-            sampling,
-            max_tokens=budget.tokens,
-            seed=derive_seed(self._seed, number) if sampling.seed is None else sampling.seed,
-            stop_token_ids=sampling.stop_token_ids or self.codec.stop_token_ids,
-            banned_token_ids=sampling.banned_token_ids or self._context.media_token_ids,
-        )
-        request = GenerateRequest(
-            request_id=f"{self.id}/{number}",
-            session_id=self.id,
-            prompt_ids=history.context,
-            sampling=asked,
-            media=history.builder.media,
-        )
-        return request, budget.cut_by
 
     def play_as(self, agent: str) -> None:
         """Give its agent a name, before the prompt is shown; segments and their rewards go by it.
@@ -213,10 +182,17 @@ class Episode(EpisodeState):
     async def call_tools(self, turn: OpenTurn) -> Reply:
         """Run the turn's tool calls; a call that fails is an observation like any other."""
         self.lifecycle.move(RequestState.TOOL_CALLING)
-        reply = await self.resources.call_tools(turn, lambda: self._history.openai, own=self._tools)
+        began = time.monotonic()
+        tools = await self.resources.tools_of(self._tools)
+        turn.tool_results = await tools.call(turn.message.tool_calls, messages=lambda: self._history.openai)
+        turn.timings["tools"] = time.monotonic() - began
+        for result in turn.tool_results:
+            if result.reward is not None:
+                key = f"tool/{result.name}"
+                turn.scores[key] = turn.scores.get(key, 0.0) + result.reward
         if event_log.is_on():
             event_log.tools_answered(self.id, turn)
-        return reply
+        return Reply(messages=as_messages(turn.tool_results))
 
     @not_own_time
     async def ask_partner(self, turn: OpenTurn) -> Reply:
@@ -225,13 +201,20 @@ class Episode(EpisodeState):
         Raises:
             InteractionError: it raised, was late, or answered something that cannot be understood.
         """
-        shared = self.resources
-        if self.has_partner:  # without one, `ask_interaction` says what is wrong
-            self.lifecycle.move(RequestState.INTERACTING)
+        interaction = self.resources.interaction
+        if interaction is None:
+            raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
+        self.lifecycle.move(RequestState.INTERACTING)
         view = EpisodeView(self.id, self._seed, self.num_user_turns, self._speak)
-        leaves_time = shared.asks_person and not self.limits.counts_people
-        with shared.paused() if leaves_time else contextlib.nullcontext():
-            reply = await shared.ask_interaction(turn, self._history.openai, view)
+        leaves_time = interaction.asks_person and not self.limits.counts_people
+        began = time.monotonic()
+        with self.resources.paused() if leaves_time else contextlib.nullcontext():
+            answer = await interaction.reply(self._history.openai, view)
+        turn.timings["interaction"] = time.monotonic() - began
+        if answer.score is not None:
+            turn.scores["interaction"] = answer.score
+        said = Message(role="user", content=answer.content, origin=Origin.ENVIRONMENT)
+        reply = Reply(messages=(said,), is_done=answer.is_done, info=dict(answer.metadata))
         if event_log.is_on():
             event_log.interaction_answered(self.id, turn, reply)
         return reply
@@ -381,6 +364,10 @@ class Episode(EpisodeState):
             LifecycleError: the episode has ended.
         """
         return self.resources.bridge.wait(awaitable, of=self.id)
+
+    def guarded(self, scheduler: Scheduler, method: Any, **options: Any) -> Callable[..., Any]:
+        """Return what to call in place of a method of a scheduler: our own itself, its author's with deadlines."""
+        return self._context.calls.guarded(method, is_shared=scheduler.shared, **options)
 
     async def call(self, scheduler: Scheduler, method: Any, *args: Any, **options: Any) -> Any:
         """Call a method that the scheduler's author wrote, plain or async; `AuthorCalls.call` says with which deadlines.

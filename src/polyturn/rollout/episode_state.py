@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from polyturn.core.arrays import Ids
-from polyturn.core.generation import SamplingParams
-from polyturn.core.lifecycle import Lifecycle
+from polyturn.core.errors import SchedulerError
+from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.core.lifecycle import Lifecycle, StopReason
 from polyturn.core.messages import Message
+from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.interactions.context import VoiceOptions
+from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.history import History
 from polyturn.rollout.open_turn import GivenReward, OpenTurn
@@ -133,7 +136,7 @@ class EpisodeState:
     @property
     def has_partner(self) -> bool:
         """Whether the task's row names an interaction."""
-        return self.resources.has_interaction
+        return self.resources.interaction is not None
 
     @property
     def shows_media(self) -> bool:
@@ -173,3 +176,33 @@ class EpisodeState:
         if tools is None:
             return self._history.length_of(typed)
         return len(self._context.encoder_listing(tools).start(typed))
+
+    def next_request(self) -> tuple[GenerateRequest, StopReason]:
+        """Return what the engine is asked next, and the limit that gives it its budget.
+
+        Raises:
+            SchedulerError: a limit forbids another turn, as `prepare` would have said.
+        """
+        history, sampling, number = self._history, self._sampling, len(self.turns)
+        at = history.progress(elapsed_s=self.elapsed_s)
+        budget = limit_rules.budget(self.limits, at, ceiling=sampling.max_tokens)
+        if budget.tokens < 1 or (self.limits.max_turns is not None and number >= self.limits.max_turns):
+            raise SchedulerError(
+                f"episode {self.id!r}: another turn was asked for at {number} turns and {at.context_tokens} tokens, where a "
+                "limit ends the episode; await `prepare` before each `generate` and end where it returns a reason"
+            )
+        asked = dataclasses.replace(
+            sampling,
+            max_tokens=budget.tokens,
+            seed=derive_seed(self._seed, number) if sampling.seed is None else sampling.seed,
+            stop_token_ids=sampling.stop_token_ids or self.codec.stop_token_ids,
+            banned_token_ids=sampling.banned_token_ids or self._context.media_token_ids,
+        )
+        request = GenerateRequest(
+            request_id=f"{self.id}/{number}",
+            session_id=self.id,
+            prompt_ids=history.context,
+            sampling=asked,
+            media=history.builder.media,
+        )
+        return request, budget.cut_by

@@ -19,14 +19,12 @@ from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import LifecycleError, SchedulerError, TemplateError
-from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
 from polyturn.core.messages import Message, Origin, to_openai, with_origin
 from polyturn.rollout.edits import as_written, kept_of, shorten, with_known_origin
 from polyturn.rollout.history_state import NO_IDS, Append, Continue, Given, HistoryState, Mark, Prompt, Render, weights_of
 from polyturn.rollout.limits import EpisodeProgress, Limits
 from polyturn.rollout.open_turn import OpenTurn, Reply
-from polyturn.rollout.stop_strings import Stopped
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser
 
@@ -84,6 +82,11 @@ class History(HistoryState):
     def length_of(self, messages: Sequence[Message]) -> int:
         """Return how many tokens the prompt of `messages` has."""
         return len(self._encoder.start(as_written(messages, self._written)))
+
+    def read_completion(self, ids: Ids, *, turn: int) -> tuple[Message, str]:
+        """Read a completion as the message that goes on or begins with it; return that, and the completion's own text."""
+        text = self._encoder.codec.decode_turn(ids)
+        return self.read((self._said or "") + text, turn=turn), text
 
     def read(self, text: str, *, turn: int) -> Message:
         """Read a text as a message. Text is a view: nothing that is read here becomes tokens again."""
@@ -186,31 +189,6 @@ class History(HistoryState):
         if messages:
             self._set_prompt([*self._messages, *messages])
             self._happened("prompt", list(self._messages))
-
-    def show(self, prompt: Prompt) -> None:
-        """Show the model its next prompt; what is new belongs to the last turn, which drew it."""
-        ref = self._show(prompt)
-        span = None if ref is None else self.builder.span(ref)
-        segment = self.builder.place.segment
-        self._happened("shown", prompt.is_whole, segment, span, prompt.num_new, prompt.length, prompt.media)
-
-    def sample(self, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
-        """Append a completion, as it was sampled, and return the turn that it makes.
-
-        Args:
-            ended: The completion, and what ended it.
-            index: The turn's number among all turns of the episode.
-            cut_by: The limit that gave the completion its budget.
-        """
-        completion = ended.completion
-        text = self._encoder.codec.decode_turn(completion.token_ids)
-        message = self.read((self._said or "") + text, turn=index)
-        turn = self._sampled(message, text, ended, index=index, cut_by=cut_by)
-        if self.events is not None:
-            spans = [self.builder.span(ref) for ref in turn.spans]
-            figures = (completion.finish_reason, completion.policy_versions, dict(completion.info))
-            self._happened("sampled", message, text, spans, *figures, ended.stop, ended.num_dropped, index, cut_by)
-        return turn
 
     def record(self, turn: OpenTurn, reply: Reply) -> None:
         """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.

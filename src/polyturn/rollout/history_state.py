@@ -197,9 +197,11 @@ class HistoryState:
         """How many leading messages are the prompt, which no context policy leaves out."""
         self._next = Append(self._waiting)
 
-    def _show(self, prompt: Prompt) -> SpanRef | None:
+    def show(self, prompt: Prompt) -> None:
+        """Show the model its next prompt; what is new belongs to the last turn, which drew it."""
         last, builder, waiting = self.turns[-1] if self.turns else None, self.builder, self._waiting
-        turn, ref = -1 if last is None else last.index, None
+        turn = -1 if last is None else last.index
+        ref: SpanRef | None = None
         if self.prompt is None:
             self.prompt, self.prompt_tokens = self.messages, prompt.length
         if prompt.is_whole:
@@ -217,7 +219,9 @@ class HistoryState:
         if ref is not None and last is not None:
             last.spans.append(ref)
         self._response_tokens += prompt.num_new
-        return ref
+        span = None if ref is None else builder.span(ref)
+        segment = builder.place.segment
+        self._happened("shown", prompt.is_whole, segment, span, prompt.num_new, prompt.length, prompt.media)
 
     def _shown(
         self, is_whole: bool, segment: int, span: Span | None, num_new: int, length: int, media: Sequence[Media]
@@ -225,9 +229,18 @@ class HistoryState:
         ids, held = NO_IDS if span is None else span.ids, self.builder.build()
         if is_whole and segment < len(held):
             ids = np.concatenate([held[segment].token_ids, ids])
-        self._show(Prompt(ids, is_whole, num_new, length, tuple(media)))
+        self.show(Prompt(ids, is_whole, num_new, length, tuple(media)))
 
-    def _sampled(self, message: Message, text: str, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
+    def sample(self, message: Message, text: str, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
+        """Append a completion, as it was sampled, and return the turn that it makes.
+
+        Args:
+            message: What it reads as, with what the same message said before.
+            text: What it reads as by itself.
+            ended: The completion, and what ended it.
+            index: The turn's number among all turns of the episode.
+            cut_by: The limit that gave the completion its budget.
+        """
         completion, said = ended.completion, self._said
         if said is not None:
             self._messages.pop()
@@ -251,6 +264,10 @@ class HistoryState:
         self.num_cut += ended.num_dropped
         self._response_tokens += turn.num_tokens
         self.turns.append(turn)
+        if self.events is not None:
+            spans = [self.builder.span(ref) for ref in turn.spans]
+            figures = (completion.finish_reason, completion.policy_versions, dict(completion.info))
+            self._happened("sampled", message, text, spans, *figures, ended.stop, ended.num_dropped, index, cut_by)
         return turn
 
     def _resampled(self, message: Message, text: str, spans: Sequence[Span], *rest: Any) -> None:
@@ -263,7 +280,7 @@ class HistoryState:
             policy_versions=tuple((start, version) for start, version in versions),
             info=info,
         )
-        self._sampled(message, text, Stopped(completion, stop, num_dropped), index=index, cut_by=StopReason(cut_by))
+        self.sample(message, text, Stopped(completion, stop, num_dropped), index=index, cut_by=StopReason(cut_by))
 
     def _answered(self, messages: Sequence[Message], is_user: bool) -> None:
         if not isinstance(self._next, Continue):

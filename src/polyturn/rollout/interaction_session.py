@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,10 +111,11 @@ class InteractionSession:
         if self._id is not None:
             raise LifecycleError(f"interaction {self.name!r}: started twice in one episode")
         chosen: str | None = None
+        start = functools.partial(self._interaction.start_interaction, episode_id, **self._ref.kwargs)
 
         async def start_interaction() -> None:
             nonlocal chosen  # at once: a cancellation may come before whoever waits for it is told
-            returned = await self._host.bounded.call(self._interaction.start_interaction, episode_id, **self._ref.kwargs)
+            returned = await self._host.bounded.call(start)
             chosen = episode_id if returned is None else str(returned)
 
         try:
@@ -140,10 +141,10 @@ class InteractionSession:
         """
         partner, kwargs = self._host.sees_scene, self._ref.kwargs
         if partner is not None:
-            limit_s = self._host.timeout_s if partner.reply_timeout_s is None else partner.reply_timeout_s
-            answer = await self._within(limit_s, partner.respond, (scene, self._live(), messages), kwargs)
+            limit_s = partner.reply_timeout_s
+            answer = await self._call(partner.respond, scene, self._live(), messages, kwargs=kwargs, limit_s=limit_s)
         else:
-            answer = await self._call(self._interaction.generate_response, self._live(), messages, **kwargs)
+            answer = await self._call(self._interaction.generate_response, self._live(), messages, kwargs=kwargs)
         if not isinstance(answer, tuple | list) or len(answer) != 4:
             raise InteractionError(
                 f"interaction {self.name!r}: generate_response returned {answer!r:.200}; it must return "
@@ -220,13 +221,11 @@ class InteractionSession:
             raise LifecycleError(f"interaction {self.name!r}: used before its start or after its end")
         return self._id
 
-    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call an author's method with a deadline; a plain one runs in a thread."""
-        return await self._within(self._host.timeout_s, method, args, kwargs)
-
-    async def _within(
-        self, limit_s: float, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    async def _call(
+        self, method: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None, limit_s: float | None = None
     ) -> Any:
+        """Call an author's method with a deadline, `limit_s` or the usual one; a plain one runs in a thread."""
+        limit_s = self._host.timeout_s if limit_s is None else limit_s
         is_owed = method.__name__ == "finalize_interaction"
         bounded = self._host.bounded
         if bounded.num_abandoned > MAX_ABANDONED and not is_owed:
@@ -235,7 +234,7 @@ class InteractionSession:
                 "what it waits for a time-out of its own"
             )
         try:
-            return await bounded.run_for(functools.partial(method, *args, **kwargs), timeout_s=limit_s, is_owed=is_owed)
+            return await bounded.run(functools.partial(method, *args, **kwargs or {}), timeout_s=limit_s, is_owed=is_owed)
         except Exception as problem:
             if isinstance(problem, DeadlineError):
                 why = f"took longer than {limit_s:g} s; raise rollout.interaction_timeout_s or make it quicker"

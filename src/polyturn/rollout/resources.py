@@ -21,20 +21,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from polyturn.core.errors import EngineError, InteractionError, LifecycleError, SnapshotError, one_line
+from polyturn.core.errors import EngineError, InteractionError, SnapshotError, one_line
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import Lifecycle
 from polyturn.core.messages import Message, Origin
 from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
-from polyturn.interactions.context import ConversationView
 from polyturn.rollout.bridge import LoopBridge
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.history import History
-from polyturn.rollout.open_turn import OpenTurn, Reply
-from polyturn.rollout.stop_strings import Stopped, generate_until
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.tools.session import ToolSession, copied
 
 logger = logging.getLogger(__name__)
@@ -77,7 +73,8 @@ class Resources:
         """Moved back by the seconds that an earlier process spent."""
         self._context = context
         self._tools = context.tools.session(id)
-        self._interaction = context.partner_for(task)
+        self.interaction = context.partner_for(task)
+        """Whom the row names to answer; None if it names nobody."""
         self._has_partners = True
         self._fork_tools: list[ForkTools] = []
         self._answered: dict[str, asyncio.Event] = {}
@@ -91,7 +88,7 @@ class Resources:
 
     def without_partners(self) -> None:
         """Start neither tools nor interaction: for a scheduler that brings its own, called before it prepares a turn."""
-        self._has_partners, self._interaction = False, None
+        self._has_partners, self.interaction = False, None
 
     async def start(self) -> tuple[Message, ...]:
         """Create the tools and start the interaction; return what the tools say at once, for the prompt.
@@ -103,15 +100,15 @@ class Resources:
         if not self._has_partners:
             return ()
         said = await self._tools.start(self.task)
-        if self._interaction is not None:
-            await self._interaction.start(self.id)
-        return _tool_messages(said)
+        if self.interaction is not None:
+            await self.interaction.start(self.id)
+        return as_messages(said)
 
     @property
     def why_not(self) -> str | None:
         """Why a conversation with these tools and this interaction cannot go on after a restart; None where it can."""
         hooks = [self._context.tools.seams[name] for name in self._tools.names]
-        hooks += [] if self._interaction is None else [self._interaction.seam]
+        hooks += [] if self.interaction is None else [self.interaction.seam]
         return next((one.why_not for one in hooks if one.why_not is not None), None)
 
     async def snapshot(self) -> dict[str, Any]:
@@ -122,7 +119,7 @@ class Resources:
         """
         tools = await self._tools.snapshot()
         try:
-            return {"tools": tools, "partner": None if self._interaction is None else await self._interaction.snapshot()}
+            return {"tools": tools, "partner": None if self.interaction is None else await self.interaction.snapshot()}
         except InteractionError as problem:
             raise SnapshotError(str(problem)) from problem
 
@@ -134,8 +131,8 @@ class Resources:
         """
         await self.start()
         await self._tools.restore(state["tools"])
-        if self._interaction is not None:
-            await self._interaction.restore(state["partner"])
+        if self.interaction is not None:
+            await self.interaction.restore(state["partner"])
 
     async def close(self) -> list[str]:
         """Release the tools, finalize the interaction, free the engine's sessions; return what went wrong."""
@@ -143,21 +140,11 @@ class Resources:
         self.on_turn = None
         problems = [problem for tools in self._fork_tools for problem in await tools.close()]
         problems += [str(p) for p in await self._tools.close()]
-        if self._interaction is not None and (problem := await self._interaction.close()) is not None:
+        if self.interaction is not None and (problem := await self.interaction.close()) is not None:
             problems.append(problem)
         return problems + await self._end_sessions()
 
     # Tools and interaction.
-
-    @property
-    def has_interaction(self) -> bool:
-        """Whether the task's row names an interaction."""
-        return self._interaction is not None
-
-    @property
-    def asks_person(self) -> bool:
-        """Whether it is a person who answers."""
-        return self._interaction is not None and self._interaction.asks_person
 
     def fork_tools(self, id: str, *, above: ForkTools | None, states: Mapping[str, Any] | None) -> ForkTools | None:
         """Return the tools of a fork; None where it shares all of them.
@@ -183,43 +170,18 @@ class Resources:
             return None
         return copied(await (self._tools.snapshot() if own is None else own.states()))
 
-    async def call_tools(
-        self, turn: OpenTurn, messages: Callable[[], list[dict[str, Any]]], *, own: ForkTools | None
-    ) -> Reply:
-        """Run the turn's tool calls; a call that fails is an observation like any other. A fork brings its `own` tools."""
-        began = time.monotonic()
-        tools = self._tools if own is None else await own.session()
-        turn.tool_results = await tools.call(turn.message.tool_calls, messages=messages)
-        turn.timings["tools"] = time.monotonic() - began
-        for result in turn.tool_results:
-            if result.reward is not None:
-                key = f"tool/{result.name}"
-                turn.scores[key] = turn.scores.get(key, 0.0) + result.reward
-        return Reply(messages=_tool_messages(turn.tool_results))
-
-    async def ask_interaction(self, turn: OpenTurn, messages: list[dict[str, Any]], scene: ConversationView) -> Reply:
-        """Let the interaction answer the turn and score it; one that asks for the scene is told it.
+    async def tools_of(self, own: ForkTools | None) -> ToolSession:
+        """Return the tools of the episode, or a fork's `own`, begun.
 
         Raises:
-            InteractionError: it raised, was late, or answered something that cannot be understood.
+            ToolStartError, SnapshotError: one of a fork cannot be begun again where it stood.
         """
-        if self._interaction is None:
-            raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
-        began = time.monotonic()
-        answer = await self._interaction.reply(messages, scene)
-        turn.timings["interaction"] = time.monotonic() - began
-        if answer.score is not None:
-            turn.scores["interaction"] = answer.score
-        return Reply(
-            messages=(Message(role="user", content=answer.content, origin=Origin.ENVIRONMENT),),
-            is_done=answer.is_done,
-            info=dict(answer.metadata),
-        )
+        return self._tools if own is None else await own.session()
 
     async def score_last(self, turns: Sequence[OpenTurn]) -> None:
         """Ask the interaction for the score of a final turn that no reply scored."""
-        if self._interaction is not None and turns and "interaction" not in {*turns[-1].timings, *turns[-1].scores}:
-            score = await self._interaction.final_score()
+        if self.interaction is not None and turns and "interaction" not in {*turns[-1].timings, *turns[-1].scores}:
+            score = await self.interaction.final_score()
             if score is not None:
                 turns[-1].scores["interaction"] = score
 
@@ -229,28 +191,15 @@ class Resources:
 
     # The engine.
 
-    async def sample(self, request: GenerateRequest, *, stops: Sequence[str]) -> Stopped:
-        """Let the engine sample one completion, which ends where the model has written one of `stops`.
-
-        Raises:
-            EngineError: the engine is lost, refuses the request, or sampled a token that it was told not to.
-        """
-        engine, banned = self._context.engine, request.sampling.banned_token_ids
+    @contextmanager
+    def asking(self, request: GenerateRequest) -> Iterator[None]:
+        """Know, inside the block, that the engine is asked for `request`, which `abort` then ends."""
         answered = self._answered[request.request_id] = asyncio.Event()
         try:
-            if stops:
-                ended = await generate_until(engine, request, stops=stops, codec=self._context.codec)
-            else:
-                ended = Stopped(await engine.generate(request), None, 0)
+            yield
         finally:
             answered.set()
             del self._answered[request.request_id]
-        if banned and np.isin(ended.completion.token_ids, banned).any():
-            raise EngineError(
-                f"the engine sampled a token that it was told not to (one of {banned}, which stand for media); use an "
-                "engine that heeds SamplingParams.banned_token_ids"
-            )
-        return ended
 
     async def abort(self) -> None:
         """Let the engine end what it is sampling, and wait until it has."""
@@ -383,7 +332,8 @@ class ForkTools:
         return self._above if isinstance(self._above, ToolSession) else await self._above.session()
 
 
-def _tool_messages(results: Sequence[ToolResult]) -> tuple[Message, ...]:
+def as_messages(results: Sequence[ToolResult]) -> tuple[Message, ...]:
+    """Return what tools answered as the messages that the model reads."""
     return tuple(
         Message(role="tool", content=r.content, tool_call_id=r.call_id, name=r.name, origin=Origin.ENVIRONMENT)
         for r in results

@@ -36,6 +36,7 @@ from polyturn.core.reward import MAX_REWARD, as_score, shown
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout import event_log
+from polyturn.rollout.calls import told_as_scheduler_error
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.history import History
@@ -192,9 +193,12 @@ async def _drive(
     try:
         try:
             async with resources.within(context.limits.timeout_s) as timeout:
-                if stop is None and not is_resumed:
-                    await episode.call(scheduler, scheduler.on_trajectory_start, episode)
-                stop = stop or await episode.call(scheduler, scheduler.run, episode, is_driver=True)
+                if stop is None:
+                    if not is_resumed:
+                        await episode.call(scheduler, scheduler.on_trajectory_start, episode)
+                    run = episode.guarded(scheduler, scheduler.run, is_driver=True)
+                    with told_as_scheduler_error("the scheduler's run"):
+                        stop = await run(episode)
             if not isinstance(stop, StopReason):
                 raise SchedulerError(f"the scheduler's run returned {stop!r:.100}; return a StopReason")
         except TimeoutError:

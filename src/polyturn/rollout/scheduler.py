@@ -100,7 +100,8 @@ class MultiTurnScheduler:
         """
         if (reason := await self._finished(episode, turn)) is not None:
             return reason
-        reply = Reply.of(await episode.call(self, self.step, episode, turn))
+        step = episode.guarded(self, self.step)
+        reply = Reply.of(await step(episode, turn))
         episode.record(turn, reply)
         if reply.is_done:
             return StopReason.ENV_DONE

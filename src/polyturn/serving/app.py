@@ -80,14 +80,7 @@ def create_app(
     async def infer(request: Request) -> Response:
         if service.is_stopping:
             raise HTTPException(503, "the server is stopping")
-        body = await json_object(request)
-        requests, config, timeout_s = body.get("infer_requests"), body.get("request_config"), body.get("timeout_s")
-        if not isinstance(requests, list):
-            raise HTTPException(422, "infer_requests is a list of requests, each an object with `messages`")
-        if config is not None and not isinstance(config, dict):
-            raise HTTPException(422, "request_config is an object, or null")
-        if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
-            raise HTTPException(422, f"timeout_s is {timeout_s!r}; it is a positive number of seconds, or null")
+        requests, config, timeout_s = _asked(await json_object(request))
         outputs = await service.infer(requests, config, timeout_s=timeout_s)
         return Response(json.dumps(outputs, default=str), media_type="application/json")
 
@@ -105,6 +98,22 @@ def create_app(
     return app
 
 
+def _asked(body: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any] | None, float | None]:
+    """Return the requests of a body, how they are sampled, and how long they may take.
+
+    Raises:
+        HTTPException: one of them is of another type.
+    """
+    requests, config, timeout_s = body.get("infer_requests"), body.get("request_config"), body.get("timeout_s")
+    if not isinstance(requests, list):
+        raise HTTPException(422, "infer_requests is a list of requests, each an object with `messages`")
+    if config is not None and not isinstance(config, dict):
+        raise HTTPException(422, "request_config is an object, or null")
+    if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
+        raise HTTPException(422, f"timeout_s is {timeout_s!r}; it is a positive number of seconds, or null")
+    return requests, config, timeout_s
+
+
 def _take_weights(
     app: FastAPI, service: RolloutService, shapes: Mapping[str, tuple[int, ...]], *, is_loopback: bool
 ) -> None:
@@ -116,19 +125,7 @@ def _take_weights(
 
     @app.post("/update_weights/")
     async def update_weights(request: Request, version: int) -> dict[str, Any]:
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
-        body = await request.body()
-        try:
-            weights = load(body)
-        except (SafetensorError, ValueError) as problem:
-            raise HTTPException(422, f"the body is not a safetensors file: {one_line(problem)}") from problem
-        for name, tensor in weights.items():
-            if name not in shapes:
-                raise HTTPException(422, f"the model has no parameter {name!r}.{did_you_mean(name, shapes)}")
-            if tuple(tensor.shape) != shapes[name]:
-                raise HTTPException(422, f"{name} has shape {tuple(tensor.shape)}, and the model's is {shapes[name]}")
+        weights = _loaded(await request.body(), shapes)
         async with one_update:
             await service.update_weights(weights, version=version)
         return {"version": version, "num_tensors": len(weights)}
@@ -172,3 +169,24 @@ def _take_weights(
 
     for path in ("update_adapter_param", "update_adapter_flattened_param"):
         app.post(f"/{path}/")(no_adapters)
+
+
+def _loaded(body: bytes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the tensors of a safetensors file, which are a model's of these shapes.
+
+    Raises:
+        HTTPException: it is no such file, or a tensor is none of the model's.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        weights: dict[str, Any] = load(body)
+    except (SafetensorError, ValueError) as problem:
+        raise HTTPException(422, f"the body is not a safetensors file: {one_line(problem)}") from problem
+    for name, tensor in weights.items():
+        if name not in shapes:
+            raise HTTPException(422, f"the model has no parameter {name!r}.{did_you_mean(name, shapes)}")
+        if tuple(tensor.shape) != shapes[name]:
+            raise HTTPException(422, f"{name} has shape {tuple(tensor.shape)}, and the model's is {shapes[name]}")
+    return weights

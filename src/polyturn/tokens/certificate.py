@@ -94,29 +94,7 @@ def certify(
     error = _problem(codec, properties, num_tools=len(tools))
     tally = _Tally()
     if error is None:
-        shown = (tuple(tools) or (PROBE_TOOL,)) if properties.renders_results else ()
-        kinds = [k for k in KINDS if shown or k not in TOOL_KINDS]
-        if codec.read_words:
-            kinds.append(READ_WORDS)
-        function = shown[0].get("function", shown[0]) if shown else {}
-        encoders = {
-            True: DeltaEncoder(codec, tools=shown if properties.renders_tools else ()),
-            False: DeltaEncoder(codec, tools=tools if properties.renders_tools else ()),
-        }
-        for trial in trials(
-            num_random,
-            seed=seed,
-            kinds=kinds,
-            takes_system=properties.takes_system,
-            control=sorted(codec.control_tokens.values()),
-            tool_name=str(function.get("name", "probe")),
-            read_words=codec.read_words,
-        ):
-            tally.num_dialogues += 1
-            try:
-                _try(trial, encoders[trial.has_tools], tally)
-            except TemplateError as problem:
-                tally.unrendered.setdefault(trial.kind, one_line(problem))
+        _try_all(codec, properties, tally, tools=tools, num_random=num_random, seed=seed)
         error = _failed(tally, has_tools=bool(tools))
     strategy, reason = _decide(tally, properties, error)
     violations = [f"hostile text writes control tokens: {s}" for s in tally.leaks]
@@ -142,6 +120,41 @@ def certify(
     )
 
 
+def _try_all(
+    codec: Codec,
+    properties: TemplateProperties,
+    tally: _Tally,
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    num_random: int,
+    seed: int,
+) -> None:
+    """Grow a dialogue of every kind that the template can render, and count in `tally` what came of each."""
+    shown = (tuple(tools) or (PROBE_TOOL,)) if properties.renders_results else ()
+    kinds = [k for k in KINDS if shown or k not in TOOL_KINDS]
+    if codec.read_words:
+        kinds.append(READ_WORDS)
+    function = shown[0].get("function", shown[0]) if shown else {}
+    encoders = {
+        True: DeltaEncoder(codec, tools=shown if properties.renders_tools else ()),
+        False: DeltaEncoder(codec, tools=tools if properties.renders_tools else ()),
+    }
+    for trial in trials(
+        num_random,
+        seed=seed,
+        kinds=kinds,
+        takes_system=properties.takes_system,
+        control=sorted(codec.control_tokens.values()),
+        tool_name=str(function.get("name", "probe")),
+        read_words=codec.read_words,
+    ):
+        tally.num_dialogues += 1
+        try:
+            _try(trial, encoders[trial.has_tools], tally)
+        except TemplateError as problem:
+            tally.unrendered.setdefault(trial.kind, one_line(problem))
+
+
 def _try(trial: Trial, encoder: DeltaEncoder, tally: _Tally) -> None:
     """Grow one dialogue, and compare each addition with a full render of what it was added to.
 
@@ -151,7 +164,7 @@ def _try(trial: Trial, encoder: DeltaEncoder, tally: _Tally) -> None:
     codec = encoder.codec
     for index, turn in enumerate(trial.turns):
         before = trial.before(index)
-        full = codec.try_render([*before, *turn.answer], tools=encoder.tools, add_generation_prompt=True)
+        full = codec.template.try_render([*before, *turn.answer], tools=encoder.tools, add_generation_prompt=True)
         try:
             written = encoder.delta_text(turn.answer, history=before)
             ids = encoder.extend(turn.answer, last_id=None, history=before)
@@ -225,7 +238,7 @@ def _problem(codec: Codec, properties: TemplateProperties, *, num_tools: int) ->
             "(model.chat_template in a config, --template on the command line)"
         )
     try:
-        text = codec.render([Message(role="user", content="Hi"), Message(role="assistant", content="Zq0answerZ")])
+        text = codec.template.render([Message(role="user", content="Hi"), Message(role="assistant", content="Zq0answerZ")])
     except TemplateError as problem:
         return str(problem)
     if "Zq0answerZ" not in text:

@@ -69,9 +69,10 @@ class Codec:
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._template = ChatTemplate(tokenizer, chat_template, template_kwargs)
-        self.chat_template = self._template.source
-        self.template_kwargs = self._template.kwargs
+        self.template = ChatTemplate(tokenizer, chat_template, template_kwargs)
+        """Writes messages as text."""
+        self.chat_template = self.template.source
+        self.template_kwargs = self.template.kwargs
         self._plain = _without_added_tokens(self._backend)
         self._remembered: dict[str, Ids] = {}
         """The ids of short texts."""
@@ -134,8 +135,8 @@ class Codec:
     def generation_prompt(self) -> str:
         """The template text that opens an assistant's turn; "" if the template writes none."""
         user = [Message(role="user", content="Hi")]
-        closed = self.render(user)
-        opened = self.render(user, add_generation_prompt=True)
+        closed = self.template.render(user)
+        opened = self.template.render(user, add_generation_prompt=True)
         common = common_length(closed, opened)
         # What closes a document (an end-of-sequence token) may begin as the prompt does.
         inside = [s.start for s in self.control_spans(opened) if s.start < common < s.end]
@@ -145,8 +146,8 @@ class Codec:
     def opens_as_prompted(self) -> bool:
         """Whether a history's turns begin with the text of the generation prompt."""
         user = Message(role="user", content="Hi")
-        opened = self.try_render([user], add_generation_prompt=True)
-        past = self.try_render([user, Message(role="assistant", content="Hello")])
+        opened = self.template.try_render([user], add_generation_prompt=True)
+        past = self.template.try_render([user, Message(role="assistant", content="Hello")])
         return opened is not None and past is not None and past.startswith(opened)
 
     @functools.cached_property
@@ -162,7 +163,7 @@ class Codec:
     @property
     def has_reasoning_field(self) -> bool:
         """Whether the template shows reasoning that a message holds apart; else it is shown in the content, in its tags."""
-        return self._template.has_reasoning_field
+        return self.template.has_reasoning_field
 
     @functools.cached_property
     def opened_reasoning(self) -> str:
@@ -180,37 +181,6 @@ class Codec:
             json.dumps(self.template_kwargs, sort_keys=True, default=str),
         ]
         return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:16]
-
-    # Messages to text.
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = False,
-    ) -> str:
-        """Return `messages` as the chat template writes them.
-
-        Args:
-            messages: The conversation. A call that could not be parsed is shown as the text the model wrote.
-            tools: Tool schemas in OpenAI's function form.
-            add_generation_prompt: End with the text that opens an assistant's turn.
-
-        Raises:
-            TemplateError: there is no template, or it fails; the message names the kind of message that it fails on.
-        """
-        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-
-    def try_render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = False,
-    ) -> str | None:
-        """Return what `render` returns, or None where it raises."""
-        return self._template.try_render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     # Text to ids and back.
 

@@ -55,7 +55,7 @@ def _with_turns(user: Message) -> Iterator[list[Message]]:
 
 
 def _spans(codec: Renderer, messages: list[Message], *, opened: tuple[bool, ...] = (False, True)) -> list[ControlSpan]:
-    texts = (codec.try_render(messages, add_generation_prompt=is_opened) for is_opened in opened)
+    texts = (codec.template.try_render(messages, add_generation_prompt=is_opened) for is_opened in opened)
     return [s for text in texts if text is not None for s in codec.control_spans(text)]
 
 

@@ -23,10 +23,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from polyturn.core.arrays import Ids, ids_array
-from polyturn.core.errors import TemplateError
+from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.frames import Frame, find_frame, origin_of, prompt_key, shape, unused_word, values, with_slots
+from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.trust import Change, TrustRule, Written
 from polyturn.tokens.turn_ends import behind_anchor, split_turn
 
@@ -60,6 +61,7 @@ class DeltaEncoder:
         foreign_tools: Collection[str] = (),
         escape_prompts: str = "delimiters",
         escape_observations: bool = True,
+        media: MediaProcessor | None = None,
     ) -> None:
         """Make an encoder.
 
@@ -69,6 +71,7 @@ class DeltaEncoder:
             foreign_tools: The names of those that the run's owner did not write: a server's, an agent's.
             escape_prompts: See `TrustRule`.
             escape_observations: See `TrustRule`.
+            media: The model's processor, which makes of each placeholder what stands for its medium; None for text.
 
         Raises:
             ConfigError: `escape_prompts` is not one of `trust.ESCAPES`.
@@ -79,35 +82,37 @@ class DeltaEncoder:
         self._rule = TrustRule(codec, escape_prompts=escape_prompts, escape_observations=escape_observations)
         self._frames: dict[tuple[object, ...], Frame | None] = {}
         self._prompts: dict[tuple[object, ...], Ids] = {}
+        self._media = media
 
-    def start(self, messages: Sequence[Message]) -> Ids:
+    def start(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Ids:
         """Return the ids of a whole conversation and the generation prompt.
 
         Raises:
-            TemplateError: the template cannot render the messages.
+            TemplateError: the template cannot render the messages, or writes no placeholder for a medium.
+            ConfigError: a message shows media and there is no processor.
+            DataError: a medium cannot be processed.
         """
-        key = prompt_key(messages)
-        if key is None:
-            return self._encode_whole(messages, add_generation_prompt=True)
-        if key not in self._prompts:
-            if len(self._prompts) >= _MAX_PROMPTS:
-                del self._prompts[next(iter(self._prompts))]
-            self._prompts[key] = self._encode_whole(messages, add_generation_prompt=True)
-        return self._prompts[key]
 
-    def full(self, messages: Sequence[Message]) -> Ids:
-        """Return the ids of a whole conversation without generation prompt: what the sanity check compares with."""
-        return self._encode_whole(messages, add_generation_prompt=False)
-
-    def _encode_whole(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Ids:
         def render(change: Change) -> str:
-            return self.codec.render(
+            return self.codec.template.render(
                 [self._rule.changed(m, change) for m in messages],
                 tools=self._changed_tools(change),
                 add_generation_prompt=add_generation_prompt,
             )
 
-        return self._rule.encode(render, self._rule.written(messages, self.tools, foreign=self._foreign_tools))
+        key = prompt_key(messages) if add_generation_prompt else None
+        ids = None if key is None else self._prompts.get(key)
+        if ids is None:
+            ids = self._rule.encode(render, self._rule.written(messages, self.tools, foreign=self._foreign_tools))
+            if key is not None:
+                if len(self._prompts) >= _MAX_PROMPTS:
+                    del self._prompts[next(iter(self._prompts))]
+                self._prompts[key] = ids
+        return self._with_media(ids, messages)
+
+    def full(self, messages: Sequence[Message]) -> Ids:
+        """Return the ids of a whole conversation without generation prompt, for the sanity check; raises as `start`."""
+        return self.start(messages, add_generation_prompt=False)
 
     def continuation(self, *texts: tuple[str, Origin], last_id: int | None = None) -> Ids:
         """Return the ids of texts, one behind the other, that an assistant's message goes on with.
@@ -132,7 +137,7 @@ class DeltaEncoder:
         opened = self._opening
 
         def render(change: Change) -> str:
-            whole = self.codec.render([_USER, self._rule.changed(message, change)], tools=self.tools)
+            whole = self.codec.template.render([_USER, self._rule.changed(message, change)], tools=self.tools)
             if not whole.startswith(opened):
                 raise TemplateError(
                     "the chat template opens an assistant's turn in a history differently from its generation prompt, so no "
@@ -148,7 +153,7 @@ class DeltaEncoder:
     @functools.cached_property
     def _opening(self) -> str:
         """What a template writes before a turn of the shortest conversation."""
-        return self.codec.render([_USER], tools=self.tools, add_generation_prompt=True)
+        return self.codec.template.render([_USER], tools=self.tools, add_generation_prompt=True)
 
     def extend(self, new: Sequence[Message], *, last_id: int | None, history: Sequence[Message] = ()) -> Ids:
         """Return the ids that follow a completion: the rest of its turn, the new messages, the generation prompt.
@@ -160,9 +165,20 @@ class DeltaEncoder:
             history: The messages before `new`. Only their roles are looked at; nothing they say is rendered.
 
         Raises:
-            TemplateError: the template cannot render the messages.
+            TemplateError, ConfigError, DataError: as `start`.
         """
-        ids = self._encode_new(new, self._past(history))
+        past = self._past(history)
+        frame = None if self._is_read(new) else self._frame(new, past)
+        if frame is None:
+            ids = self._encode_rendered(new, past)
+        else:
+            written = [Written(text, origin_of(new[index])) for (index, _), text in values(new).items()]
+            fill = functools.partial(frame.fill, new)
+            ids = self._rule.encode(fill, written, control=frame.control, last_id=self.inside_text)
+        return self._with_media(self._behind(ids, last_id), new)
+
+    def _behind(self, ids: Ids, last_id: int | None) -> Ids:
+        """Return `ids`, which begin with the end of a turn, from behind what a completion ending with `last_id` has."""
         if last_id not in self.codec.stop_token_ids or not len(ids):
             return ids
         ends = self.codec.turn_ends
@@ -181,24 +197,35 @@ class DeltaEncoder:
         """
         return self._render_delta(new, self._past(history))
 
+    def _with_media(self, ids: Ids, messages: Sequence[Message]) -> Ids:
+        """Return `ids`, in which each medium of `messages` is one token, with what the processor makes of each.
+
+        Media are encoded as they come, so the ids equal those of one pass of the processor over the whole conversation.
+        """
+        if self._media is not None:
+            return self._media.expand(ids, messages)
+        for message in messages:
+            if message.media:
+                kinds = sorted({medium.kind for medium in message.media})
+                raise ConfigError(
+                    f"a {message.role} message shows {' and '.join(kinds)} and the run has no processor; use a model that "
+                    "comes with one, or name a function that makes one in model.processor"
+                )
+        return ids
+
     # New messages.
 
-    def _encode_new(self, new: Sequence[Message], past: _Past) -> Ids:
-        form = None if self._is_read(new) else shape(new)
+    def _frame(self, new: Sequence[Message], past: _Past) -> Frame | None:
+        """Return the frame of messages of this shape, learned when they are first seen; None where there is none."""
+        form = shape(new)
         if form is None:
-            return self._encode_rendered(new, past)
+            return None
         key = (past, *form)
         if key not in self._frames:
             render = functools.partial(self._render_delta, past=past)
             self._check_is_read(new, past)
             self._frames[key] = None if self._repeats_tools(new, past) else find_frame(new, render, self._control_of)
-        frame = self._frames[key]
-        if frame is None:
-            return self._encode_rendered(new, past)
-        written = [Written(text, origin_of(new[index])) for (index, _), text in values(new).items()]
-        return self._rule.encode(
-            functools.partial(frame.fill, new), written, control=frame.control, last_id=self.inside_text
-        )
+        return self._frames[key]
 
     def _is_read(self, new: Sequence[Message]) -> bool:
         """Return whether one of `new` has a name, or a word in its content, that the template may look for."""
@@ -250,7 +277,7 @@ class DeltaEncoder:
         tools = self.tools if tools is None else tools
         anchor = unused_word((w.text for w in self._rule.written(new)), _ANCHOR)
         base, behind = self._follow(new, past, anchor, tools)
-        alone = behind_anchor(codec.try_render(base, tools=tools), anchor)
+        alone = behind_anchor(codec.template.try_render(base, tools=tools), anchor)
         split = split_turn(alone, behind, codec.turn_ends, codec)
         if split is None:
             raise TemplateError(
@@ -265,7 +292,7 @@ class DeltaEncoder:
         """Return a base that `new` can follow, and what the template then writes behind the base's turn."""
         moved = False
         for base in self._bases(new, past, anchor):
-            text = self.codec.try_render([*base, *new], tools=tools, add_generation_prompt=True)
+            text = self.codec.template.try_render([*base, *new], tools=tools, add_generation_prompt=True)
             if text is None:
                 continue
             behind = behind_anchor(text, anchor)
@@ -279,7 +306,7 @@ class DeltaEncoder:
                 return base, behind
         if not moved:  # let the template say what is wrong
             base = next(self._bases(new, past, anchor))
-            self.codec.render([*base, *new], tools=tools, add_generation_prompt=True)
+            self.codec.template.render([*base, *new], tools=tools, add_generation_prompt=True)
         raise TemplateError(
             "the chat template repeats earlier messages behind later ones, so new messages cannot be encoded alone; sample "
             "from full renders (rollout.use_inference_chat_template: true)"
@@ -297,7 +324,7 @@ class DeltaEncoder:
 
     @functools.cached_property
     def _takes_system(self) -> bool:
-        return self.codec.try_render([_SYSTEM, _USER], tools=self.tools) is not None
+        return self.codec.template.try_render([_SYSTEM, _USER], tools=self.tools) is not None
 
     def _bases(self, new: Sequence[Message], past: _Past, anchor: str) -> Iterator[list[Message]]:
         """Yield conversations that `new` can follow: what the past asks for, then what a stricter template may allow."""

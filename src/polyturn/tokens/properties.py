@@ -92,7 +92,7 @@ def find_properties(codec: Codec, *, tools: Sequence[Mapping[str, Any]] = ()) ->
     pondering = Message(role="assistant", content="", tool_calls=calls[:1], reasoning="Zq0thoughtZ")
 
     def text(*messages: Message, with_tools: bool = False, prompt: bool = False) -> str | None:
-        return codec.try_render(messages, tools=schemas if with_tools else (), add_generation_prompt=prompt)
+        return codec.template.try_render(messages, tools=schemas if with_tools else (), add_generation_prompt=prompt)
 
     takes_system = "Be brief." in (text(system, user) or "")
     start = (system, user) if takes_system else (user,)

@@ -54,10 +54,10 @@ def _sayings(word: str) -> tuple[str, ...]:
 def _changes(codec: _TemplateRenderer, role: str, contents: Sequence[str]) -> bool:
     """Return whether contents are written otherwise than words that nobody looks for, but for the words."""
     plain = [f"Zq{number}plainZ" for number in range(len(contents))]
-    shown = codec.try_render(_conversation(role, plain), add_generation_prompt=True)
+    shown = codec.template.try_render(_conversation(role, plain), add_generation_prompt=True)
     if shown is None or any(word not in shown for word in plain):
         return False
-    written = codec.try_render(_conversation(role, contents), add_generation_prompt=True)
+    written = codec.template.try_render(_conversation(role, contents), add_generation_prompt=True)
     for spelling in (SPELLINGS["as it is"], SPELLINGS["as JSON"]):
         expected = shown
         for word, content in zip(plain, contents, strict=True):

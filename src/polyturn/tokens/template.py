@@ -63,6 +63,11 @@ class ChatTemplate:
     ) -> str:
         """Return `messages` as the template writes them.
 
+        Args:
+            messages: The conversation. A call that could not be parsed is shown as the text the model wrote.
+            tools: Tool schemas in OpenAI's function form.
+            add_generation_prompt: End with the text that opens an assistant's turn.
+
         Raises:
             TemplateError: there is no template, it is not valid Jinja, or it fails; the message names the kind of message
                 that it fails on.
@@ -72,7 +77,7 @@ class ChatTemplate:
                 f"the tokenizer {self._tokenizer.name_or_path!r} has no chat template; give one as `chat_template`"
             )
         try:
-            return self._render(messages, tools, add_generation_prompt)
+            return self._apply(messages, tools, add_generation_prompt, self._form_of(messages))
         except Exception as problem:
             line = _syntax_error_line(problem)
             if line is not None:
@@ -91,16 +96,9 @@ class ChatTemplate:
         if self.source is None:
             return None
         try:
-            return self._render(messages, tools, add_generation_prompt)
+            return self._apply(messages, tools, add_generation_prompt, self._form_of(messages))
         except Exception:
             return None
-
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        has_calls = any(m.tool_calls or m.tool_call_id for m in messages)
-        form = (self._form if has_calls else _Form())._replace(only_parts=self._takes_only_parts)
-        if any(m.reasoning for m in messages):
-            form = form._replace(reasoning_in_content=not self.has_reasoning_field)
-        return self._apply(messages, tools, add_generation_prompt, form)
 
     @functools.cached_property
     def _takes_only_parts(self) -> bool:
@@ -151,6 +149,14 @@ class ChatTemplate:
         both = ("Zq0textZ", "Zq0thoughtZ", result)
         joined = found._replace(joined_reasoning=True)
         return joined if text(found, *both) is None and text(joined, *both) is not None else found
+
+    def _form_of(self, messages: Sequence[Message]) -> _Form:
+        """Return the form that this template wants these messages in."""
+        has_calls = any(m.tool_calls or m.tool_call_id for m in messages)
+        form = (self._form if has_calls else _Form())._replace(only_parts=self._takes_only_parts)
+        if any(m.reasoning for m in messages):
+            form = form._replace(reasoning_in_content=not self.has_reasoning_field)
+        return form
 
     def _apply(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool, form: _Form

@@ -12,11 +12,12 @@ followed by a message:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from polyturn.core.messages import Message, ToolCall
+from polyturn.tokens.template import ChatTemplate
 
 ANCHOR = "Zq0anchorZ"
 
@@ -32,10 +33,9 @@ class ControlSpan(NamedTuple):
 class Renderer(Protocol):
     """What finding turn ends needs of a codec."""
 
-    def try_render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False
-    ) -> str | None:
-        """Return the text of `messages`, None where the template fails."""
+    @property
+    def template(self) -> ChatTemplate:
+        """Writes messages as text."""
         ...
 
     def control_spans(self, text: str) -> list[ControlSpan]:
@@ -72,10 +72,10 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
     closing: set[int] = set()
     has_end = False
     for turn, answers in ((plain, (user,)), (calling, (result, user)), (thinking, (user,))):
-        alone = behind_anchor(codec.try_render([user, turn]), ANCHOR)
+        alone = behind_anchor(codec.template.try_render([user, turn]), ANCHOR)
         followed = None
         for answer in answers:
-            followed = behind_anchor(codec.try_render([user, turn, answer], add_generation_prompt=True), ANCHOR)
+            followed = behind_anchor(codec.template.try_render([user, turn, answer], add_generation_prompt=True), ANCHOR)
             if followed is not None:
                 break
         if alone is None or followed is None:
@@ -159,8 +159,8 @@ def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer
 def _closing_of_user(codec: Renderer, user: Message) -> int | None:
     """Return the token that closes a user's message, whatever follows; None if none does."""
     said = Message(role="user", content=ANCHOR)
-    alone = behind_anchor(codec.try_render([said]), ANCHOR)
-    opened = behind_anchor(codec.try_render([said], add_generation_prompt=True), ANCHOR)
+    alone = behind_anchor(codec.template.try_render([said]), ANCHOR)
+    opened = behind_anchor(codec.template.try_render([said], add_generation_prompt=True), ANCHOR)
     if alone is None or opened is None:
         return None
     common = common_length(alone, opened)

@@ -11,7 +11,6 @@ the event loop, and their deadline begins when they do.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -53,38 +52,18 @@ class CallWithDeadline:
 
     @calls_plugins
     async def call(
-        self,
-        method: Callable[..., Any],
-        /,
-        *args: Any,
-        on_late: Callable[[Any], None] | None = None,
-        is_owed: bool = False,
-        **kwargs: Any,
+        self, work: Callable[[], Any], *, on_late: Callable[[Any], None] | None = None, is_owed: bool = False
     ) -> Any:
-        """Call an async or plain method; a plain one runs in a thread, and may return something to await."""
-        if inspect.iscoroutinefunction(method):
-            return await method(*args, **kwargs)
-        result = await self._threads.run(method, *args, on_late=on_late, is_owed=is_owed, **kwargs)
-        return await result if inspect.isawaitable(result) else result
+        """Call an async or plain function of nothing; a plain one runs in a thread, and may return something to await."""
+        try:
+            if inspect.iscoroutinefunction(work):
+                return await work()
+            result = await self._threads.run(work, on_late=on_late, is_owed=is_owed)
+            return await result if inspect.isawaitable(result) else result
+        except SystemExit as problem:  # would end the event loop
+            raise RuntimeError(f"SystemExit: {problem}") from problem
 
     async def run(
-        self,
-        method: Callable[..., Any],
-        /,
-        *args: Any,
-        on_late: Callable[[Any], None] | None = None,
-        is_owed: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Do what `call` does, with the deadline; a plain method that `is_owed` runs even if its turn comes too late.
-
-        Raises:
-            DeadlineError: it was not done in `timeout_s`.
-            Exception: whatever `method` raised; its own CancelledError and SystemExit come as RuntimeError.
-        """
-        return await self.run_for(functools.partial(method, *args, **kwargs), on_late=on_late, is_owed=is_owed)
-
-    async def run_for(
         self,
         work: Callable[[], Any],
         *,
@@ -93,14 +72,18 @@ class CallWithDeadline:
         on_late: Callable[[Any], None] | None = None,
         is_owed: bool = False,
     ) -> Any:
-        """Do what `run` does, for a function of nothing and with another deadline.
+        """Do what `call` does, with a deadline.
 
         Args:
-            work: The function.
+            work: The function; `functools.partial` gives a method its arguments.
             timeout_s: Its deadline; None is the usual one.
             clock: The deadline is for what it does by itself at a stretch, between what it asks of the library.
             on_late: Is told the result of a plain function that ends after all.
             is_owed: A plain function runs even if its turn comes too late.
+
+        Raises:
+            DeadlineError: it was not done in time.
+            Exception: whatever `work` raised; its own CancelledError and SystemExit come as RuntimeError.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         caller = asyncio.current_task()
@@ -109,7 +92,7 @@ class CallWithDeadline:
         if not inspect.iscoroutinefunction(work):
             work = stretch.from_its_begin(work)
         with nullcontext() if clock is None else clock.running():
-            called = self._guarded(work, on_late=on_late, is_owed=is_owed)
+            called = self.call(work, on_late=on_late, is_owed=is_owed)
             task = asyncio.Task(called, loop=asyncio.get_running_loop(), name=name, **_BEGIN_AT_ONCE)
         try:
             if not task.done():
@@ -128,12 +111,6 @@ class CallWithDeadline:
         if problem is not None and not isinstance(problem, Exception):  # it would end what must go on
             raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
         return task.result()
-
-    async def _guarded(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return await self.call(method, *args, **kwargs)
-        except SystemExit as problem:  # would end the event loop
-            raise RuntimeError(f"SystemExit: {problem}") from problem
 
     async def _stop(self, task: asyncio.Task[Any]) -> None:
         task.cancel()

@@ -16,8 +16,10 @@ behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import logging
 import math
@@ -169,7 +171,7 @@ class ToolSession:
             methods, kwargs = self._box.methods[name], self._instances.kwargs_of(name).calc_reward_kwargs
             bounded = self._box.bounded[name]
             try:
-                value = await bounded.run(methods.calc_reward, instance_id, **kwargs)
+                value = await bounded.run(functools.partial(methods.calc_reward, instance_id, **kwargs))
                 rewards[name] = self._box.number_or_none(name, value)
             except Exception as problem:
                 raise RewardError(f"tool {name!r}: calc_reward failed: {one_line(problem)}") from problem
@@ -226,17 +228,14 @@ class ToolSession:
         takes = self._box.arguments[call.name]
         if takes is not None and (wrong := takes.problem(arguments)):
             return self._failed(call, ToolFailure.SCHEMA, f"{wrong} (tool {call.name!r})")
-        if inspect.iscoroutinefunction(tool.execute):
-            return await self._in_turn(tool, call, arguments, messages)
-        async with self._lock_of(call.name):  # threads must not share one instance's state
-            return await self._in_turn(tool, call, arguments, messages)
-
-    async def _in_turn(self, tool: Tool, call: ToolCall, arguments: dict[str, Any], messages: Messages) -> ToolResult:
-        """Wait for the call's turn where its tool or its host has a limit; the wait is no part of its deadline."""
-        if not self._box.lanes.has_limit(call.name):
-            return await self._admitted(tool, call, arguments, messages)
-        async with self._box.lanes.turn(call.name, owner=self._episode_id) as waited_s:
+        is_plain = not inspect.iscoroutinefunction(tool.execute)
+        alone = self._lock_of(call.name) if is_plain else contextlib.nullcontext()  # threads must not share one's state
+        lanes = self._box.lanes
+        # Waiting, for that or for a slot, is no part of the call's deadline.
+        async with alone, lanes.turn(call.name, owner=self._episode_id) as waited_s:
             result = await self._admitted(tool, call, arguments, messages)
+        if not lanes.has_limit(call.name):
+            return result
         return dataclasses.replace(result, metrics={**result.metrics, results.WAITED_S: waited_s})
 
     async def _admitted(self, tool: Tool, call: ToolCall, arguments: dict[str, Any], messages: Messages) -> ToolResult:
@@ -272,7 +271,8 @@ class ToolSession:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            outcome = normalize(await bounded.run(tool.execute, self._id_of(call.name), arguments, **kwargs))
+            execute = functools.partial(tool.execute, self._id_of(call.name), arguments, **kwargs)
+            outcome = normalize(await bounded.run(execute))
             content = results.content_of(outcome.response, limit=self._box.limit)
         except RewardError as problem:
             raise RewardError(f"tool {call.name!r}: {problem}") from problem

@@ -10,6 +10,7 @@ Separate from the session, which answers calls: here is only who holds what.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 from collections.abc import Coroutine, Mapping
@@ -73,7 +74,7 @@ class EpisodeTools:
 
         async def create() -> Any:
             try:
-                returned = await bounded.call(methods.create, self._episode_id, on_late=on_late, **kwargs)
+                returned = await bounded.call(functools.partial(methods.create, self._episode_id, **kwargs), on_late=on_late)
             except BaseException as problem:
                 is_late = isinstance(problem, asyncio.CancelledError) and not inspect.iscoroutinefunction(methods.create)
                 if not is_late:  # what runs on in its thread is taken over by `on_late`
@@ -104,7 +105,7 @@ class EpisodeTools:
         seam = self._box.seams[name]
         method: Any = seam.snapshot if which == "snapshot" else seam.restore
         try:
-            return await self._box.bounded[name].run(method, *args)
+            return await self._box.bounded[name].run(functools.partial(method, *args))
         except Exception as problem:
             raise SnapshotError(f"{seam.label}: {which} failed: {one_line(problem)}") from problem
 
@@ -160,7 +161,7 @@ class EpisodeTools:
         methods, kwargs = self._box.methods[name], self.kwargs_of(name).release_kwargs
         bounded = self._box.bounded[name]
         try:
-            await bounded.run(methods.release, instance_id, is_owed=True, **kwargs)
+            await bounded.run(functools.partial(methods.release, instance_id, **kwargs), is_owed=True)
         except Exception as problem:
             problems.append(f"tool {name!r}: release failed for episode {self._episode_id!r}: {one_line(problem)}")
             logger.warning("%s", problems[-1])
@@ -171,6 +172,7 @@ class EpisodeTools:
         """Release what a failed create may have taken; where it took nothing, a release may well fail."""
         methods, kwargs = self._box.methods[name], self.kwargs_of(name).release_kwargs
         try:
-            await self._box.bounded[name].run(methods.release, self._episode_id, is_owed=True, **kwargs)
+            release = functools.partial(methods.release, self._episode_id, **kwargs)
+            await self._box.bounded[name].run(release, is_owed=True)
         except Exception as problem:
             logger.debug("tool %r: release after a failed create: %s", name, one_line(problem))

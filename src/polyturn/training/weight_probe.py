@@ -121,7 +121,7 @@ class WeightProbe:
         noise = self._rng.integers(0, 256, (_NOISE_SIZE, _NOISE_SIZE, 3)).astype(np.uint8)
         message = Message(role="user", content=({"type": "image", "image": to_source("image", noise)},))
         codec = self._media.codec
-        shown = self._media.expand(codec.encode(codec.render([message], add_generation_prompt=True)), [message])
+        shown = self._media.expand(codec.encode(codec.template.render([message], add_generation_prompt=True)), [message])
         return _Prompt(ids=np.concatenate([shown, text]), media=message.media)
 
     async def _ask(self, engine: Engine, prompt: _Prompt, version: int, *, temperature: float) -> Completion:

@@ -56,7 +56,6 @@ def create_app(
     )
 
     runs, looking = list(runs), threading.Lock()
-    queries = anyio.CapacityLimiter(MAX_QUERIES)
 
     def view(number: int) -> RunView:
         if not 0 <= number < len(runs):
@@ -76,6 +75,14 @@ def create_app(
     @app.get("/api/runs/{number}/config")
     def config(number: int) -> Response:
         return PlainTextResponse(view(number).config())
+
+    _show_trajectories(app, view)
+    return app
+
+
+def _show_trajectories(app: FastAPI, view: Callable[[int], RunView]) -> None:
+    """Add the paths on which trajectories are listed, grouped, drawn over time and read."""
+    queries = anyio.CapacityLimiter(MAX_QUERIES)
 
     @app.get("/api/runs/{number}/trajectories")
     async def trajectories(number: int, request: Request) -> Response:
@@ -110,8 +117,6 @@ def create_app(
         given = dict(request.query_params)
         segment, start = _whole(given, "segment", 0), _whole(given, "start", 0)
         return JSONResponse(view(number).trajectory(id, step=step, split=split, segment=segment, start=start))
-
-    return app
 
 
 def _summary(run: RunView) -> dict[str, Any]:

@@ -127,7 +127,9 @@ async def test_a_loop_that_overrides_a_state_calls_tools_and_hears_the_interacti
             {"role": "assistant", "content": "4"},
         )
     ]
-    assert codec.decode(segment.token_ids).startswith(codec.render(messages[:1], tools=[SCHEMA], add_generation_prompt=True))
+    assert codec.decode(segment.token_ids).startswith(
+        codec.template.render(messages[:1], tools=[SCHEMA], add_generation_prompt=True)
+    )
     assert trajectory.turns[-1].info["tool_rewards"] == [0.5]
     assert [t.scores.get("interaction") for t in trajectory.turns] == [None, 0.25, 1.0]
 

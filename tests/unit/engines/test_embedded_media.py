@@ -52,7 +52,9 @@ def shown(*parts: object) -> tuple[np.ndarray, tuple[Media, ...]]:
     """Return the ids and media of a user's message with the generation prompt."""
     content = tuple({"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts)
     message = Message(role="user", content=content)
-    return PROCESSOR.expand(CODEC.encode(CODEC.render([message], add_generation_prompt=True)), [message]), message.media
+    return PROCESSOR.expand(
+        CODEC.encode(CODEC.template.render([message], add_generation_prompt=True)), [message]
+    ), message.media
 
 
 _count = iter(range(10**9))

@@ -51,7 +51,7 @@ async def test_it_is_shown_the_whole_conversation_and_its_words_are_read() -> No
     assert said.message.text.strip() == "Two." and said.message.reasoning == "Two, or three?"
     assert said.text.startswith("<think>") and not said.is_cut
     (asked,) = one.engine.asked  # type: ignore[attr-defined]
-    shown = tiny_codec().render([Message.from_openai(m) for m in TALK], add_generation_prompt=True)
+    shown = tiny_codec().template.render([Message.from_openai(m) for m in TALK], add_generation_prompt=True)
     assert tiny_codec().decode(asked.prompt_ids) == shown
     assert asked.sampling == SamplingParams(
         max_tokens=32, temperature=0.5, seed=7, stop_token_ids=tiny_codec().stop_token_ids

@@ -16,7 +16,7 @@ from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
-from polyturn.tokens.media_encoder import MediaEncoder
+from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.multimodal import MediaProcessor, load_processor
 from polyturn.training import hf
 from polyturn.training.optim import OptimSettings
@@ -29,7 +29,7 @@ TEMPLATE = (
 )
 
 
-def make() -> tuple[LlavaForConditionalGeneration, MediaEncoder]:
+def make() -> tuple[LlavaForConditionalGeneration, DeltaEncoder]:
     tokenizer = tiny_tokenizer(320, chat_template=TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     size = {"height": 28, "width": 28}
@@ -52,7 +52,7 @@ def make() -> tuple[LlavaForConditionalGeneration, MediaEncoder]:
             if parameter.ndim >= 2:
                 parameter.mul_(4)
     codec = Codec(tokenizer)
-    return model, MediaEncoder(codec, media=MediaProcessor(processor, codec))
+    return model, DeltaEncoder(codec, media=MediaProcessor(processor, codec))
 
 
 async def test_two_turns_with_images_have_the_trainers_logprobs() -> None:

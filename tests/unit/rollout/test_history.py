@@ -44,7 +44,9 @@ def say(found: History, text: str, *, is_closed: bool = True) -> OpenTurn:
         policy_versions=((0, 3), (1, 4)) if len(ids) > 1 else ((0, 3),),
         info={"prefilled_tokens": np.int64(7)},
     )
-    return found.sample(Stopped(completion, None, 2), index=len(found.turns), cut_by=StopReason.LENGTH)
+    index = len(found.turns)
+    message, text = found.read_completion(completion.token_ids, turn=index)
+    return found.sample(message, text, Stopped(completion, None, 2), index=index, cut_by=StopReason.LENGTH)
 
 
 def answers(found: History) -> None:

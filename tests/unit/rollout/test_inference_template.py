@@ -110,7 +110,9 @@ async def test_a_dialogue_with_reasoning_and_a_call_has_one_segment_for_every_ed
         history = [*t.task.prompt]
         for earlier in t.turns[: turn.index]:
             history += [earlier.message, *earlier.observation]
-        assert prompt == context.codec.render(history, tools=context.encoder_for(t.task).tools, add_generation_prompt=True)
+        assert prompt == context.codec.template.render(
+            history, tools=context.encoder_for(t.task).tools, add_generation_prompt=True
+        )
 
 
 @pytest.mark.parametrize("template", [STRIPS_BEFORE_A_USER, STRIPS_ALL_BUT_THE_LAST, KEEPS])
@@ -178,7 +180,7 @@ async def test_an_edit_of_a_step_and_its_answer_make_one_well_formed_prompt():
     context, prompts = context_of([THINKS, CONCLUDES], KEEPS, on=False, scheduler=Forgets())
     t = await run_episode(context, task(), id="e")
     history = [*t.task.prompt, Message(role="assistant", content="I tried."), Message(role="user", content="Go on.")]
-    assert prompts[1] == context.codec.render(history, add_generation_prompt=True)
+    assert prompts[1] == context.codec.template.render(history, add_generation_prompt=True)
     assert len(t.segments) == 2 and t.segments[1].parent is not None
     check_segments(t)
 

@@ -55,9 +55,9 @@ def test_nothing_is_odd_in_the_tiny_template() -> None:
 def test_a_short_certificate_renders_a_few_hundred_times() -> None:
     """Well under a second on an idle machine: every run asks for one before it starts."""
     codec, renders = Codec(tiny_tokenizer()), []
-    right = codec._template._apply
+    right = codec.template._apply
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec._template, "_apply", lambda *args: (renders.append(args), right(*args))[1])
+        patch.setattr(codec.template, "_apply", lambda *args: (renders.append(args), right(*args))[1])
         certify(codec, tools=TOOLS, num_random=0)
     assert 100 < len(renders) < 700
 

@@ -110,20 +110,20 @@ def test_the_fingerprint_is_stable_and_follows_the_template_and_the_vocabulary()
 
 def test_template_arguments_reach_the_template() -> None:
     codec = Codec(tiny_tokenizer(), chat_template="{{ mood }}:{{ messages[0].content }}", template_kwargs={"mood": "calm"})
-    assert codec.render([user("hi")]) == "calm:hi"
+    assert codec.template.render([user("hi")]) == "calm:hi"
 
 
 def test_a_call_that_could_not_be_parsed_is_rendered_as_the_model_wrote_it() -> None:
     broken = ToolCall(id="call_0", name="", raw="<tool_call>\n{oops\n</tool_call>", error="not JSON")
     fine = ToolCall(id="call_1", name="add", arguments={"a": 1})
-    text = CODEC.render([user("hi"), Message(role="assistant", content="So:", tool_calls=(broken, fine))])
+    text = CODEC.template.render([user("hi"), Message(role="assistant", content="So:", tool_calls=(broken, fine))])
     assert "So:\n<tool_call>\n{oops\n</tool_call>\n<tool_call>\n" in text
     assert '{"name": "add", "arguments": {"a": 1}}' in text
 
 
 def test_text_parts_are_joined_for_templates_that_know_only_text() -> None:
     parts = ({"type": "text", "text": "a"}, {"type": "text", "text": "b"})
-    assert CODEC.render([Message(role="user", content=parts)]) == "<|im_start|>user\nab<|im_end|>\n"
+    assert CODEC.template.render([Message(role="user", content=parts)]) == "<|im_start|>user\nab<|im_end|>\n"
 
 
 def test_a_template_that_pastes_arguments_gets_them_as_json() -> None:
@@ -132,7 +132,7 @@ def test_a_template_that_pastes_arguments_gets_them_as_json() -> None:
     template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
     codec = Codec(tiny_tokenizer(), chat_template=template)
     call = ToolCall(id="c", name="add", arguments={"a": "é"})
-    assert codec.render([user("hi"), Message(role="assistant", content="", tool_calls=(call,))]) == 'hi|{"a": "é"}'
+    assert codec.template.render([user("hi"), Message(role="assistant", content="", tool_calls=(call,))]) == 'hi|{"a": "é"}'
 
 
 def test_a_missing_template_is_named() -> None:
@@ -140,7 +140,7 @@ def test_a_missing_template_is_named() -> None:
     tokenizer.chat_template = None
     codec = Codec(tokenizer)
     with pytest.raises(TemplateError, match="has no chat template; give one"):
-        codec.render([user("hi")])
+        codec.template.render([user("hi")])
     assert codec.stop_token_ids == (tokenizer.eos_token_id,)
 
 
@@ -151,9 +151,9 @@ def test_a_template_that_fails_names_the_message_it_fails_on() -> None:
     codec = Codec(tiny_tokenizer(), chat_template=template)
     messages = [user("hi"), Message(role="assistant", content="x"), Message(role="tool", content="4"), user("bye")]
     with pytest.raises(TemplateError, match=r"message 2, a tool message \(TemplateError: no tools here\)"):
-        codec.render(messages)
+        codec.template.render(messages)
     with pytest.raises(TemplateError, match="message 0, a user message"):
-        Codec(tiny_tokenizer(), chat_template="{{ nothing.at.all }}").render([user("hi")])
+        Codec(tiny_tokenizer(), chat_template="{{ nothing.at.all }}").template.render([user("hi")])
 
 
 def test_a_slow_tokenizer_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_saved_tokenizer_loads_as_the_same_codec(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     assert load_codec(str(tmp_path)).fingerprint == CODEC.fingerprint
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
-    assert load_codec(str(tmp_path), chat_template=str(tmp_path / "own.jinja")).render([user("hi")]) == "hi!"
+    assert load_codec(str(tmp_path), chat_template=str(tmp_path / "own.jinja")).template.render([user("hi")]) == "hi!"
     with pytest.raises(ConfigError, match="cannot be read"):
         load_codec(str(tmp_path), chat_template="missing.jinja")
 

@@ -20,7 +20,7 @@ from polyturn.core.media import Media
 from polyturn.core.messages import Message, ToolCall
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
-from polyturn.tokens.media_encoder import MediaEncoder
+from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.multimodal import Expansion, MediaProcessor, load_image, load_processor, load_samples
 from polyturn.tokens.positions import MediaRows
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
@@ -60,7 +60,7 @@ def dialogue() -> list[Message]:
     ]
 
 
-def incremental(encoder: MediaEncoder, messages: list[Message]) -> Ids:
+def incremental(encoder: DeltaEncoder, messages: list[Message]) -> Ids:
     """Encode a conversation as an episode does: the prompt, what was sampled, and what came back."""
     turns = [i for i, m in enumerate(messages) if m.role == "assistant"]
     ids = [encoder.start(messages[: turns[0]])]
@@ -72,7 +72,7 @@ def incremental(encoder: MediaEncoder, messages: list[Message]) -> Ids:
 
 def test_collapsing_is_expanding_backwards() -> None:
     messages = dialogue()
-    short = CODEC.encode(CODEC.render(messages, tools=(TOOL,)))
+    short = CODEC.encode(CODEC.template.render(messages, tools=(TOOL,)))
     media = [m for message in messages for m in message.media]
     long = MEDIA.expand(short, messages)
     assert len(long) > len(short)
@@ -81,17 +81,17 @@ def test_collapsing_is_expanding_backwards() -> None:
 
 def test_ids_that_do_not_show_a_medium_cannot_be_collapsed() -> None:
     message = says("user", picture("red", 84, 56), "Which color?")
-    ids = MEDIA.expand(CODEC.encode(CODEC.render([message])), [message])
+    ids = MEDIA.expand(CODEC.encode(CODEC.template.render([message])), [message])
     with pytest.raises(TemplateError, match=r"an image \(number 1 of 1\) does not stand in the 3 tokens as the 6 tokens"):
         MEDIA.collapse(ids[:3], message.media)
 
 
 def test_ids_positions_and_inputs_equal_one_pass_over_the_whole_conversation() -> None:
-    messages, encoder = dialogue(), MediaEncoder(CODEC, tools=(TOOL,), media=MEDIA)
+    messages, encoder = dialogue(), DeltaEncoder(CODEC, tools=(TOOL,), media=MEDIA)
     ids = incremental(encoder, messages)
     images = [picture("red", 84, 56), picture("blue"), picture("green", 28, 84), picture("red")]
     video = [picture("red", 56, 28), picture("blue", 56, 28), picture("green", 56, 28)]
-    text = CODEC.render(messages, tools=(TOOL,), add_generation_prompt=True)
+    text = CODEC.template.render(messages, tools=(TOOL,), add_generation_prompt=True)
     whole = PROCESSOR(text=[text], images=images, videos=[video], return_tensors="pt")
     assert ids.tolist() == whole["input_ids"][0].tolist() == encoder.start(messages).tolist()
     media = [medium for message in messages for medium in message.media]
@@ -110,7 +110,7 @@ def test_ids_positions_and_inputs_equal_one_pass_over_the_whole_conversation() -
 def test_the_positions_of_a_prefix_are_a_prefix_of_the_positions() -> None:
     messages, rows = dialogue(), MediaRows(MODEL, MEDIA)
     media = [medium for message in messages for medium in message.media]
-    ids = incremental(MediaEncoder(CODEC, media=MEDIA), messages)
+    ids = incremental(DeltaEncoder(CODEC, media=MEDIA), messages)
     whole = rows.row(ids, media)
     ends = [t for t in range(1, len(ids)) if not (whole.types[t - 1] and whole.types[t])]
     for end in ends[::5]:
@@ -130,7 +130,7 @@ PLACEHOLDERS = "<|vision_start|><|image_pad|><|vision_end|> <|video_pad|> <|imag
 
 def test_a_placeholder_that_a_text_spells_is_text() -> None:
     """In a prompt, a tool's result beside an image, a user's reply, and what the model itself wrote in letters."""
-    encoder = MediaEncoder(CODEC, tools=(TOOL,), media=MEDIA)
+    encoder = DeltaEncoder(CODEC, tools=(TOOL,), media=MEDIA)
     call = ToolCall(id="c0", name="zoom", arguments={"x": PLACEHOLDERS})
     messages = [
         says("user", PLACEHOLDERS, picture("red")),
@@ -152,7 +152,7 @@ def test_an_image_is_processed_once_however_often_it_is_shown() -> None:
     processor = tiny_processor(TOKENIZER)
     media = MediaProcessor(processor, CODEC)
     message = says("user", picture("red"), picture("red"), picture("blue"))
-    MediaEncoder(CODEC, media=media).start([message])
+    DeltaEncoder(CODEC, media=media).start([message])
     first, second, _ = message.media
     assert media.expansion(first) is media.expansion(second)
     assert media.inputs(message.media)["image_grid_thw"].tolist() == [[1, 2, 2]] * 3
@@ -188,8 +188,8 @@ def test_text_at_the_edges_of_an_expansion_merges_with_the_text_beside_it() -> N
     processor, codec = gemma()
     media = MediaProcessor(processor, codec)
     message = says("user", "a\n", picture("red"), "\n b \n", picture("blue"), picture("green"), "c")
-    ids = MediaEncoder(codec, media=media).start([message])
-    text = codec.render([message], add_generation_prompt=True)
+    ids = DeltaEncoder(codec, media=media).start([message])
+    text = codec.template.render([message], add_generation_prompt=True)
     images = [[picture("red"), picture("blue"), picture("green")]]
     whole = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
     assert ids.tolist() == whole["input_ids"][0].tolist()
@@ -210,12 +210,12 @@ def test_a_processor_without_the_image_token_is_refused() -> None:
 
 def test_media_without_a_processor_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a user message shows image and the run has no processor; .*model.processor"):
-        MediaEncoder(CODEC).start([says("user", picture("red"))])
+        DeltaEncoder(CODEC).start([says("user", picture("red"))])
 
 
 def test_a_kind_that_the_processor_lacks_is_refused_by_name() -> None:
     media = MediaProcessor(tiny_processor(TOKENIZER, videos=False), CODEC)
-    encoder = MediaEncoder(CODEC, media=media)
+    encoder = DeltaEncoder(CODEC, media=media)
     with pytest.raises(DataError, match="shows a video, but the processor TinyVisionProcessor has no video_processor"):
         encoder.start([says("user", [picture("red"), picture("blue")])])
     sound = Message(role="user", content=({"type": "audio", "audio": np.zeros(8, np.float32)},))
@@ -227,7 +227,7 @@ def test_a_template_that_writes_no_placeholder_is_refused() -> None:
     text_only = "{% for m in messages %}<|im_start|>{{ m.role }}\nx<|im_end|>\n{% endfor %}"
     codec = Codec(vision_tokenizer(chat_template=text_only))
     with pytest.raises(TemplateError, match=r"writes the media placeholders \[\] for messages that show \['image'\]"):
-        MediaEncoder(codec, media=MediaProcessor(PROCESSOR, codec)).start([says("user", picture("red"))])
+        DeltaEncoder(codec, media=MediaProcessor(PROCESSOR, codec)).start([says("user", picture("red"))])
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path) -> None:
@@ -275,7 +275,7 @@ async def test_media_are_processed_in_a_thread_once_and_then_found(monkeypatch: 
     messages = [says("user", picture("red"), picture("blue"), picture("red"))]
     await media.prepare(messages)
     await media.prepare(messages)
-    media.expand(CODEC.encode(CODEC.render(messages)), messages)
+    media.expand(CODEC.encode(CODEC.template.render(messages)), messages)
     assert len(threads) == 2 and threading.get_ident() not in threads
 
 

@@ -63,7 +63,9 @@ def test_a_message_that_goes_on_reads_as_it_is_said(said: str, keep: str, added:
     line.show(line.next_prompt())
     ids = [*codec.encode(said).tolist(), codec.stop_token_ids[0]]
     completion = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))
-    line.sample(Stopped(completion, None, 0), index=0, cut_by=StopReason.LENGTH)
+    line.sample(
+        *line.read_completion(completion.token_ids, turn=0), Stopped(completion, None, 0), index=0, cut_by=StopReason.LENGTH
+    )
     line.go_on(added, keep=keep, is_trusted=False)
     prompt = line.num_tokens
     line.show(line.next_prompt())

@@ -79,7 +79,7 @@ def line(asked: Message = ASKED) -> History:
     found.show(found.next_prompt())
     ids = [*CODEC.encode("So.").tolist(), END]
     said = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))
-    found.sample(Stopped(said, None, 0), index=0, cut_by=StopReason.LENGTH)
+    found.sample(*found.read_completion(said.token_ids, turn=0), Stopped(said, None, 0), index=0, cut_by=StopReason.LENGTH)
     return found
 
 

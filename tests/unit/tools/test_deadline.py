@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,9 +28,9 @@ async def test_it_returns_and_raises_what_the_code_does() -> None:
         await asyncio.sleep(0)
         return a / by
 
-    assert await bounded().run(divides, 6, by=2) == 3
+    assert await bounded().run(partial(divides, 6, by=2)) == 3
     with pytest.raises(ZeroDivisionError):
-        await bounded().run(divides, 6, by=0)
+        await bounded().run(partial(divides, 6, by=0))
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -196,9 +197,9 @@ async def test_the_codes_own_timeouts_are_its_own_and_do_not_move_its_deadline()
         return times
 
     one = bounded(timeout_s=0.1, grace_s=0.02)
-    assert await one.run(waits, 3) == 3
+    assert await one.run(partial(waits, 3)) == 3
     with pytest.raises(DeadlineError):
-        await one.run(waits, 1000)
+        await one.run(partial(waits, 1000))
     assert one.num_abandoned == 0
     assert _cancels() == 0
 
@@ -206,7 +207,7 @@ async def test_the_codes_own_timeouts_are_its_own_and_do_not_move_its_deadline()
 async def test_a_timeout_around_it_is_the_one_that_ends_it() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.005):
-            await bounded(timeout_s=60).run(asyncio.sleep, 60)
+            await bounded(timeout_s=60).run(partial(asyncio.sleep, 60))
     assert _cancels() == 0
 
 
@@ -215,12 +216,12 @@ async def test_one_inside_another_ends_the_inner_one_first() -> None:
 
     async def calls() -> str:
         with pytest.raises(DeadlineError):
-            await inner.run(asyncio.sleep, 60)
+            await inner.run(partial(asyncio.sleep, 60))
         return "went on"
 
     assert await outer.run(calls) == "went on"
     with pytest.raises(DeadlineError):
-        await bounded().run(bounded(timeout_s=60).run, asyncio.sleep, 60)
+        await bounded().run(partial(bounded(timeout_s=60).run, partial(asyncio.sleep, 60)))
     assert _cancels() == 0
 
 
@@ -284,9 +285,9 @@ async def test_with_a_clock_only_its_own_time_counts() -> None:
             await asyncio.sleep(0.1)
         return "done"
 
-    assert await bounded().run_for(asks, clock=OwnTime()) == "done"
+    assert await bounded().run(asks, clock=OwnTime()) == "done"
     with pytest.raises(DeadlineError):
-        await bounded().run_for(lambda: asyncio.sleep(60), clock=OwnTime())
+        await bounded().run(lambda: asyncio.sleep(60), clock=OwnTime())
 
 
 async def test_a_plain_function_that_is_late_is_left_in_its_thread() -> None:
@@ -309,4 +310,4 @@ def _cancels() -> int:
 async def test_waiting_for_a_thread_is_no_part_of_a_plain_functions_time() -> None:
     bounded = CallWithDeadline(name="few", timeout_s=3.0)
     bounded._threads = DaemonThreads(name="few", max_threads=1)
-    assert await asyncio.gather(*(bounded.run(time.sleep, 1.0) for _ in range(4))) == [None] * 4
+    assert await asyncio.gather(*(bounded.run(partial(time.sleep, 1.0)) for _ in range(4))) == [None] * 4

@@ -16,7 +16,7 @@ from polyturn.core.messages import Message
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.data.conversations import read_conversations
 from polyturn.tokens.codec import Codec
-from polyturn.tokens.media_encoder import MediaEncoder
+from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
@@ -51,7 +51,7 @@ def sample(
     rng = rng or np.random.default_rng(number)
     ids, weights = [], []
     for message in messages:
-        shown = MEDIA.expand(CODEC.encode(CODEC.render([message], add_generation_prompt=True)), [message])
+        shown = MEDIA.expand(CODEC.encode(CODEC.template.render([message], add_generation_prompt=True)), [message])
         said = CODEC.encode(answer)
         ids += [shown, said]
         weights += [np.zeros(len(shown)), np.ones(len(said))]
@@ -132,7 +132,7 @@ def test_the_gradient_reaches_the_part_that_sees() -> None:
 def test_what_is_shown_behind_the_last_weighted_token_is_left_out() -> None:
     """The row is cut before its last target, and a picture behind it must be cut with it."""
     shown = sample(0, prompt(picture("red"), "Which?"))
-    behind = MEDIA.expand(CODEC.encode(CODEC.render([prompt(picture("blue"))])), [prompt(picture("blue"))])
+    behind = MEDIA.expand(CODEC.encode(CODEC.template.render([prompt(picture("blue"))])), [prompt(picture("blue"))])
     longer = shown.replace(
         token_ids=np.concatenate([shown.token_ids, behind]),
         loss_weights=np.concatenate([shown.loss_weights, np.zeros(len(behind))]),
@@ -162,7 +162,7 @@ def test_a_conversation_that_shows_images_is_trained_as_it_is_rolled_out(tmp_pat
     row = {"messages": [{"role": r, "content": c} for r, c in said], "images": ["red.png"] * 2}
     (tmp_path / "said.jsonl").write_text(json.dumps(row))
     (conversation,) = read_conversations(tmp_path / "said.jsonl")
-    one = encode_conversation(conversation, MediaEncoder(CODEC, media=MEDIA), id="0")
+    one = encode_conversation(conversation, DeltaEncoder(CODEC, media=MEDIA), id="0")
     assert (len(one.media), int(MEDIA.types(one.token_ids).sum())) == (2, 4)
     trainer = policy()
     np.testing.assert_allclose(trainer.score([one])[0], alone(trainer.backend.model, one), atol=1e-5)

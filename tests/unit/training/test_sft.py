@@ -49,7 +49,7 @@ def test_what_the_assistant_says_is_learnt_end_token_included_and_nothing_else()
 
 def test_the_tokens_are_those_of_the_whole_conversation_rendered_at_once():
     sample = encode(TWO_TURNS)
-    whole = CODEC.encode(CODEC.render(TWO_TURNS))
+    whole = CODEC.encode(CODEC.template.render(TWO_TURNS))
     assert np.array_equal(sample.token_ids, whole[: len(sample)]), (
         "up to the newline after the last turn, which nothing follows"
     )

@@ -309,7 +309,7 @@ def vision_samples(media, codec):
     for number, pictures in enumerate(shown):
         parts = [{"type": "image", "image": picture} for picture in pictures] + [{"type": "text", "text": "What is this?"}]
         message = Message(role="user", content=tuple(parts))
-        ids = media.expand(codec.encode(codec.render([message], add_generation_prompt=True)), [message])
+        ids = media.expand(codec.encode(codec.template.render([message], add_generation_prompt=True)), [message])
         ids = np.concatenate([ids, codec.encode(" 7 apples")])
         weights = (np.arange(len(ids)) >= len(ids) - 3).astype(np.float32)
         made = TrainSample(

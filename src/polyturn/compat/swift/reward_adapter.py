@@ -130,7 +130,7 @@ async def _call(function: Any, told: Mapping[str, Any]) -> Any:
     method = function.__call__
     takes = dict(told) if takes_any_keyword(method) else {k: v for k, v in told.items() if has_parameter(method, k)}
     takes.pop("completions", None)
-    return await _threads().call(method, told["completions"], **takes)
+    return await _threads().call(functools.partial(method, told["completions"], **takes))
 
 
 def _checked(returned: Any, *, name: str, num: int) -> list[float | None]:

@@ -197,7 +197,7 @@ async def _check_episode(tool: Tool, found: Findings, *, call: Mapping[str, Any]
     context = scripted_context([text, "Done."], tools=[tool], rewards={"check": lambda trajectory: 0.0})
     one = dataclasses.replace(task(data_source="check"), tools=(tool.name,), tools_kwargs={tool.name: told})
     async with found.calling("a whole episode"):
-        tiny_codec().render(one.prompt, tools=(tool.schema,), add_generation_prompt=True)
+        tiny_codec().template.render(one.prompt, tools=(tool.schema,), add_generation_prompt=True)
         trajectory = await run_episode(context, one, id="episode")
         found.expect(not trajectory.is_failed, f"a whole episode failed: {trajectory.error}")
         results = [r for turn in trajectory.turns for r in turn.tool_results]

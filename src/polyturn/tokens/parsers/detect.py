@@ -213,7 +213,7 @@ def _render_turn(codec: Codec, turn: Message, is_prompt: bool = True) -> str | N
 
 def _rendered(codec: Codec, messages: Sequence[Message], tools: Tools, is_generation: bool) -> str | None:
     try:
-        return codec.render(messages, tools=tools, add_generation_prompt=is_generation)
+        return codec.template.render(messages, tools=tools, add_generation_prompt=is_generation)
     except TemplateError:
         return None
 

@@ -101,7 +101,7 @@ def check_round_trip(codec: Codec, name: str, *, num_calls: int = 2) -> None:
     ids = ("functions.find:0", "functions.now:1")
     calls = tuple(ToolCall(id=i, name=n, arguments=a) for i, (n, a) in zip(ids, CALLS[:num_calls], strict=False))
     user = Message(role="user", content="Hi")
-    text = codec.render([user, Message(role="assistant", content="", tool_calls=calls)], tools=TOOLS)
+    text = codec.template.render([user, Message(role="assistant", content="", tool_calls=calls)], tools=TOOLS)
     decoded = codec.decode(codec.encode(text))
     turn = parser.parse(decoded[decoded.rindex("Hi") :], tools=TOOLS)
     assert [(c.name, dict(c.arguments), c.error) for c in turn.tool_calls] == [(n, a, None) for n, a in CALLS[:num_calls]]
@@ -128,7 +128,7 @@ def test_the_parser_of_a_real_template_is_found_and_reads_it_back(name: str, rea
     assert detect(codec) == REAL[name]
     if REAL[name] == "llama3":
         call = ToolCall(id="c", name="find", arguments=CALLS[0][1])
-        text = codec.render([Message(role="user", content="Hi"), Message(role="assistant", tool_calls=(call,))])
+        text = codec.template.render([Message(role="user", content="Hi"), Message(role="assistant", tool_calls=(call,))])
         turn = build_parser(codec).parse(codec.decode(codec.encode(text)).rpartition("<|end_header_id|>")[2], tools=TOOLS)
         assert [(c.name, dict(c.arguments)) for c in turn.tool_calls] == [*CALLS[:1]]
     elif REAL[name] != "none":
