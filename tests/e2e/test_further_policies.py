@@ -24,7 +24,7 @@ from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
 
 LETTERS = """
 from polyturn.environments.base import Adapter
-from polyturn.rollout.env import Seated
+from polyturn.core.env import Seated
 
 
 class Game:

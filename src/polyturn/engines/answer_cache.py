@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, one_line
-from polyturn.tools.threads import DaemonThreads
+from polyturn.infra.threads import DaemonThreads
 
 WAIT_S = 30.0
 """How long a writer waits for another one."""

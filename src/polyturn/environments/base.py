@@ -5,7 +5,7 @@
             return CountingEnv(**self.kwargs)              reset(seed=…) -> what is shown   step(text) -> …   close()
 
 Separate from the environments because some questions come before any episode: is the package there, is the id known, which
-tasks are there. What `make` returns is a `polyturn.rollout.env.Env`; it is called in a thread, with a deadline, and every
+tasks are there. What `make` returns is a `polyturn.core.env.Env`; it is called in a thread, with a deadline, and every
 environment that it made is closed once.
 """
 
@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from polyturn.core.env import Env
 from polyturn.core.errors import ConfigError, MissingModuleError, SchedulerError, UnknownNameError, did_you_mean, one_line
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
 from polyturn.data.sequences import TaskSequence
-from polyturn.rollout.env import Env
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
 ENV = "env"

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.entry_points import wrong_kind
+from polyturn.core.env import ENV, Env
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
 from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import Registry, import_attr
 from polyturn.environments.base import Adapter
-from polyturn.rollout.env import ENV, Env
 
 adapters: Registry[type[Adapter]] = Registry("environments")
 """Prefix to an `Adapter`."""

@@ -24,7 +24,7 @@ from typing import Any
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.core.nesting import is_deep
 from polyturn.core.reward import as_score
-from polyturn.tools.threads import DaemonThreads
+from polyturn.infra.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
 

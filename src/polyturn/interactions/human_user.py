@@ -23,12 +23,12 @@ from uuid import uuid4
 from polyturn.core.errors import ConfigError, InteractionError
 from polyturn.core.reward import as_score
 from polyturn.engines.chat_partner import check_positive, refuse_unknown, without_thoughts
+from polyturn.infra.threads import DaemonThreads
 from polyturn.interactions.base import SceneInteraction
 from polyturn.interactions.context import ConversationView
 from polyturn.interactions.human_queue import HumanQueue, HumanReply
 from polyturn.interactions.roles import text_of
 from polyturn.interactions.terminal import Terminal, TerminalClosedError
-from polyturn.tools.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
 

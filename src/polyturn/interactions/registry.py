@@ -17,8 +17,8 @@ from polyturn.core.live import is_label
 from polyturn.core.plugin_class import CallShape, Shape, check_class
 from polyturn.core.registry import import_attr
 from polyturn.core.signature import has_parameter, lacks
+from polyturn.infra.plugin_files import PluginFile, read_plugin_file
 from polyturn.interactions.base import BaseInteraction, SceneInteraction
-from polyturn.interactions.files import PluginFile, read_plugin_file
 
 _CALLS = {
     "start_interaction": CallShape(num=1, write="async def start_interaction(self, instance_id=None, **kwargs)"),

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
 from polyturn.core.registry import import_attr
+from polyturn.infra.threads import DaemonThreads
 from polyturn.retrieval.dense import as_matrix
 from polyturn.tools.service import HttpService
-from polyturn.tools.threads import DaemonThreads
 
 BATCH = 64
 """Texts in one request, when passages are embedded."""

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.infra.threads import DaemonThreads
 from polyturn.retrieval.embedders import Embedder, EmbeddingError, read_embedder
 from polyturn.retrieval.index import Hit, Mode, SearchIndex
-from polyturn.tools.threads import DaemonThreads
 
 INLINE_PASSAGES = 20_000
 """Passages times queries that are searched by words without a thread."""

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from polyturn.core.errors import PolyturnError, RolloutError, SchedulerError, one_line
 from polyturn.core.own_time import OwnTime
+from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.deadline import CallWithDeadline, DeadlineError
-from polyturn.tools.threads import DaemonThreads
 
 MAX_THREADS = 1024
 """Plain methods that run at once; beyond it they wait. `run` keeps one for as long as its episode lives."""

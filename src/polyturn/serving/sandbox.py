@@ -17,13 +17,13 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 
 from polyturn.core.errors import one_line
+from polyturn.infra.threads import DaemonThreads
 from polyturn.serving.guard import guarded, json_object
 from polyturn.serving.rules import ServerRules
 from polyturn.tools.python_sandbox.fusion import reply_of
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
 from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
 from polyturn.tools.python_sandbox.pool import WarmPool
-from polyturn.tools.threads import DaemonThreads
 
 MAX_BODY_BYTES = 8 << 20
 MAX_FETCHED = 256

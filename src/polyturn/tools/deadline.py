@@ -19,7 +19,7 @@ from typing import Any
 
 from polyturn.core.own_time import OwnTime
 from polyturn.core.watchdog import calls_plugins
-from polyturn.tools.threads import DaemonThreads
+from polyturn.infra.threads import DaemonThreads
 
 GRACE_S = 1.0
 """How long cancelled code may take to clean up."""

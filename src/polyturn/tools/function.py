@@ -24,11 +24,11 @@ from typing import Annotated, Any, overload
 from polyturn.core.errors import ConfigError, DataError, LifecycleError, one_line
 from polyturn.core.plugin_class import refuse_generator
 from polyturn.core.watchdog import calls_plugins
+from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.base import BaseTool
 from polyturn.tools.docstring import read_docstring
 from polyturn.tools.result_shape import ToolOutcome, normalize
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
-from polyturn.tools.threads import DaemonThreads
 
 
 class FromTask:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyturn.infra.threads import DaemonThreads
 from polyturn.rewards import geo3k
 from polyturn.tools.gsm8k import NO_PROGRESS_REWARD, Gsm8kTool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
-from polyturn.tools.threads import DaemonThreads
 
 
 class Geo3kTool(Gsm8kTool):

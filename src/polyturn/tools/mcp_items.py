@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.interactions.files import PluginEntry
+from polyturn.infra.plugin_files import PluginEntry
 from polyturn.tools.base import read_schema
 from polyturn.tools.mcp import MCPBaseTool
 from polyturn.tools.mcp_client import list_tools, read_servers

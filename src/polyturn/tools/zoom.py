@@ -19,11 +19,11 @@ from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.infra.http import JsonClient
+from polyturn.infra.threads import DaemonThreads
 from polyturn.tokens.multimodal import check_size
 from polyturn.tools.base import BaseTool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from polyturn.tools.search import max_concurrent
-from polyturn.tools.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from polyturn.core.env import envs
 from polyturn.core.errors import RolloutError
 from polyturn.environments.scheduler import EnvScheduler
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout import schedulers as shipped
 from polyturn.rollout.calls import has_own_deadlines
-from polyturn.rollout.env import envs
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import polyturn
+from polyturn.core.env import envs
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.env import envs
 from polyturn.rollout.journal_codec import JournalCodec
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from polyturn.core.env import Env, envs
 from polyturn.core.errors import DataError, UnknownNameError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.rewards.router import RewardRouter
-from polyturn.rollout.env import Env, envs
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.schedulers import Gym

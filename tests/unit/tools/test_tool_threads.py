@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from polyturn.tools.threads import DaemonThreads
+from polyturn.infra.threads import DaemonThreads
 
 VAR: contextvars.ContextVar[str] = contextvars.ContextVar("VAR", default="unset")
 

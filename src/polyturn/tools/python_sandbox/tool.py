@@ -16,13 +16,13 @@ from typing import Any
 from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, ToolError, ToolUnavailableError, did_you_mean
+from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.base import BaseTool
 from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
 from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_walls
 from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
 from polyturn.tools.python_sandbox.pool import WarmPool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
-from polyturn.tools.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
 
