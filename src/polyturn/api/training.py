@@ -137,8 +137,23 @@ class _Attempt:
     """The run's folder, once it is chosen."""
 
 
-def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace, options: RunOptions) -> TrainedRun | None:
-    began = time.monotonic()
+class _Prepared(NamedTuple):
+    """A run that is about to begin, or to go on."""
+
+    parts: build.Parts
+    tasks: build.RunTasks
+    folder: Path
+    latest: Path | None
+    """The checkpoint that it goes on from."""
+
+
+def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace, options: RunOptions) -> _Prepared | None:
+    """Build and check everything that a run needs, and choose its folder; None for a dry run, which ends there.
+
+    Raises:
+        CheckpointError: there is nothing to resume from.
+        ConfigError, DataError: the run cannot work.
+    """
     place, resume = replace(attempt.source, is_plan=options.dry_run is not None), attempt.resume
     config = place.config
     folder = Path(config.out) / config.name
@@ -159,7 +174,6 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
     else:
         parts = build.build_parts(place, check=functools.partial(build.check_before_weights, place, tasks))
     parts, tasks = build.settle(parts, tasks)
-    place, config = parts.place, parts.place.config
     build.check_training(parts, tasks)
     if options.dry_run is not None:
         options.dry_run(parts, tasks)
@@ -173,9 +187,20 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         parts.team.last_word = folder
     if resume:
         tell_changes(folder / "config.yaml", resolved)
-    write_resolved(resolved, folder / "config.yaml", base=place.base)
+    write_resolved(resolved, folder / "config.yaml", base=parts.place.base)
     keep_tokenizer(parts, folder)
     options.on_folder(folder)
+    return _Prepared(parts, tasks, folder, latest)
+
+
+def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace, options: RunOptions) -> TrainedRun | None:
+    """Train a run to its end; None for a dry run."""
+    began = time.monotonic()
+    prepared = _prepare(attempt, resolved, this, options)
+    if prepared is None:
+        return None
+    parts, tasks, folder, latest = prepared
+    config = parts.place.config
     line = options.again(folder.name)
     also = replace(build.build_records(parts, tasks.eval_sets, environ=os.environ), on_step=options.on_step)
     team = contextlib.nullcontext() if parts.team is None else contextlib.closing(parts.team)

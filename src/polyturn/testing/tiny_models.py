@@ -69,20 +69,12 @@ def tiny_model(
         ConfigError: `kind` is unknown, or `hidden` does not divide into heads.
     """
     import torch
-    import transformers
 
-    families: dict[str, tuple[Any, Any]] = {
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    }
-    if kind not in families:
-        raise ConfigError(f"there is no tiny model of kind {kind!r}.{did_you_mean(kind, families)}")
+    config_class, model_class = _family(kind)
     if hidden % (2 * heads) or heads % kv_heads:
         raise ConfigError(
             f"hidden={hidden}, heads={heads}, kv_heads={kv_heads} do not divide; rotary halves need even heads"
         )
-    config_class, model_class = families[kind]
     eos = pad = None
     if not isinstance(tokenizer, int):
         eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -105,6 +97,24 @@ def tiny_model(
         torch.manual_seed(seed)
         model: PreTrainedModel = model_class(config)
     return model.float().eval()
+
+
+def _family(kind: str) -> tuple[Any, Any]:
+    """Return the classes of a kind's configuration and model.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    import transformers
+
+    families: dict[str, tuple[Any, Any]] = {
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }
+    if kind not in families:
+        raise ConfigError(f"there is no tiny model of kind {kind!r}.{did_you_mean(kind, families)}")
+    return families[kind]
 
 
 def write_brief_model(folder: Path) -> None:

@@ -87,7 +87,6 @@ def check_correctness(
             )
         expected = None if asserts else outputs[number]
         result, status = _judge(answer, expected, is_call=name is not None)
-        run_result, compile_result = ((answer or {}).get(key) or {} for key in ("run_result", "compile_result"))
         known = {
             "case_index": number,
             "input": stdin,
@@ -95,14 +94,7 @@ def check_correctness(
             "api_request_error": problem,
             "api_response": answer,
             "status": status,
-            "stdout": run_result.get("stdout"),
-            "stderr": run_result.get("stderr"),
-            "exit_code": run_result.get("return_code"),
-            "duration": run_result.get("execution_time"),
-            "compile_stderr": compile_result.get("stderr"),
-            "api_status": (answer or {}).get("status"),
-            "compile_status": compile_result.get("status"),
-            "run_status": run_result.get("status"),
+            **_said_of(answer or {}),
         }
         return result, known
 
@@ -111,6 +103,21 @@ def check_correctness(
     with ThreadPoolExecutor(min(len(inputs), NUM_THREADS)) as threads:
         found = list(threads.map(run, range(len(inputs))))
     return [result for result, _ in found], [known for _, known in found]
+
+
+def _said_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a service's answer says of one program, by verl's names."""
+    run_result, compile_result = (answer.get(key) or {} for key in ("run_result", "compile_result"))
+    return {
+        "stdout": run_result.get("stdout"),
+        "stderr": run_result.get("stderr"),
+        "exit_code": run_result.get("return_code"),
+        "duration": run_result.get("execution_time"),
+        "compile_stderr": compile_result.get("stderr"),
+        "api_status": answer.get("status"),
+        "compile_status": compile_result.get("status"),
+        "run_status": run_result.get("status"),
+    }
 
 
 def _sandbox(url: str, timeout_s: float, memory_limit_mb: int) -> code.Sandbox:
