@@ -213,6 +213,7 @@ class EmbeddedEngine:
     # -- the pump: one task, alive while there is work ---------------------------------------------------------------
 
     async def _pump(self) -> None:
+        """Run the model for as long as there are requests, and let the rest of the loop run between bursts."""
         try:
             while self._requests:
                 start = time.perf_counter()

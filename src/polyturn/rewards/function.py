@@ -136,6 +136,7 @@ class RewardFunction:
             raise RewardError(f"{where}: {problem}") from problem
 
     async def _call(self, trajectory: Trajectory, tool_rewards: Mapping[str, float | None]) -> Any:
+        """Tell the function what its form asks for, alone or in a batch with others, and return what it returned."""
         if self._is_quick:
             return self._function(trajectory, **self._kwargs)
         if self._accepted is None:
@@ -157,6 +158,7 @@ class RewardFunction:
         return returned
 
     async def _run(self, *args: Any, **told: Any) -> Any:
+        """Call the function with its own arguments beside these, at the rate and with the deadline of the run."""
         async with self._options.rate or contextlib.nullcontext():
             call = functools.partial(self._called, *args, **told, **self._kwargs)
             return await self._bounded.run(call, clock=OwnTime())

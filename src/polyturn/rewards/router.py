@@ -221,6 +221,11 @@ class RewardRouter:
         of_tools: Mapping[str, float],
         tool_rewards: Mapping[str, float | None],
     ) -> tuple[float, Mapping[str, Any]]:
+        """Return what the task's route gives for the outcome, and what is recorded beside it.
+
+        Raises:
+            RewardError: nothing scores the task, or its reward function failed.
+        """
         try:
             target = self._target(trajectory.task)
         except UnknownNameError as problem:

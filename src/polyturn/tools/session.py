@@ -217,6 +217,7 @@ class ToolSession:
     # One call.
 
     async def _answer(self, call: ToolCall, messages: Messages) -> ToolResult:
+        """Answer one call: what cannot be read, found or fitted is told to the model and costs no tool anything."""
         if call.error is not None:
             return self._failed(call, ToolFailure.BAD_JSON, call.error)
         if call.name not in self._names:
@@ -263,6 +264,7 @@ class ToolSession:
         return result
 
     async def _execute(self, tool: Tool, call: ToolCall, arguments: dict[str, Any], messages: Messages) -> ToolResult:
+        """Run one call with its deadline; its exception is an observation, whose kind says whose failure it is."""
         bounded, kwargs = self._box.bounded[call.name], self._instances.kwargs_of(call.name).execute_kwargs
         if self._box.methods[call.name].wants_agent_data:
             seen = self._seen_by_tools()

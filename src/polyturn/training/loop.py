@@ -146,6 +146,7 @@ class Trainer:
         logger.info("resumed from %s at step %d", path, self.state.step)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        """Take the steps that are left: a task fills the buffer, and each step takes its groups from there."""
         settings, state, drops = self.settings, self.state, DropStats()
         if self._is_validation_due() and state.evaluated != state.step and await self._is_done():
             return  # the run that is resumed ended before this validation did

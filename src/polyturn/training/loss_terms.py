@@ -147,6 +147,7 @@ class PolicyTerms:
         return non_finite_message(samples, batch, terms, step=step)
 
     def _terms(self, batch: MicroBatch, scores: TargetScores, kl_coef: float) -> Terms:
+        """Return the loss of each target, which the policy loss, its correction, the KL term and the teacher add up to."""
         settings = self._settings
         logprobs_S = scores.logprobs_S
         if batch.advantages_S is None:

@@ -305,4 +305,5 @@ class ModelBackend:
         return self._reference
 
     def _cut(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
+        """Cut samples into micro-batches, shifted to their targets; which samples, the placement says."""
         return layout(samples, coefs=coefs, settings=self._layout, dtype=self._dtype, device=self._device, media=self._media)

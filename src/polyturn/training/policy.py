@@ -156,6 +156,7 @@ class ModelPolicy:
         self.backend.close()
 
     def _pass(self, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike], objective: str) -> PassResult:
+        """Add the gradient of an objective; of a pass that is not finite, the metrics that are stay."""
         found = self.backend.forward_backward(samples, coefs, objective, self.kl.coef)
         self.train_seconds += found.metrics["time/forward_backward"].value
         if found.is_finite:

@@ -237,6 +237,7 @@ def _check_estimate(found: BatchAdvantages, batch: Sequence[GroupView]) -> None:
 
 
 def _call(estimator: Estimator, batch: Sequence[GroupView]) -> BatchAdvantages:
+    """Ask an estimator once for the whole batch, or group by group, as it declares."""
     if not batch:
         return BatchAdvantages([])
     if traits_of(estimator).scope == "batch":
