@@ -32,7 +32,8 @@ from typing import Any
 from polyturn.compat.finder import digest
 from polyturn.compat.namespaces import VERL
 from polyturn.compat.verl_config.command import HydraArguments, config_path, parse_arguments
-from polyturn.compat.verl_config.compose import compose_name, leaves
+from polyturn.compat.verl_config.compose import compose_name
+from polyturn.compat.verl_config.overrides import leaves
 from polyturn.compat.verl_config.paths import absolute
 from polyturn.compat.verl_config.table import table
 from polyturn.compat.verl_config.translate import translate

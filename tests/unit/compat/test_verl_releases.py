@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from polyturn.compat.verl_config.command import parse_arguments
-from polyturn.compat.verl_config.compose import BACKENDS, compose_file, compose_name
+from polyturn.compat.verl_config.compose import compose_file, compose_name
+from polyturn.compat.verl_config.overrides import BACKENDS
 from polyturn.compat.verl_config.table import is_of_verl, release_keys, table
 from polyturn.compat.verl_config.translate import translate
 from polyturn.core.errors import ConfigError

@@ -9,8 +9,7 @@ native side has rows of their own length; `as_estimator` turns a step into a pad
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from polyturn.algorithms import kl, losses
 from polyturn.algorithms.advantages import advantages
-from polyturn.compat.verl.batch_estimator import AdvFn, Options, as_estimator
+from polyturn.compat.verl.batch_estimator import AdvFn, as_estimator
 from polyturn.compat.verl.estimators import (
     compute_gae_advantage_return,
     compute_gpg_outcome_advantage,
@@ -31,6 +30,7 @@ from polyturn.compat.verl.estimators import (
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
 )
+from polyturn.compat.verl.loss_aggregation import PolicyLossFn, agg_loss, as_policy_loss
 from polyturn.compat.verl.torch_functional import masked_mean, masked_whiten
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 
@@ -63,9 +63,6 @@ __all__ = [
     "register_adv_est",
     "register_policy_loss",
 ]
-
-PolicyLossFn = Callable[..., tuple[Any, ...]]
-"""(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, …) -> (scalar loss, metrics)."""
 
 
 class AdvantageEstimator(str, Enum):  # noqa: UP042  (users see the text of a member)
@@ -140,136 +137,6 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     return POLICY_LOSS_REGISTRY[name]
 
 
-_captured: contextvars.ContextVar[list[tuple[Tensor, Tensor]] | None] = contextvars.ContextVar("captured", default=None)
-"""What `agg_loss` was given and what it returned, while a policy loss runs in training."""
-
-
-def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
-    """Return a native policy loss that calls `fn` with a padded batch: a row per sample.
-
-    Its loss of each token is what it hands to `agg_loss`. How tokens are averaged is the trainer's matter, because a
-    micro-batch is a part of a step: with a `loss_agg_mode` of its own the result is the same, weighted by
-    `algorithm.aggregate`.
-
-    Raises (when called):
-        ConfigError: what `fn` returns is not what `agg_loss` made of its tokens.
-    """
-
-    def loss(
-        logprobs_T: Tensor,
-        old_logprobs_T: Tensor,
-        advantages_T: Tensor,
-        *,
-        sequence_T: Tensor | None = None,
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
-        dual_clip: float | None = None,
-        **options: Any,
-    ) -> losses.TokenLoss:
-        clips = {"clip_ratio": clip_low, "clip_ratio_low": clip_low, "clip_ratio_high": clip_high, "clip_ratio_c": dual_clip}
-        known = {k: v for k, v in clips.items() if v is not None}
-        config = Options({**known, "policy_loss": Options(options), **options})
-        row_T, column_T = _places(torch.zeros_like(logprobs_T, dtype=torch.long) if sequence_T is None else sequence_T)
-        shape = (int(row_T.max()) + 1, int(column_T.max()) + 1) if len(row_T) else (0, 0)
-        given = (old_logprobs_T, logprobs_T, advantages_T, torch.ones_like(logprobs_T))
-        rows = [t.new_zeros(shape).index_put((row_T, column_T), t) for t in given]
-        seen: list[tuple[Tensor, Tensor]] = []
-        token = _captured.set(seen)
-        try:
-            returned, *rest = fn(*rows, "token-mean", config)
-        finally:
-            _captured.reset(token)
-        sums = {"all": seen, "last": seen[-1:], "first": seen[:1]}
-        meant = next((s for s in sums.values() if s and _is_sum(s, returned)), None)
-        if meant is None:
-            raise ConfigError(
-                f"the policy loss {fn.__name__!r} must return what agg_loss of verl.trainer.ppo.core_algos "
-                "makes of its tokens, so that the loss of each token can be weighted over the whole batch"
-            )
-        metrics = rest[0] if rest and isinstance(rest[0], dict) else {}
-        stats = {str(k): torch.as_tensor(v).detach().expand(logprobs_T.shape) for k, v in metrics.items()}
-        return losses.TokenLoss(torch.stack([loss_mat for loss_mat, _ in meant]).sum(0)[row_T, column_T], stats)
-
-    return loss
-
-
-def _is_sum(seen: Sequence[tuple[Tensor, Tensor]], returned: Any) -> bool:
-    """Return whether a loss is the sum of what `agg_loss` returned."""
-    total = torch.stack([value.detach() for _, value in seen]).sum()
-    return torch.allclose(total, torch.as_tensor(returned).detach().to(total), rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
-def _places(sequence_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [T] the row of each token, one per sequence, and its column, in order."""
-    row_T, count_B = torch.unique(sequence_T, return_inverse=True, return_counts=True)[1:]
-    start_B = count_B.cumsum(0) - count_B
-    order_T = row_T.argsort(stable=True)
-    column_T = torch.empty_like(row_T)
-    column_T[order_T] = torch.arange(len(row_T), device=row_T.device) - start_B[row_T[order_T]]
-    return row_T, column_T
-
-
-def agg_loss(
-    loss_mat: Tensor,
-    loss_mask: Tensor,
-    loss_agg_mode: str,
-    dp_size: int = 1,
-    batch_num_tokens: int | None = None,
-    global_batch_size: int | None = None,
-    loss_scale_factor: float | None = None,
-) -> Tensor:
-    """Return [B, R] losses as one number.
-
-    token-mean: over all unmasked tokens. seq-mean-token-sum and seq-mean-token-mean: over rows with any unmasked token, of
-    the row's sum or mean. seq-mean-token-sum-norm: the first of these over `loss_scale_factor`, by default the width.
-    token-sum: the sum. Each is `dp_size` times as large, so that the mean over so many processes is that of the whole batch.
-
-    Raises:
-        UnknownNameError: there is no such mode.
-        ConfigError: there are several processes, and the mean needs a count of the whole batch that is not given.
-    """
-    value = _aggregate(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
-    if (seen := _captured.get()) is not None:
-        seen.append((loss_mat, value))
-    return value
-
-
-def _aggregate(
-    loss_mat: Tensor,
-    loss_mask: Tensor,
-    loss_agg_mode: str,
-    dp_size: int,
-    batch_num_tokens: int | None,
-    global_batch_size: int | None,
-    loss_scale_factor: float | None,
-) -> Tensor:
-    mask = loss_mask.to(loss_mat.dtype)
-    masked = torch.where(loss_mask.bool(), loss_mat, torch.zeros_like(loss_mat))
-    sums_B, counts_B = masked.sum(-1), mask.sum(-1)
-    if loss_agg_mode == "token-sum":
-        return masked.sum() * dp_size
-    if loss_agg_mode == "token-mean":
-        return masked.sum() / _count(batch_num_tokens, mask.sum(), dp_size, name="batch_num_tokens") * dp_size
-    if loss_agg_mode.startswith("seq-mean-"):
-        num_rows = _count(global_batch_size, (counts_B > 0).sum(), dp_size, name="global_batch_size")
-        if loss_agg_mode == "seq-mean-token-sum":
-            return sums_B.sum() / num_rows * dp_size
-        if loss_agg_mode == "seq-mean-token-mean":
-            return (sums_B / counts_B.clamp(min=1)).sum() / num_rows * dp_size
-        if loss_agg_mode == "seq-mean-token-sum-norm":
-            scale = loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor
-            return sums_B.sum() / num_rows / scale * dp_size
-    modes = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-    raise UnknownNameError(f"Invalid loss_agg_mode: {loss_agg_mode}.{did_you_mean(loss_agg_mode, modes)}")
-
-
-def _count(given: int | None, here: Tensor, dp_size: int, *, name: str) -> int | Tensor:
-    """Return how many tokens or rows a mean is over: those of the whole batch, which one process of many cannot count."""
-    if given is None and dp_size > 1:
-        raise ConfigError(f"(global) {name} is required when dp_size > 1; dp_size is {dp_size}")
-    return here if given is None else given
-
-
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
 
@@ -291,17 +158,35 @@ _SHIPPED: dict[AdvantageEstimator, AdvFn] = {
 ADV_ESTIMATOR_REGISTRY.update({name.value: fn for name, fn in _SHIPPED.items()})
 
 
+def _on_tokens(matrix: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> PolicyLossFn:
+    """Return a loss with verl's signature whose tokens and figures of tokens are those of `matrix`."""
+
+    def compute(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        def given(key: str, default: Any) -> Any:
+            return default if config is None else config.get(key) or default
+
+        loss_mat, figures = matrix(old_log_prob, log_prob, advantages, given)
+        loss_mat = loss_mat if rollout_is_weights is None else loss_mat * rollout_is_weights
+        loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **given("global_batch_info", {}))
+        return loss, {name: float(masked_mean(value, response_mask)) for name, value in figures.items()}
+
+    compute.__name__, compute.__doc__ = matrix.__name__, matrix.__doc__
+    return compute
+
+
+@_on_tokens
 def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Any]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, given: Callable[[str, Any], Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the clipped loss of PPO with a bound for negative advantages, and its metrics."""
-    given = _reader(config)
     clip = given("clip_ratio", 0.2)
     found = losses.ppo_clip(
         log_prob,
@@ -311,40 +196,23 @@ def compute_policy_loss_vanilla(
         clip_high=given("clip_ratio_high", clip),
         dual_clip=given("clip_ratio_c", 3.0),
     )
-    loss_mat = found.loss_T if rollout_is_weights is None else found.loss_T * rollout_is_weights
-    mean = {k: float(masked_mean(v, response_mask)) for k, v in found.stats.items()}
-    metrics = {"actor/pg_clipfrac": mean["clip_fraction"], "actor/ppo_kl": mean["approx_kl"]}
-    return agg_loss(loss_mat, response_mask, loss_agg_mode, **given("global_batch_info", {})), metrics
+    return found.loss_T, {"actor/pg_clipfrac": found.stats["clip_fraction"], "actor/ppo_kl": found.stats["approx_kl"]}
 
 
+@_on_tokens
 def compute_policy_loss_dro(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Any]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, given: Callable[[str, Any], Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of direct reward optimisation (Richemond et al. 2024), -(log p A - beta / 2 (log p - log p_old)^2).
 
     Raises:
         ConfigError: `policy_loss.dro_beta` is not positive.
     """
-    given = _reader(config)
-    beta = (given("policy_loss", {}).get("dro_beta") or 0.0) if config is not None else 0.0
+    beta = given("policy_loss", {}).get("dro_beta") or 0.0
     if not beta > 0:
         raise ConfigError(f"the loss dro needs a positive policy_loss.dro_beta; it is {beta}")
     log_ratio = log_prob - old_log_prob
-    loss_mat = 0.5 * beta * log_ratio.square() - log_prob * advantages
-    loss_mat = loss_mat if rollout_is_weights is None else loss_mat * rollout_is_weights
-    loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **given("global_batch_info", {}))
-    return loss, {"actor/ppo_kl": float(masked_mean(-log_ratio.detach(), response_mask))}
-
-
-def _reader(config: Any) -> Callable[[str, Any], Any]:
-    """Return a function that reads a key of a config, which may be None, with a default for what it leaves open."""
-    return (lambda key, default: default) if config is None else (lambda key, default: config.get(key) or default)
+    return 0.5 * beta * log_ratio.square() - log_prob * advantages, {"actor/ppo_kl": -log_ratio.detach()}
 
 
 POLICY_LOSS_REGISTRY["vanilla"] = compute_policy_loss_vanilla

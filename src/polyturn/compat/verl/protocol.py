@@ -18,7 +18,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from polyturn.compat.verl.batch_bytes import (
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    serialize_single_tensor,
+    serialize_tensordict,
+)
 from polyturn.compat.verl.batch_errors import check, mini_batches
+from polyturn.compat.verl.batch_union import same, union_numpy_dict, union_tensor_dict
 
 __all__ = [
     "DataProto",
@@ -244,7 +251,7 @@ class DataProto:
             self.batch = other.batch if self.batch is None else union_tensor_dict(self.batch, other.batch)
         union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         for key, fact in other.meta_info.items():
-            check(key not in self.meta_info or _same(self.meta_info[key], fact), f"the fact {key!r} is in both and differs")
+            check(key not in self.meta_info or same(self.meta_info[key], fact), f"the fact {key!r} is in both and differs")
             self.meta_info[key] = fact
         return self
 
@@ -326,7 +333,7 @@ class DataProto:
                         for name, number in mapping.items():
                             metrics.setdefault(name, []).append(number)
                     continue
-                check(key not in facts or _same(facts[key], value), f"Conflicting values for meta_info key '{key}'")
+                check(key not in facts or same(facts[key], value), f"Conflicting values for meta_info key '{key}'")
                 facts[key] = value
         return type(data[0])(batch, columns, {**facts, **({"metrics": metrics} if metrics else {})})
 
@@ -369,91 +376,6 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     batch.auto_batch_size_(batch_dims=batch_dims)
     columns = {key: v.reshape(-1, *v.shape[batch_dims:]) for key, v in data.non_tensor_batch.items()}
     return type(data)(batch.reshape(-1), columns, data.meta_info)
-
-
-def union_tensor_dict(tensor_dict1: Any, tensor_dict2: Any) -> Any:
-    """Take the tensors of the second tensordict into the first, and return it.
-
-    Raises:
-        BatchError: the batch sizes differ, or a tensor is in both and differs.
-    """
-    from polyturn.compat.verl import tensordict_utils
-
-    return tensordict_utils.union_tensor_dict(tensor_dict1, tensor_dict2)
-
-
-def union_numpy_dict(tensor_dict1: dict[str, Any], tensor_dict2: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the arrays of the second mapping into the first, and return it. Two NaN are the same.
-
-    Raises:
-        BatchError: an array is in both and differs.
-    """
-    for key, column in tensor_dict2.items():
-        same = key not in tensor_dict1 or _same(tensor_dict1[key], column)
-        check(same, f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object.")
-        tensor_dict1[key] = column
-    return tensor_dict1
-
-
-def _same(one: Any, two: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Return whether two values are equal down to their parts, of the same types; arrays may hold themselves."""
-    if one is two or (id(one), id(two)) in seen:
-        return True
-    if type(one) is not type(two):
-        return False
-    inside = seen | {(id(one), id(two))}
-    if isinstance(one, np.ndarray):
-        if one.dtype != object:
-            return np.array_equal(one, two, equal_nan=one.dtype.kind in "fc")
-        return one.shape == two.shape and all(_same(a, b, inside) for a, b in zip(one.flat, two.flat, strict=True))
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(_same(a, b, inside) for a, b in zip(one, two, strict=True))
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(_same(one[key], two[key], inside) for key in one)
-    if isinstance(one, float):
-        return one == two or (one != one and two != two)
-    equal = getattr(one, "equal", None)  # a tensor's
-    return bool(equal(two) if equal else one == two)
-
-
-def serialize_single_tensor(obj: Any) -> tuple[str, tuple[int, ...], Any]:
-    """Return a tensor as its type, its shape and its bytes."""
-    import torch
-
-    return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), obj.flatten().contiguous().view(torch.uint8).numpy()
-
-
-def deserialize_single_tensor(arr: Any) -> Any:
-    """Return the tensor that `serialize_single_tensor` took apart."""
-    import torch
-
-    dtype, shape, data = arr
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, dtype)).view(shape)
-
-
-def serialize_tensordict(batch: Any) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
-    """Return a tensordict as its batch size, its device and its tensors, a ragged one as its layout and its rows."""
-    items: dict[str, Any] = {}
-    for key, tensor in batch.items():
-        rows = [serialize_single_tensor(row) for row in tensor.unbind()] if tensor.is_nested else None
-        items[key] = serialize_single_tensor(tensor) if rows is None else (str(tensor.layout).removeprefix("torch."), rows)
-    return tuple(batch.batch_size), None if batch.device is None else str(batch.device), items
-
-
-def deserialize_tensordict(arr: Any) -> Any:
-    """Return the tensordict that `serialize_tensordict` took apart."""
-    import torch
-    from tensordict import TensorDict
-
-    size, device, items = arr
-    tensors: dict[str, Any] = {}
-    for key, item in items.items():
-        if len(item) == 3:
-            tensors[key] = deserialize_single_tensor(item)
-        else:
-            rows = [deserialize_single_tensor(row) for row in item[1]]
-            tensors[key] = torch.nested.as_nested_tensor(rows, layout=getattr(torch, item[0]))
-    return TensorDict(tensors, batch_size=size, device=device)
 
 
 def _rows(which: Any) -> Any:

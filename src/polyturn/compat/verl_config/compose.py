@@ -28,6 +28,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from polyturn.compat.verl_config.overrides import BOOLEAN_SECTIONS, Override, leaves, refuse_backend
 from polyturn.compat.verl_config.table import table
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.infra.yaml_file import read_yaml
@@ -41,16 +42,6 @@ OF_VERL = Path("verl", "trainer", "config")
 """Where a checkout of verl has its tree."""
 MAX_NAME = 200
 """Characters of a file's name; systems of files have about 250."""
-BACKENDS = {
-    "megatron": "Megatron's backend",
-    "mindspeed": "MindSpeed's backend",
-    "torchtitan": "TorchTitan's backend",
-    "veomni": "VeOmni's backend",
-    "automodel": "AutoModel's backend",
-}
-"""Parts of verl's trees that are named after a backend which is not here."""
-BOOLEAN_SECTIONS = {"actor_rollout_ref.rollout.multi_turn": "actor_rollout_ref.rollout.multi_turn.enable"}
-"""Sections that may be written as a bare true or false, and the key which that sets."""
 
 
 class Unresolved(str):
@@ -108,7 +99,7 @@ def compose_name(name: str, *, folder: Path | None, overrides: Sequence[str] = (
     Raises:
         ConfigError: there is no such config, or it cannot be read.
     """
-    _refuse_backend(name, what="the config")
+    refuse_backend(name, what="the config")
     file = f"{name.removesuffix('.yaml')}.yaml"
     folders = [folder or base_folder(), *more]
     found = next((f for f in folders if len(file) < MAX_NAME and "\0" not in file and (f / file).is_file()), None)
@@ -130,15 +121,6 @@ def base_folder() -> Path:
     return own if (own / f"{BASE_NAME}.yaml").is_file() else BASE
 
 
-def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and value of everything that is not a mapping, and of empty mappings."""
-    if isinstance(values, Mapping) and values:
-        for key, inner in values.items():
-            yield from leaves(inner, (*path, str(key)))
-    else:
-        yield path, values
-
-
 # --- one composition ----------------------------------------------------------------------------------------------------
 
 
@@ -148,8 +130,8 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
     base = base_folder()
     is_base = path.parent == base
     own: dict[str, Any] = {} if is_base else _spelled_out(read_yaml(path))
-    _refuse_backend(str(own.get("defaults", "")), what=f"{path}: defaults names {own.get('defaults')!r:.200}")
-    changes = [_Override.parse(text) for text in overrides]
+    refuse_backend(str(own.get("defaults", "")), what=f"{path}: defaults names {own.get('defaults')!r:.200}")
+    changes = [Override.parse(text) for text in overrides]
     folders, modules = _search_path(own, changes)
     folders = [path.parent, *more, *folders, base]
     for change in changes:
@@ -166,7 +148,7 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
             below.merge_with(tree)
             tree = below
     for part in parts:
-        _refuse_backend(part.config_path, what=f"{path}: its part {part.config_path!r}")
+        refuse_backend(part.config_path, what=f"{path}: its part {part.config_path!r}")
     origin = _origin(parts, None if is_base else path, own, folders)
     for change in changes:
         if change.key.startswith(("hydra.", "hydra/")):
@@ -178,7 +160,7 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
     return Composed(values={**values, "hydra": about_hydra} if about_hydra else values, origin=origin)
 
 
-def _about_hydra(own: Mapping[str, Any], changes: Sequence[_Override]) -> dict[str, Any]:
+def _about_hydra(own: Mapping[str, Any], changes: Sequence[Override]) -> dict[str, Any]:
     """Return what is said to Hydra itself, its search path aside."""
     section = own.get("hydra")
     said = dict(section) if isinstance(section, Mapping) else {}
@@ -201,77 +183,6 @@ def _fresh(base: Path, name: str) -> DictConfig:
     return _Hydra(base / f"{name}.yaml", folders=[base], modules=[]).compose({"defaults": [name, "_self_"]}, [])
 
 
-@dataclass(slots=True, kw_only=True)
-class _Override:
-    """`key=value`, `+key=value`, `++key=value` or `~key`."""
-
-    text: str
-    key: str
-    value: Any
-    removes: bool
-    is_group: bool = False
-    """Whether it chooses a file of a group."""
-
-    @classmethod
-    def parse(cls, text: str) -> _Override:
-        """Read one argument of the command line."""
-        from hydra.core.override_parser.overrides_parser import OverridesParser
-        from hydra.errors import HydraException
-
-        head, equals, raw = text.partition("=")
-        key = head.strip().lstrip("+~")
-        removes = head.strip().startswith("~")
-        if not key or key.startswith("-") or not (equals or removes):
-            raise ConfigError(f"the override {text!r:.200} cannot be read; write key.path=value, +key=value or ~key")
-        if "." not in key or "@" in key or "/" in key:
-            _refuse_backend(raw, what=f"the override {text!r:.200}")
-        if key in BOOLEAN_SECTIONS and raw.strip().lower() in ("true", "false"):
-            key, text = BOOLEAN_SECTIONS[key], f"{BOOLEAN_SECTIONS[key]}={raw}"
-        try:
-            parsed = OverridesParser.create().parse_override(text)
-            is_sweep, value = parsed.is_sweep_override(), parsed.value()
-        except (HydraException, OmegaConfBaseException, LookupError, ValueError, TypeError, RecursionError) as error:
-            why = " ".join(str(error).split())
-            raise ConfigError(f"the value in the override {text!r:.200} cannot be read ({why:.300}); quote it") from error
-        if is_sweep:
-            raise ConfigError(f"the override {text!r:.200} names several values; write key=[a,b] for a list, or quote them")
-        return cls(text=text, key=key, value=value, removes=removes)
-
-    def find_group(self, folders: Sequence[Path]) -> None:
-        """Find out whether it chooses a file of a group."""
-        is_folder = not isinstance(self.value, Mapping) and any(os.path.isdir(f / self.key) for f in folders)
-        self.is_group = "@" in self.key or "/" in self.key or is_folder
-
-    def apply(self, tree: DictConfig, origin: dict[str, str]) -> None:
-        """Change the tree, and note in `origin` what was written."""
-        if self.removes or not isinstance(self.value, Mapping):
-            for known in [k for k in origin if k == self.key or k.startswith(f"{self.key}.")]:
-                del origin[known]
-        if self.removes:
-            self._remove(tree)
-            return
-        try:
-            OmegaConf.update(tree, self.key, self.value, merge=True, force_add=True)
-        except (OmegaConfBaseException, AttributeError, LookupError, TypeError, ValueError) as error:
-            why = " ".join(str(error).split())
-            raise ConfigError(f"the override {self.text!r:.200} has no place in the config ({why:.200})") from error
-        source = f"from the override {self.text!r}"
-        origin.update({".".join((self.key, *path)): source for path, _ in leaves(self.value)})
-
-    def _remove(self, tree: DictConfig) -> None:
-        above, _, last = self.key.rpartition(".")
-        section = OmegaConf.select(tree, above) if above else tree
-        if isinstance(section, DictConfig) and last in section:
-            if "=" in self.text and section[last] != self.value:
-                raise ConfigError(
-                    f"the override {self.text!r:.200} removes the key if that is its value, and it is "
-                    f"{section[last]!r:.100}; leave the value out"
-                )
-            del section[last]
-        elif not table().knows(self.key):
-            raise ConfigError(f"the override {self.text!r}: there is nothing to remove.{table().nearest(self.key)}")
-
-
 class _Hydra:
     """Hydra over a copy of one config, so that the folders it searches are ours; its errors become sentences."""
 
@@ -282,7 +193,7 @@ class _Hydra:
         self.parts: list[Any] = []
         """The files of the tree composed last, the weakest first."""
 
-    def compose(self, top: Mapping[str, Any], groups: Sequence[_Override]) -> DictConfig:
+    def compose(self, top: Mapping[str, Any], groups: Sequence[Override]) -> DictConfig:
         """Return the tree of the config `top` with the files that `groups` choose."""
         from hydra import compose, initialize_config_dir
         from hydra.core.global_hydra import GlobalHydra
@@ -336,16 +247,7 @@ def _require_hydra() -> None:
         )
 
 
-def _refuse_backend(text: str, *, what: str) -> None:
-    for name, backend in BACKENDS.items():
-        if name in text:
-            raise ConfigError(
-                f"{what}: {backend} and its keys do not exist here: start from ppo_trainer, use strategy fsdp, and leave "
-                f"out every {name} key"
-            )
-
-
-def _search_path(own: Mapping[str, Any], changes: Sequence[_Override]) -> tuple[list[Path], list[str]]:
+def _search_path(own: Mapping[str, Any], changes: Sequence[Override]) -> tuple[list[Path], list[str]]:
     """Return the folders and the modules of `hydra.searchpath`; verl's own tree is searched anyhow."""
     section = own.get("hydra")
     names = section.get("searchpath") if isinstance(section, Mapping) else None

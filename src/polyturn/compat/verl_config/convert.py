@@ -19,6 +19,8 @@ from polyturn.algorithms.advantages import advantages
 from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
+from polyturn.compat.verl_config.convert_reward import reward_function, reward_manager
+from polyturn.compat.verl_config.convert_run import every, keep, run_folder, steps, trackers
 from polyturn.compat.verl_config.source import Source
 from polyturn.compat.verl_config.table import is_of_verl
 from polyturn.core.errors import did_you_mean, one_line
@@ -29,18 +31,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MULTI_TURN = f"{ROLLOUT}.multi_turn"
 ACTOR = "actor_rollout_ref.actor"
 NO_LIMIT_CHARS = 1_000_000
-KEEP_ALL = 1_000_000
 _OWN = "one of your own is named as file.py:function, or by its name where it was registered before the run begins"
 _MEANS_OF_SEQUENCES = ("gspo", "sapo", "geo_mean")
 """Policy losses that are always averaged over sequences."""
-TRACKERS = {
-    "tensorboard": ("tensorboard", ""),
-    "wandb": ("wandb", "project"),
-    "mlflow": ("mlflow", "experiment"),
-    "trackio": ("trackio", "project"),
-}
-"""Loggers that are trackers here: the module that each needs, and its option for trainer.project_name."""
-NO_TRACKERS = ("vemlp_wandb", "swanlab", "clearml", "rl_insight")
 AGENT_SCHEDULER = "polyturn.compat.verl.agent_scheduler:AgentLoopScheduler"
 
 
@@ -331,105 +324,6 @@ def policy_loss(s: Source) -> None:
         own = {k: v for k, v in own.items() if takes_option(policy_losses.resolve(name), k)}
     if own:
         s.put("algorithm.loss_kwargs", own, by=key)
-
-
-def reward_function(s: Source) -> None:
-    """Score with one function, whatever the data_source; step rewards of tools are recorded and weigh 0, as in verl."""
-    key = "custom_reward_function.path"
-    s.put("reward.weights", {"outcome": 1.0}, by=key)
-    s.put("reward.text", "turns", by=key)
-    if (where := s.get(key)) is None:
-        return
-    where = str(where).removeprefix("pkg://")
-    name = f"{Path(where).expanduser()}:{s.get('custom_reward_function.name', 'compute_score')}"
-    s.put("reward.function.name", name, by=key)
-    s.put("reward.num_processes", 4, by=key)  # verl calls it in the main thread of a process, so it may use signals
-    if where.endswith(".py"):
-        s.paths.append(("reward", "function", "name"))
-    if kwargs := s.get("custom_reward_function.reward_kwargs"):
-        s.put("reward.function.kwargs", dict(kwargs), by="custom_reward_function.reward_kwargs")
-
-
-def reward_manager(s: Source) -> None:
-    """Set what a manager adds to the function: a penalty for length, or limits of its calls."""
-    key = "reward_model.reward_manager"
-    known = ("naive", "prime", "batch", "dapo", "rate_limited", "limited")
-    name = str(s.get(key, "naive"))
-    if name not in known:
-        s.refuse(key, f"there is no such reward manager.{did_you_mean(name, known)}")
-    kwargs = dict(s.get("reward_model.reward_kwargs", {}))
-    overlong = {**s.get("reward_model.overlong_buffer", {}), **(kwargs.pop("overlong_buffer_cfg", None) or {})}
-    longest = kwargs.pop("max_resp_len", None)
-    if kwargs:
-        s.refuse("reward_model.reward_kwargs", f"{sorted(kwargs)[0]!r} is read by no reward manager here")
-    if name == "dapo" and overlong.get("enable"):
-        s.put("reward.overlong.buffer", overlong.get("len", 0), by=key)
-        s.put("reward.overlong.penalty", overlong.get("penalty_factor", 0.0), by=key)
-        s.put("reward.overlong.max_tokens", longest, by=key)
-    if name == "batch":
-        s.put("reward.batch_size", None, by=key)
-        s.put("reward.batch_wait_s", None, by=key)
-    if name.endswith("limited"):
-        s.put("reward.rate.max_concurrent", s.get("reward_model.max_concurrent", 1), by=key)
-        s.put("reward.rate.calls_per_minute", s.get("reward_model.max_rpm"), by=key)
-        s.put("reward.rate.tokens_per_minute", s.get("reward_model.max_tpm"), by=key)
-        s.put("reward.rate.tokens_per_call", s.get("reward_model.estimated_tokens_per_request", 2000), by=key)
-        s.put("reward.timeout_s", s.get("reward_model.timeout", 300.0), by=key)
-
-
-def steps(s: Source) -> None:
-    """Set how long a run is: in steps, else in passes over the tasks."""
-    if (total := s.get("trainer.total_training_steps")) is not None:
-        s.put("train.steps", total, by="trainer.total_training_steps")
-    else:
-        s.put("train.epochs", s.get("trainer.total_epochs", 30), by="trainer.total_epochs")
-
-
-def run_folder(s: Source) -> None:
-    """Set the folder of the run."""
-    key = "trainer.default_local_dir"
-    folder = Path(str(s.get(key, "checkpoints/verl_examples/gsm8k"))).expanduser()
-    s.put("out", str(folder.parent), by=key)
-    s.put("name", folder.name, by=key)
-
-
-def every(s: Source) -> None:
-    """Set how often a run saves and validates."""
-    for key, native in (("trainer.save_freq", "train.checkpoint_every"), ("trainer.test_freq", "evaluation.every")):
-        s.put(native, max(0, s.number(key, -1)), by=key)
-
-
-def trackers(s: Source) -> None:
-    """Name the trackers that somebody wrote; verl's default, wandb, is not started unasked."""
-    key = "trainer.logger"
-    if key not in s.written:
-        return
-    value = s.get(key, [])
-    found: list[dict[str, Any]] = []
-    missing: list[str] = []
-    for name in [value] if isinstance(value, str) else list(value):
-        if name in TRACKERS and importlib.util.find_spec(TRACKERS[name][0]) is not None:
-            project = TRACKERS[name][1]
-            found.append({"name": name, **({project: s.get("trainer.project_name")} if project else {})})
-        elif name in TRACKERS or name in NO_TRACKERS:
-            missing.append(str(name))
-        elif name not in ("console", "file"):
-            s.refuse(
-                key, f"there is no logger {name!r}.{did_you_mean(str(name), ['console', 'file', *TRACKERS, *NO_TRACKERS])}"
-            )
-    if found:
-        s.put("tracking", found, by=key)
-    if missing:
-        s.notes[key] = (
-            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not here, so the terminal and metrics.jsonl in "
-            f"the run's folder get the metrics; of these {', '.join(TRACKERS)} can be installed"
-        )
-
-
-def keep(s: Source) -> None:
-    """Set how many checkpoints stay."""
-    key = "trainer.max_actor_ckpt_to_keep"
-    s.put("train.keep_checkpoints", s.get(key, KEEP_ALL), by=key)
 
 
 def _put_function(s: Source, native_key: str, name: str, *, by: str) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyturn.compat.verl_config.compose import Composed, Unresolved, leaves
+from polyturn.compat.verl_config.compose import Composed, Unresolved
 from polyturn.compat.verl_config.convert import CONVERTERS
+from polyturn.compat.verl_config.overrides import leaves
 from polyturn.compat.verl_config.source import Source
 from polyturn.compat.verl_config.table import KeyRule, Table, is_of_verl, release_keys, table
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line

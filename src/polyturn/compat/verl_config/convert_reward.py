@@ -1,0 +1,55 @@
+"""Converters of what scores in verl: the function, and what its reward manager adds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyturn.core.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from polyturn.compat.verl_config.source import Source
+
+
+def reward_function(s: Source) -> None:
+    """Score with one function, whatever the data_source; step rewards of tools are recorded and weigh 0, as in verl."""
+    key = "custom_reward_function.path"
+    s.put("reward.weights", {"outcome": 1.0}, by=key)
+    s.put("reward.text", "turns", by=key)
+    if (where := s.get(key)) is None:
+        return
+    where = str(where).removeprefix("pkg://")
+    name = f"{Path(where).expanduser()}:{s.get('custom_reward_function.name', 'compute_score')}"
+    s.put("reward.function.name", name, by=key)
+    s.put("reward.num_processes", 4, by=key)  # verl calls it in the main thread of a process, so it may use signals
+    if where.endswith(".py"):
+        s.paths.append(("reward", "function", "name"))
+    if kwargs := s.get("custom_reward_function.reward_kwargs"):
+        s.put("reward.function.kwargs", dict(kwargs), by="custom_reward_function.reward_kwargs")
+
+
+def reward_manager(s: Source) -> None:
+    """Set what a manager adds to the function: a penalty for length, or limits of its calls."""
+    key = "reward_model.reward_manager"
+    known = ("naive", "prime", "batch", "dapo", "rate_limited", "limited")
+    name = str(s.get(key, "naive"))
+    if name not in known:
+        s.refuse(key, f"there is no such reward manager.{did_you_mean(name, known)}")
+    kwargs = dict(s.get("reward_model.reward_kwargs", {}))
+    overlong = {**s.get("reward_model.overlong_buffer", {}), **(kwargs.pop("overlong_buffer_cfg", None) or {})}
+    longest = kwargs.pop("max_resp_len", None)
+    if kwargs:
+        s.refuse("reward_model.reward_kwargs", f"{sorted(kwargs)[0]!r} is read by no reward manager here")
+    if name == "dapo" and overlong.get("enable"):
+        s.put("reward.overlong.buffer", overlong.get("len", 0), by=key)
+        s.put("reward.overlong.penalty", overlong.get("penalty_factor", 0.0), by=key)
+        s.put("reward.overlong.max_tokens", longest, by=key)
+    if name == "batch":
+        s.put("reward.batch_size", None, by=key)
+        s.put("reward.batch_wait_s", None, by=key)
+    if name.endswith("limited"):
+        s.put("reward.rate.max_concurrent", s.get("reward_model.max_concurrent", 1), by=key)
+        s.put("reward.rate.calls_per_minute", s.get("reward_model.max_rpm"), by=key)
+        s.put("reward.rate.tokens_per_minute", s.get("reward_model.max_tpm"), by=key)
+        s.put("reward.rate.tokens_per_call", s.get("reward_model.estimated_tokens_per_request", 2000), by=key)
+        s.put("reward.timeout_s", s.get("reward_model.timeout", 300.0), by=key)

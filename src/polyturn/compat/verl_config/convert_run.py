@@ -1,0 +1,77 @@
+"""Converters of verl's `trainer`: how long a run is, where it is, what it writes and to whom."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from polyturn.compat.verl_config.source import Source
+
+KEEP_ALL = 1_000_000
+TRACKERS = {
+    "tensorboard": ("tensorboard", ""),
+    "wandb": ("wandb", "project"),
+    "mlflow": ("mlflow", "experiment"),
+    "trackio": ("trackio", "project"),
+}
+"""Loggers that are trackers here: the module that each needs, and its option for trainer.project_name."""
+NO_TRACKERS = ("vemlp_wandb", "swanlab", "clearml", "rl_insight")
+
+
+def steps(s: Source) -> None:
+    """Set how long a run is: in steps, else in passes over the tasks."""
+    if (total := s.get("trainer.total_training_steps")) is not None:
+        s.put("train.steps", total, by="trainer.total_training_steps")
+    else:
+        s.put("train.epochs", s.get("trainer.total_epochs", 30), by="trainer.total_epochs")
+
+
+def run_folder(s: Source) -> None:
+    """Set the folder of the run."""
+    key = "trainer.default_local_dir"
+    folder = Path(str(s.get(key, "checkpoints/verl_examples/gsm8k"))).expanduser()
+    s.put("out", str(folder.parent), by=key)
+    s.put("name", folder.name, by=key)
+
+
+def every(s: Source) -> None:
+    """Set how often a run saves and validates."""
+    for key, native in (("trainer.save_freq", "train.checkpoint_every"), ("trainer.test_freq", "evaluation.every")):
+        s.put(native, max(0, s.number(key, -1)), by=key)
+
+
+def trackers(s: Source) -> None:
+    """Name the trackers that somebody wrote; verl's default, wandb, is not started unasked."""
+    key = "trainer.logger"
+    if key not in s.written:
+        return
+    value = s.get(key, [])
+    found: list[dict[str, Any]] = []
+    missing: list[str] = []
+    for name in [value] if isinstance(value, str) else list(value):
+        if name in TRACKERS and importlib.util.find_spec(TRACKERS[name][0]) is not None:
+            project = TRACKERS[name][1]
+            found.append({"name": name, **({project: s.get("trainer.project_name")} if project else {})})
+        elif name in TRACKERS or name in NO_TRACKERS:
+            missing.append(str(name))
+        elif name not in ("console", "file"):
+            s.refuse(
+                key, f"there is no logger {name!r}.{did_you_mean(str(name), ['console', 'file', *TRACKERS, *NO_TRACKERS])}"
+            )
+    if found:
+        s.put("tracking", found, by=key)
+    if missing:
+        s.notes[key] = (
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not here, so the terminal and metrics.jsonl in "
+            f"the run's folder get the metrics; of these {', '.join(TRACKERS)} can be installed"
+        )
+
+
+def keep(s: Source) -> None:
+    """Set how many checkpoints stay."""
+    key = "trainer.max_actor_ckpt_to_keep"
+    s.put("train.keep_checkpoints", s.get(key, KEEP_ALL), by=key)
