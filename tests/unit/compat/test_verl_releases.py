@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import re
+import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from polyturn.compat.verl_config.command import parse_arguments
-from polyturn.compat.verl_config.compose import compose_file, compose_name
-from polyturn.compat.verl_config.overrides import BACKENDS
+from polyturn.compat.verl_config.compose import BASE, OF_VERL, compose_file, compose_name
+from polyturn.compat.verl_config.overrides import BACKENDS, leaves
 from polyturn.compat.verl_config.table import is_of_verl, release_keys, table
 from polyturn.compat.verl_config.translate import translate
 from polyturn.core.errors import ConfigError
@@ -67,8 +71,60 @@ def is_free(key: str) -> bool:
     return row is not None and (row.native or row.convert is not None or row.rejected is not None)
 
 
+def a_checkout(release: str, folder: Path) -> Path:
+    """Return a copy of the tree of a release, of its package where POLYTURN_VERL_WHEELS names one, else of the shipped."""
+    tree = folder / OF_VERL
+    wheels = os.environ.get("POLYTURN_VERL_WHEELS")
+    package = None if wheels is None else next(Path(wheels).glob(f"verl-{release}-*.whl"), None)
+    if package is None:
+        shutil.copytree(BASE, tree)
+    else:
+        with zipfile.ZipFile(package) as archive:
+            archive.extractall(folder, [name for name in archive.namelist() if name.startswith(OF_VERL.as_posix())])
+    return tree
+
+
+def renamed(tree: Path, count: int, seed: int) -> dict[str, str]:
+    """Misspell keys in the files of a tree; return each new name with its file."""
+    chance, found = random.Random(seed), {}
+    files = [f for f in sorted(tree.rglob("*.yaml")) if f.parent.name in ("actor", "algorithm", "data", "rollout", "critic")]
+    files = [f for f in files if not any(b in f.name for b in BACKENDS)] + [tree / "ppo_trainer.yaml"]
+    while len(found) < count:
+        file = chance.choice(files)
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        places = [i for i, line in enumerate(lines) if re.match(r" *[a-z][a-z_]{5,}: *\S", line) and "_x: " not in line]
+        if places:
+            at = chance.choice(places)
+            name = lines[at].strip().partition(":")[0]
+            if name not in ("defaults", "searchpath"):
+                lines[at] = lines[at].replace(f"{name}:", f"{name}_x:", 1)
+                file.write_text("".join(lines), encoding="utf-8")
+                found[f"{name}_x"] = str(file.relative_to(tree))
+    return found
+
+
 @pytest.mark.parametrize("release", RELEASES)
-def test_two_hundred_wrong_inputs_of_a_release_are_all_errors(release: str, tmp_path: Path):
+def test_no_key_that_was_misspelt_in_the_tree_of_a_release_is_silent(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    wrong = renamed(a_checkout(release, tmp_path), 20, seed=RELEASES.index(release))
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError) as told:
+        translate(compose_name("ppo_trainer", folder=None))
+    found = [
+        path for path, _ in leaves(compose_name("ppo_trainer", folder=None).values) if not wrong.keys().isdisjoint(path)
+    ]
+    strange = [path for path in found if not is_of_verl(".".join(path))]  # else it is in a mapping that takes any key
+    assert len(wrong) == 20 and len(strange) > 5
+    told_of = f"{told.value}{caplog.text}"
+    assert [path for path in strange if not any(name in told_of for name in wrong.keys() & set(path))] == []
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_two_hundred_wrong_inputs_of_a_release_are_all_errors(release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Over the release's own tree where POLYTURN_VERL_WHEELS names its package, else over the shipped one."""
+    a_checkout(release, tmp_path)
+    monkeypatch.chdir(tmp_path)
     wrong = misspelt(keys_of(release), 170, seed=RELEASES.index(release))
     with pytest.raises(ConfigError) as told:
         translate(compose_name("ppo_trainer", folder=None, overrides=[f"+{key}=1" for key in wrong]))

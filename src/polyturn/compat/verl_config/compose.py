@@ -29,7 +29,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.compat.verl_config.overrides import BOOLEAN_SECTIONS, Override, leaves, refuse_backend
-from polyturn.compat.verl_config.table import table
+from polyturn.compat.verl_config.table import is_of_verl, table
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.infra.yaml_file import read_yaml
 
@@ -156,6 +156,10 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
         elif not change.is_group:
             change.apply(tree, origin)
     values = _resolved(tree)
+    if base != BASE:  # somebody may have changed a checkout's own tree
+        keys = [".".join(path) for path, _ in leaves(values)]
+        if strange := [key for key in keys if key not in origin and not is_of_verl(key)]:
+            logger.warning("%s: no release of verl has %s; check that none is misspelt", base, ", ".join(strange))
     about_hydra = _about_hydra(own, changes)
     return Composed(values={**values, "hydra": about_hydra} if about_hydra else values, origin=origin)
 

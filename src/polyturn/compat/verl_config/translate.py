@@ -176,9 +176,7 @@ def _keys(values: Mapping[str, Any], known: Table, path: tuple[str, ...] = ()) -
         is_section = isinstance(value, Mapping) and bool(value)
         if is_section and (row is None or row.means is not None or known.goes_deeper(key)):
             yield from _keys(value, known, (*path, str(name)))
-        elif row is not None or not isinstance(value, Mapping):
-            if row is None and not value and known.knows(key):
-                continue  # `section:` with nothing in it
+        elif row is not None or value or not known.knows(key):  # else it is a `section:` with nothing in it
             yield key, value
 
 
