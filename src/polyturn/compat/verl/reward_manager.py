@@ -186,17 +186,9 @@ class BatchRewardManager(NaiveRewardManager):
 class DAPORewardManager(NaiveRewardManager):
     """Calls a function of one answer for every row, and takes a penalty off long responses (arXiv:2503.14476, 3.4)."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        num_examine: int,
-        compute_score: RawRewardFn | None = None,
-        reward_fn_key: str = "data_source",
-        max_resp_len: int | None = None,
-        overlong_buffer_cfg: Any = None,
-    ) -> None:
+    def __init__(self, *given: Any, max_resp_len: int | None = None, overlong_buffer_cfg: Any = None, **named: Any) -> None:
         """Take the buffer `len`, in which the penalty rises to `penalty_factor` at `max_resp_len` tokens."""
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        super().__init__(*given, **named)
         self.max_resp_len, self.overlong_buffer_cfg = max_resp_len, overlong_buffer_cfg
         if overlong_buffer_cfg is None:
             return
