@@ -32,7 +32,7 @@ from typing import Any
 from polyturn.compat.finder import digest
 from polyturn.compat.namespaces import VERL
 from polyturn.compat.verl_config.command import HydraArguments, config_path, parse_arguments
-from polyturn.compat.verl_config.compose import compose_name
+from polyturn.compat.verl_config.compose import OF_VERL, compose_name
 from polyturn.compat.verl_config.overrides import leaves
 from polyturn.compat.verl_config.paths import absolute
 from polyturn.compat.verl_config.table import table
@@ -79,9 +79,9 @@ def main() -> None:
         asked.modules.write_text("".join(lines), encoding="utf-8")
         return
     more = cells(json.loads(asked.tests.read_text())) if asked.tests else {}
-    keys = {release: known_keys(wheel) for release, wheel in wheels(asked.wheels)}
-    checkouts = sorted(asked.checkouts.iterdir()) if asked.checkouts else []
-    scripts = {folder.name: launch(folder) for folder in checkouts if folder.is_dir()}
+    checkouts = {folder.name: folder for folder in sorted(asked.checkouts.iterdir())} if asked.checkouts else {}
+    keys = {release: known_keys(package) for release, package in {**checkouts, **dict(wheels(asked.wheels))}.items()}
+    scripts = {release: launch(folder) for release, folder in checkouts.items()}
     page = table_of(keys, scripts, more)
     if asked.write:
         text = asked.write.read_text(encoding="utf-8")
@@ -100,12 +100,16 @@ def wheels(folder: Path) -> Iterator[tuple[str, Path]]:
     yield from sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")])
 
 
-def tree_keys(wheel: Path) -> dict[str, list[str]]:
-    """Return the keys of the trees that a wheel holds, `ppo_trainer` composed and the generated ones as they are."""
+def tree_keys(package: Path) -> dict[str, list[str]]:
+    """Return the keys of the trees of a wheel or a checkout, `ppo_trainer` composed and the generated ones as they are."""
     with tempfile.TemporaryDirectory() as where:
-        unpack(wheel, Path(where))
-        config = Path(where) / "verl" / "trainer" / "config"
-        trees: dict[str, Any] = {path.stem: read_yaml(path) for path in sorted(config.glob("_generated_*.yaml"))}
+        if package.is_dir():
+            shutil.copytree(package / OF_VERL, Path(where) / OF_VERL)
+        else:
+            unpack(package, Path(where))
+        trees: dict[str, Any] = {
+            path.stem: read_yaml(path) for path in sorted((Path(where) / OF_VERL).glob("_generated_*.yaml"))
+        }
         with contextlib.chdir(where):
             trees["ppo_trainer"] = compose_name("ppo_trainer", folder=None).values
     return {name: sorted({".".join(path) for path, _ in leaves(tree)}) for name, tree in sorted(trees.items())}
@@ -140,9 +144,9 @@ def unpack(wheel: Path, where: Path) -> None:
         archive.extractall(where, [name for name in archive.namelist() if name.startswith("verl/trainer/config/")])
 
 
-def known_keys(wheel: Path) -> dict[str, int]:
-    """Return how many keys there are in the trees of a wheel, and how many of them the table knows."""
-    every = {key for keys in tree_keys(wheel).values() for key in keys}
+def known_keys(package: Path) -> dict[str, int]:
+    """Return how many keys there are in the trees of a wheel or a checkout, and how many of them the table knows."""
+    every = {key for keys in tree_keys(package).values() for key in keys}
     return {"known": sum(table().covers(key) for key in every), "of": len(every)}
 
 
