@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from polyturn.api.given_rows import called, check_first, rows_of, tasks_of
+from polyturn.api.keywords import path_of
 from polyturn.build.config_source import ConfigSource
 from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
-from polyturn.config.schema import schema_table
 from polyturn.config.sources import merge
-from polyturn.core.errors import ConfigError, DataError, did_you_mean
+from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.live import LiveObject, hold
-from polyturn.core.task import Task
-from polyturn.data.dataset import TaskDataset
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.registry import check_interaction, default_name
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -32,13 +31,7 @@ from polyturn.tools.base import BaseTool
 from polyturn.tools.function import FunctionTool
 
 FILES = (".jsonl", ".ndjson", ".parquet")
-FIRST = ("", "train")
-"""Sections whose keys have their last name to themselves, where other sections have one of that name too."""
-INNER = ("train.optim", "train.distributed", "rollout.limits", "rollout.sampling")
-"""Sections within sections whose keys go by their last name; those of others are written whole."""
 _EMPTY: Mapping[str, Any] = {"streaming": False, "columns": {}, "kwargs": {}}
-ASKED = ("question", "problem", "instruction", "query", "input", "task", "text", "user")
-"""Columns that hold what is asked in data sets that have no `prompt`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,22 +164,30 @@ class _Reader:
         if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value) or hasattr(value, "__aiter__"):
             name = getattr(value, "__name__", type(value).__name__)
             raise ConfigError(f"{what} is async, and nothing awaits it here; give its rows: {what}=await {name}(…)")
+        if isinstance(value, str) and len(value.split()) > 2:
+            raise DataError(f"{what} is a text, {value!r:.60}; give a list of them: {what}=[…]")
+        if isinstance(value, str | Path) and str(value).endswith((".json", ".csv", ".tsv")):
+            read = "json" if str(value).endswith(".json") else "csv"
+            raise DataError(
+                f"{what} is {str(value)!r}; files of rows are jsonl or parquet, and others are read first: "
+                f"{what}=pandas.read_{read}({str(value)!r})"
+            )
         if isinstance(value, str | Path):
             is_file = str(value).endswith(FILES) or Path(value).is_file() or any(c in str(value) for c in "*?[")
             return {**nothing, "files" if is_file else "dataset": _here(value)}
         if callable(value) and not hasattr(value, "__getitem__"):
             name = getattr(value, "__name__", type(value).__name__)
-            return self._tasks(_called(value, what, name), what)
-        rows = _rows(value, what)
+            return self._tasks(called(value, what, name), what)
+        rows = rows_of(value, what)
         if len(rows) and all(isinstance(row, str | Path) for row in rows):
             if all(str(row).endswith(FILES) for row in rows):
                 return {**nothing, "files": [_here(row) for row in rows]}
             rows = [{"prompt": str(row)} for row in rows]
         if not len(rows):
             raise DataError(f"{what} has no row; give at least one: {what}=[{{'prompt': '…'}}]")
-        _check_first(rows[0], what, has_columns=hasattr(value, "rename_column"))
+        check_first(rows[0], what, has_columns=hasattr(value, "rename_column"))
         split = "train" if what == "tasks" else "eval"
-        label = self.label(functools.partial(_tasks_of, rows, split=split, name=what), name=f"{_kind(value)} of {len(rows)}")
+        label = self.label(functools.partial(tasks_of, rows, split=split, name=what), name=f"{_kind(value)} of {len(rows)}")
         return {**nothing, "generator": label}
 
     def tools(self, value: Any) -> dict[str, Any]:
@@ -211,6 +212,11 @@ class _Reader:
             raise ConfigError(f"{where} is the class {tool.__name__}; give a tool: {tool.__name__}(config, tool_schema)")
         if not isinstance(tool, BaseTool):
             if not inspect.isroutine(tool):
+                public = inspect.getmembers(tool, inspect.ismethod)
+                methods = [name for name, one in public if one.__doc__ and name != "reset" and name[0] != "_"]
+                if methods:
+                    each = ", ".join(f"it.{name}" for name in methods)
+                    raise ConfigError(f"{where} is a {type(tool).__name__}; give its methods: tools=[{each}]")
                 raise ConfigError(
                     f"{where} is {tool!r:.80}, which is no function; write a function with annotations and a docstring, and "
                     "give it: tools=[price]"
@@ -289,51 +295,12 @@ class _Reader:
         """
         values: dict[str, Any] = {}
         for name, value in given.items():
-            *above, last = _path_of(name)
+            *above, last = path_of(name)
             at = values
             for part in above:
                 at = at.setdefault(part, {})
             merge(at, {last: self.plain(value)})
         return values
-
-
-@functools.cache
-def _keys() -> Mapping[str, tuple[str, ...]]:
-    """Return the keys of a run by their last names; sections go by their whole name alone."""
-    found: dict[str, list[str]] = {}
-    for row in schema_table(RunConfig):
-        if "<" in row.key or "[" in row.key:
-            continue
-        above, _, last = row.key.rpartition(".")
-        if "." in above and above not in INNER:
-            continue
-        if row.type != "section" or "." not in row.key:
-            found.setdefault(last, []).append(row.key)
-    return {name: tuple(keys) for name, keys in found.items()}
-
-
-OWN = ("model", "tasks", "eval_tasks", "tools", "interaction", "reward", "scheduler", "engine", "config", "resume", "ray")
-"""Keywords of the functions themselves, for the nearest one to a misspelt keyword."""
-
-
-def _path_of(name: str) -> list[str]:
-    if "." in name:
-        return name.split(".")
-    keys = _keys().get(name, ())
-    if not keys:
-        raise ConfigError(
-            f"there is no keyword {name!r}.{did_you_mean(name, [*OWN, *_keys()])} A keyword is one of "
-            f"{', '.join(OWN)}, a section of the configuration, or the last part of a key of it, such as steps or max_turns"
-        )
-    if name in keys:
-        return [name]
-    if len(keys) > 1:
-        chosen = [key for section in FIRST for key in keys if key.rpartition(".")[0] == section]
-        if not chosen:
-            whole = ", ".join(f"**{{{key!r}: …}}" for key in keys[:4])
-            raise ConfigError(f"the keyword {name!r} may be any of {', '.join(keys)}; write the whole key: {whole}")
-        return chosen[0].split(".")
-    return keys[0].split(".")
 
 
 def _engine(engine: Any) -> Any:
@@ -378,64 +345,3 @@ def _tokenizer_name(tokenizer: Any) -> str | None:
             f"tokenizer is {tokenizer!r:.80}; give a tokenizer of transformers, its folder, or its name on the hub"
         )
     return None
-
-
-def _called(function: Any, what: str, name: str) -> Any:
-    try:
-        inspect.signature(function).bind()
-    except TypeError as problem:
-        raise ConfigError(
-            f"{what} is the function {name}, which needs arguments ({problem}); call it: {what}={name}(…)"
-        ) from problem
-    return function()
-
-
-def _rows(value: Any, what: str) -> Sequence[Any]:
-    """Return rows that have a length and can be read again."""
-    if hasattr(value, "to_dict") and hasattr(value, "columns"):
-        return list(value.to_dict("records"))  # a pandas frame
-    if hasattr(value, "to_pylist"):
-        return list(value.to_pylist())  # an Arrow table
-    if isinstance(value, Iterator):
-        rows = list(value)
-        if not rows:
-            raise DataError(
-                f"{what} is a generator that is used up: it gives its rows once; make a list of them first, rows = list(…), "
-                f"and give {what}=rows"
-            )
-        return rows
-    if hasattr(value, "keys"):
-        names = ", ".join(map(str, value))
-        raise DataError(f"{what} has the splits {names}; give one: {what}=dataset[{next(iter(value), 'train')!r}]")
-    if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
-        if hasattr(value, "__iter__"):
-            raise DataError(f"{what} is a {type(value).__name__}, which has no length; give a list: list(….take(1000))")
-        raise DataError(f"{what} is {value!r:.80}; give rows, the path of a jsonl or parquet file, or a data set")
-    return value  # type: ignore[no-any-return]
-
-
-def _check_first(row: Any, what: str, *, has_columns: bool) -> None:
-    """Refuse rows that are none, and rows without a prompt."""
-    if isinstance(row, Task):
-        return
-    if not isinstance(row, Mapping):
-        raise DataError(f"{what} has a first row {row!r:.80}; a row is a dict: {{'prompt': 'What is 2 + 2?'}}")
-    if "prompt" in row or "messages" in row:
-        return
-    columns = [str(name) for name in row]
-    asked = next((name for wanted in ASKED for name in columns if name.lower() == wanted), None) or (
-        columns[0] if columns else "question"
-    )
-    write = (
-        f"{what}={what}.rename_column({asked!r}, 'prompt')"
-        if has_columns
-        else f"{what}=[{{**row, 'prompt': row[{asked!r}]}} for row in {what}]"
-    )
-    raise DataError(f"{what} has the columns {columns[:8]} and none of them is 'prompt'; write {write}")
-
-
-def _tasks_of(rows: Sequence[Any], *, split: str, name: str) -> Sequence[Task]:
-    """Return rows as tasks, each made when it is looked at; is called where the tasks are needed."""
-    if isinstance(rows[0], Task):
-        return rows
-    return TaskDataset.of(rows, split=split, name=name)

@@ -173,7 +173,7 @@ class _RowReader:
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]
         if not isinstance(value, list) or not value:
-            self.fail(f"'prompt' must be a string or a list of at least one message, not {_show(value)}")
+            self.fail(f"'prompt' must be a string or a list of at least one message, not {_show(value)}{_as_list(value)}")
         try:
             value = with_media(value, row, base=Path(self.source).parent)
         except DataError as problem:
@@ -252,8 +252,13 @@ class _RowReader:
         return InteractionRef(name=kwargs["name"], kwargs={**own, **kwargs})
 
 
-_QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
+QUESTIONS = ("question", "problem", "instruction", "query", "input", "task", "text", "user")
 """Columns that published data sets have in the place of a prompt."""
+
+
+def _as_list(prompt: Any) -> str:
+    """Return how a message that stands alone becomes a prompt."""
+    return "; write [message] around it" if isinstance(prompt, Mapping) and "content" in prompt else ""
 
 
 def _advice(row: Mapping[str, Any]) -> str:
@@ -263,7 +268,7 @@ def _advice(row: Mapping[str, Any]) -> str:
             " This is ShareGPT's form: write 'messages' in place of 'conversations', with 'role' (user for human, assistant "
             "for gpt) in place of 'from', and 'content' in place of 'value'."
         )
-    for name in _QUESTIONS:
+    for name in QUESTIONS:
         if isinstance(row.get(name), str):
             return f" If {name!r} is what is asked, rename it, or of a `dataset` set columns: {{prompt: {name}}}."
     return ""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import polyturn
+from polyturn.api.keywords import ELSEWHERE, OWN, path_of
 from polyturn.rewards.router import RewardRouter
 
 ROWS = [{"prompt": "What is 1 + 1?", "ground_truth": "2"}]
@@ -21,6 +23,18 @@ class Customer(polyturn.BaseInteraction):
 class Score:
     def __call__(self, trajectory: Any) -> float:
         return 0.0
+
+
+class Game:
+    """Has a method that a model may call."""
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: The number.
+        """
+        return str(number)
 
 
 class NoTool(polyturn.BaseTool):
@@ -107,7 +121,18 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a function for the model": ({"model": undescribed}, ["model is <function", "model='Qwen/Qwen3-0.6B'"]),
     "a misspelt keyword": ({"step": 3}, ["no keyword 'step'", "Did you mean 'steps'"]),
     "a misspelt argument": ({"interactions_": Customer}, ["no keyword 'interactions_'", "'interactions'"]),
-    "TRL's name": ({"reward_funcs": [undescribed]}, ["no keyword 'reward_funcs'", "reward"]),
+    "another trainer's argument": ({"reward_funcs": [undescribed]}, ["no keyword 'reward_funcs'; here it is reward=right"]),
+    "another trainer's setting": ({"num_generations": 8}, ["here it is group_size=8"]),
+    "another trainer's adapters": ({"peft_config": 3}, ["here it is **{'model.lora.rank': 16}"]),
+    "a keyword like no other": ({"zzz": 3}, ["no keyword 'zzz'. A keyword is one of model, tasks"]),
+    "an object with methods for a tool": ({"tools": [Game()]}, ["is a Game; give its methods: tools=[it.guess]"]),
+    "a set": ({"tasks": {"a", "b"}}, ["tasks is a set", "tasks=sorted(tasks)"]),
+    "conversations for rows": (
+        {"tasks": [[{"role": "user", "content": "1 + 1?"}]]},
+        ["tasks=[{'prompt': messages} for messages in tasks]"],
+    ),
+    "a text for tasks": ({"tasks": "What is 1 + 1?"}, ["tasks is a text, 'What is 1 + 1?'", "tasks=[…]"]),
+    "a table of text": ({"tasks": "rows.csv"}, ["jsonl or parquet", "tasks=pandas.read_csv('rows.csv')"]),
     "a name of several keys": (
         {"timeout_s": 3},
         ["may be any of rollout.limits.timeout_s, engine.timeout_s", "**{'rollout.limits.timeout_s': …}"],
@@ -123,6 +148,15 @@ def test_one_sentence_with_the_right_call_in_it(name: str) -> None:
     given, words = CASES[name]
     text = said(**given)
     assert [word for word in words if word not in text] == [], text
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_another_trainer_calls_a_keyword_is_answered_with_keywords_that_there_are(name: str) -> None:
+    """Each `key=` of the answer is an argument or a key of the configuration."""
+    keys = re.findall(r"(?<![\w{])(\w+)=", ELSEWHERE[name])
+    assert [key for key in keys if key not in OWN and path_of(key) is None] == []
+    with pytest.raises(polyturn.ConfigError, match="here it is"):
+        path_of(name)
 
 
 @pytest.mark.parametrize("what", ["tasks", "tools", "reward", "interaction", "scheduler", "model"])

@@ -1,0 +1,83 @@
+"""Rows that a program gives: what they may come in, and the sentence for each thing that they cannot.
+
+    rows_of(frame, "tasks")  ->  a sequence of dicts that can be read again
+
+Separate from `given`, which puts them into the configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.task import Task
+from polyturn.data.dataset import TaskDataset
+from polyturn.data.rows import QUESTIONS
+
+
+def called(function: Any, what: str, name: str) -> Any:
+    """Return what a function without arguments returns."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as problem:
+        raise ConfigError(
+            f"{what} is the function {name}, which needs arguments ({problem}); call it: {what}={name}(…)"
+        ) from problem
+    return function()
+
+
+def rows_of(value: Any, what: str) -> Sequence[Any]:
+    """Return rows that have a length and can be read again."""
+    if hasattr(value, "to_dict") and hasattr(value, "columns"):
+        return list(value.to_dict("records"))  # a pandas frame
+    if hasattr(value, "to_pylist"):
+        return list(value.to_pylist())  # an Arrow table
+    if isinstance(value, Iterator):
+        rows = list(value)
+        if not rows:
+            raise DataError(
+                f"{what} is a generator that is used up: it gives its rows once; make a list of them first, rows = list(…), "
+                f"and give {what}=rows"
+            )
+        return rows
+    if hasattr(value, "keys"):
+        names = ", ".join(map(str, value))
+        raise DataError(f"{what} has the splits {names}; give one: {what}=dataset[{next(iter(value), 'train')!r}]")
+    if isinstance(value, set | frozenset):
+        raise DataError(f"{what} is a set, whose order is another one each time; give a list: {what}=sorted({what})")
+    if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+        if hasattr(value, "__iter__"):
+            raise DataError(f"{what} is a {type(value).__name__}, which has no length; give a list: list(….take(1000))")
+        raise DataError(f"{what} is {value!r:.80}; give rows, the path of a jsonl or parquet file, or a data set")
+    return value  # type: ignore[no-any-return]
+
+
+def check_first(row: Any, what: str, *, has_columns: bool) -> None:
+    """Refuse rows that are none, and rows without a prompt."""
+    if isinstance(row, Task):
+        return
+    if isinstance(row, list) and row and isinstance(row[0], Mapping):
+        raise DataError(f"{what} has conversations for rows; write {what}=[{{'prompt': messages}} for messages in {what}]")
+    if not isinstance(row, Mapping):
+        raise DataError(f"{what} has a first row {row!r:.80}; a row is a dict: {{'prompt': 'What is 2 + 2?'}}")
+    if "prompt" in row or "messages" in row:
+        return
+    columns = [str(name) for name in row]
+    asked = next((name for wanted in QUESTIONS for name in columns if name.lower() == wanted), None) or (
+        columns[0] if columns else "question"
+    )
+    write = (
+        f"{what}={what}.rename_column({asked!r}, 'prompt')"
+        if has_columns
+        else f"{what}=[{{**row, 'prompt': row[{asked!r}]}} for row in {what}]"
+    )
+    raise DataError(f"{what} has the columns {columns[:8]} and none of them is 'prompt'; write {write}")
+
+
+def tasks_of(rows: Sequence[Any], *, split: str, name: str) -> Sequence[Task]:
+    """Return rows as tasks, each made when it is looked at; is called where the tasks are needed."""
+    if isinstance(rows[0], Task):
+        return rows
+    return TaskDataset.of(rows, split=split, name=name)
