@@ -39,6 +39,21 @@ def test_the_notebook_runs_where_an_event_loop_runs(tmp_path: Path, monkeypatch:
     assert "2 rows of metrics" in repr(namespace["run"])
 
 
+@pytest.mark.timeout(600)
+def test_the_notebook_runs_in_a_kernel_of_jupyter(tmp_path: Path):
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient").NotebookClient(
+        nbformat.read(EXAMPLES / "06_notebook.ipynb", as_version=4),
+        timeout=500,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    cells = [cell for cell in client.execute()["cells"] if cell["cell_type"] == "code"]
+    shown = [output["data"] for cell in cells for output in cell["outputs"] if "data" in output]
+    assert any("2 rows of metrics" in data["text/plain"] and "<table" in data["text/html"] for data in shown)
+    assert not [output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
+
+
 def test_the_first_example_is_at_most_forty_lines_and_imports_polyturn_alone():
     text = (EXAMPLES / "01_train_gsm8k.py").read_text()
     assert len(text.splitlines()) <= 40

@@ -125,6 +125,14 @@ def test_training_in_a_running_loop_takes_place_beside_it(tmp_path: Path) -> Non
     assert asyncio.run(cell()).metrics["step"] == [1]
 
 
+def test_several_ranks_where_a_loop_runs_are_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    async def cell() -> polyturn.Run:
+        return polyturn.train(**given(tmp_path, ranks=2))
+
+    with pytest.raises(polyturn.ConfigError, match=r"torchrun --nproc-per-node 2 FILE.*ray='auto'"):
+        asyncio.run(cell())
+
+
 def test_evaluation_and_rollout(tmp_path: Path) -> None:
     arguments = given(tmp_path)
     evaluated = polyturn.evaluate(**arguments)

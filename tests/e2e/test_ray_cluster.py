@@ -285,8 +285,62 @@ def test_a_run_that_may_restart_goes_on_from_its_latest_checkpoint(address, mark
     assert [step["step"] for step in metrics_of(tmp_path / "runs" / "tiny")][-1] == 30
 
 
+PROGRAM = """
+import sys
+
+import polyturn
+from polyturn.testing import tiny
+
+SEEN = "what a function of the program itself reads"
+
+
+@polyturn.tool
+def price(item: str) -> str:
+    \'\'\'Say what an item costs.
+
+    Args:
+        item: The item.
+    \'\'\'
+    return SEEN
+
+
+def reward(trajectory):
+    assert SEEN
+    return float(trajectory.segments[0].token_ids.sum() % 5)
+
+
+run = polyturn.train(
+    model=tiny("Qwen/Qwen3-0.6B"),
+    tasks=[{"prompt": f"What is {n} + 1?"} for n in range(4)],
+    tools=[price],
+    reward=reward,
+    steps=2,
+    groups_per_step=2,
+    group_size=2,
+    max_turns=2,
+    max_tokens_per_turn=8,
+    num_threads=1,
+    ray=sys.argv[1],
+    out=sys.argv[2],
+    name="python",
+)
+assert run.metrics["step"] == [1, 2], run.metrics
+assert len(run.trajectories) == 8
+assert next(run.model().parameters()).isfinite().all()
+"""
+
+
+@pytest.mark.timeout(900)
+def test_a_program_trains_on_the_cluster_with_its_own_functions(address, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, tmp_path / "program.py", address, tmp_path / "runs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_cluster_without_room_is_a_sentence(address, tmp_path):
     config = write_run(tmp_path)
     done = call_command(main, "train", config, "--ray", address, *PLACES, "cluster.engines.count=50", "cluster.patience_s=1")
     assert done.code == 2
+    assert "waiting for room for 50 actors as engine replica" in done.err
     assert "no room for 50 actors as engine replica" in done.err and "Lower cluster.*" in done.err

@@ -64,23 +64,10 @@ def train(
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
     """
+    given = locals()
     from polyturn.api.given import GivenArguments
 
-    given = GivenArguments(
-        model=model,
-        tasks=tasks,
-        tools=tools,
-        interaction=interaction,
-        reward=reward,
-        scheduler=scheduler,
-        engine=engine,
-        tokenizer=tokenizer,
-        eval_tasks=eval_tasks,
-        config=config,
-        ray=ray,
-        overrides=overrides,
-    )
-    return _train(given, resume=resume)
+    return _train(GivenArguments.of(given), resume=resume)
 
 
 def evaluate(
@@ -103,37 +90,20 @@ def evaluate(
     Args:
         model: As for `train`; the folder of a run means its newest checkpoint.
         tasks: What to evaluate on; `evaluation.data` of the configuration by default.
-        tools: As for `train`.
-        interaction: As for `train`.
-        reward: As for `train`.
-        scheduler: As for `train`.
-        engine: As for `train`.
-        tokenizer: As for `train`.
-        config: As for `train`.
-        overrides: As for `train`.
+        tools, interaction, reward, scheduler, engine, tokenizer, config, overrides: As for `train`.
 
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
     """
+    given = locals()
     from polyturn.api import evaluating
     from polyturn.api.event_loop import run_beside
     from polyturn.api.given import GivenArguments, read
     from polyturn.api.run import Run
 
-    given = GivenArguments(
-        model=evaluating.weights_of(model),
-        eval_tasks=tasks,
-        tools=tools,
-        interaction=interaction,
-        reward=reward,
-        scheduler=scheduler,
-        engine=engine,
-        tokenizer=tokenizer,
-        config=config,
-        overrides=overrides,
-    )
+    given |= {"model": evaluating.weights_of(model), "tasks": None, "eval_tasks": tasks}
     with _shown():
-        source, resolved = read(given)
+        source, resolved = read(GivenArguments.of(given))
         folder, found = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved))
     return Run(folder, reports=found, resources=source)
 
@@ -158,41 +128,22 @@ def rollout(
         for trajectory in polyturn.rollout(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price]).trajectories: …
 
     Args:
-        model: As for `train`.
-        tasks: As for `train`.
-        tools: As for `train`.
-        interaction: As for `train`.
-        reward: As for `train`.
-        scheduler: As for `train`.
-        engine: As for `train`.
-        tokenizer: As for `train`.
-        config: As for `train`.
+        model, tasks, tools, interaction, reward, scheduler, engine, tokenizer, config, overrides: As for `train`.
         num_tasks: How many of the tasks; None is all of them.
         group_size: How many episodes of each task.
-        overrides: As for `train`.
 
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
     """
+    given = locals()
     from polyturn.api import rolling
     from polyturn.api.event_loop import run_beside
     from polyturn.api.given import GivenArguments, read
     from polyturn.api.run import Run
 
-    given = GivenArguments(
-        model=model,
-        tasks=tasks,
-        tools=tools,
-        interaction=interaction,
-        reward=reward,
-        scheduler=scheduler,
-        engine=engine,
-        tokenizer=tokenizer,
-        config=config,
-        overrides={"group_size": group_size, **overrides},
-    )
+    given |= {"overrides": {"group_size": group_size, **overrides}}
     with _shown():
-        source, resolved = read(given)
+        source, resolved = read(GivenArguments.of(given))
         folder, _ = run_beside(lambda signals: rolling.roll_out(source, resolved, num_tasks=num_tasks))
     return Run(folder, resources=source)
 

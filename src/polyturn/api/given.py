@@ -51,6 +51,11 @@ class GivenArguments:
     config: Any = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> GivenArguments:
+        """Return what a function was called with, by the names of its parameters."""
+        return cls(**{name: arguments[name] for name in cls.__dataclass_fields__ if name in arguments})
+
 
 def read(given: GivenArguments) -> tuple[ConfigSource, dict[str, Any]]:
     """Return the configuration that was given, with its objects, and as resolved data that is safe to write.

@@ -51,7 +51,7 @@ ELSEWHERE: Mapping[str, str] = {
     "bf16": "dtype='bfloat16'",
     "logging_steps": "nothing: every step is recorded, in run.metrics",
     "save_steps": "checkpoint_every=20",
-    "report_to": "tracking={'wandb': {}}",
+    "report_to": "tracking=['wandb']",
     "resume_from_checkpoint": "resume=True",
     "lr_scheduler_type": "schedule='cosine'",
 }

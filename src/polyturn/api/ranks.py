@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,9 +72,15 @@ def launch(num_ranks: int) -> None:
     """Run this process's own command line in `num_ranks` processes, and return when all are done.
 
     Raises:
+        ConfigError: this process has no command line that could be run again.
         RankError: one died; the message ends with the last lines of its log.
         SystemExit: the leader ended with another code than 0.
     """
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules or threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            f"train.distributed.ranks is {num_ranks}, and a notebook or a running event loop is one process; write the call "
+            f"into a file and run `torchrun --nproc-per-node {num_ranks} FILE`, or stay here with ray='auto'"
+        )
     logs = Path(tempfile.mkdtemp(prefix="polyturn-ranks-"))
     shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     shared[_LAUNCHER] = str(os.getpid())
