@@ -1,7 +1,8 @@
-"""How much does someone write before something trains? Lines and imports of the examples. One JSON line.
+"""How much does someone write before something trains, and how long does it take? One JSON line.
 
 Counted are lines of code: no blank lines, comments or docstrings. Imports are those of polyturn, a
-piece having those of its file. The goal for a whole training script is 25 lines and one import of polyturn.
+piece having those of its file. The goal for a whole training script is 25 lines and one import of polyturn. Seconds are
+those from `import polyturn` to the line of the first step, in a process of its own, with a model of random weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import ast
 import io
 import json
+import subprocess
+import sys
+import tempfile
 import tokenize
 from pathlib import Path
 
@@ -23,6 +27,36 @@ PIECES = {
     "readme": ("README.md", None),
     "one_file_grpo": ("examples/one_file_grpo.py", None),
 }
+
+
+FIRST_STEP = """
+import logging
+import time
+
+began = time.perf_counter()
+import polyturn
+from polyturn.testing import tiny
+
+
+class Watch(logging.Handler):
+    def emit(self, record):
+        if record.getMessage().startswith("step 1/"):
+            print(time.perf_counter() - began)
+
+
+logging.getLogger("polyturn").addHandler(Watch())
+logging.getLogger("polyturn").setLevel("INFO")
+small = {"steps": 1, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 16, "max_turns": 1}
+model = tiny("Qwen/Qwen3-0.6B")
+polyturn.train(model, ["What is 1 + 1?"], reward=lambda t: float(t.segments[0].token_ids.sum() % 5), **small)
+"""
+
+
+def seconds_to_first_step() -> float:
+    """Return how long a small run takes from the import to the line of its first step."""
+    with tempfile.TemporaryDirectory() as scratch:
+        done = subprocess.run([sys.executable, "-c", FIRST_STEP], cwd=scratch, check=True, capture_output=True, text=True)
+    return round(float(done.stdout.splitlines()[0]), 2)
 
 
 def code_lines(text: str) -> int:
@@ -55,4 +89,5 @@ def measure(path: str, name: str | None) -> dict[str, int]:
 
 if __name__ == "__main__":
     figures = {piece: measure(path, name) for piece, (path, name) in PIECES.items()}
-    print(json.dumps({"benchmark": "first_lines", **figures}))
+    seconds = [seconds_to_first_step() for _ in range(3)]
+    print(json.dumps({"benchmark": "first_lines", **figures, "seconds_to_first_step": seconds}))

@@ -20,7 +20,7 @@ from cluster_run import assert_each_call_ran_once, metrics_of, write_run
 from transformers import AutoModelForCausalLM
 
 from polyturn.cli.main import main
-from polyturn.core.errors import EngineError, EngineLostError
+from polyturn.core.errors import ConfigError, EngineError, EngineLostError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.training import hf
@@ -29,7 +29,7 @@ from support.runs import SEVERAL_TURNS, call_command
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
 
 from polyturn.cluster.members import ResourceRequest
-from polyturn.cluster.placement import Cluster
+from polyturn.cluster.placement import Cluster, check_travels
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -336,6 +336,11 @@ def test_a_program_trains_on_the_cluster_with_its_own_functions(address, tmp_pat
     command = [sys.executable, tmp_path / "program.py", address, tmp_path / "runs"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_an_object_that_cannot_travel_is_a_sentence():
+    with pytest.raises(ConfigError, match=r"<live mine:lock> cannot be sent to the nodes .* give its class"):
+        check_travels("<live mine:lock>", threading.Lock())
 
 
 def test_a_cluster_without_room_is_a_sentence(address, tmp_path):

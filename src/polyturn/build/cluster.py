@@ -73,9 +73,11 @@ def cluster_parts(place: ConfigSource) -> Parts:
     try:
         from polyturn.cluster.clients import RayPool
         from polyturn.cluster.members import ResourceRequest
-        from polyturn.cluster.placement import Cluster
+        from polyturn.cluster.placement import Cluster, check_travels
     except ModuleNotFoundError as problem:
         raise ConfigError(f"--ray needs Ray and it is not installed ({problem}); pip install 'polyturn[ray]'") from problem
+    for held in place.live:
+        check_travels(held.label, held.target)
     here = dataclasses.replace(place, config=config.model_copy(update={"cluster": type(cluster)()}))
     engines, workers = _need(ResourceRequest, cluster.engines), _need(ResourceRequest, cluster.workers)
     ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -30,7 +32,7 @@ from polyturn.cluster.members import AT_ONCE, Member, ResourceRequest, made_in, 
 from polyturn.cluster.pool_actor import PoolActor, replica_pool
 from polyturn.cluster.servers import NodePlaces
 from polyturn.cluster.weights import ModelFiles
-from polyturn.core.errors import ConfigError, EngineLostError, RankLostError
+from polyturn.core.errors import ConfigError, EngineLostError, RankLostError, one_line
 from polyturn.core.protocols import Engine
 from polyturn.engines.base import ModelFolder
 from polyturn.rollout.pool import RolloutPool
@@ -40,6 +42,21 @@ logger = logging.getLogger(__name__)
 
 _QUIET_S = 5.0
 """How long to wait for room without a word."""
+
+
+def check_travels(name: str, held: object) -> None:
+    """Refuse an object that cannot be sent to the nodes of a cluster.
+
+    Raises:
+        ConfigError: it cannot be pickled.
+    """
+    try:
+        cloudpickle.dumps(held)
+    except (TypeError, AttributeError, ValueError, pickle.PicklingError) as problem:
+        raise ConfigError(
+            f"{name} cannot be sent to the nodes of a Ray cluster ({one_line(problem)}); give its class, which "
+            "each node makes objects of, or drop ray="
+        ) from problem
 
 
 class Cluster:

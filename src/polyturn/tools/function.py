@@ -59,6 +59,10 @@ class FunctionTool(BaseTool):
         self._given: dict[str, dict[str, Any]] = {}
         functools.update_wrapper(self, function)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as the function and what the model is told; threads and episodes stay here."""
+        return _arrived, (self.function, self.name, self.tool_schema, self.stateless)
+
     @property
     def may_score(self) -> bool:
         """Whether it may return a step reward, (answer, reward): unless its annotation says that it returns no tuple."""
@@ -237,6 +241,10 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _is_hidden(hint: Any) -> bool:
     return typing.get_origin(hint) is Annotated and FromTask in typing.get_args(hint)[1:]
+
+
+def _arrived(function: Callable[..., Any], name: str, schema: OpenAIFunctionToolSchema, stateless: bool) -> FunctionTool:
+    return FunctionTool(function, name=name, schema=schema, stateless=stateless)
 
 
 def _hidden(function: Callable[..., Any]) -> dict[str, bool]:
