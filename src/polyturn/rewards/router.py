@@ -166,7 +166,8 @@ class RewardRouter:
                 raise DataError(
                     f"task {task.id!r} has nothing that scores it (data_source {task.data_source!r}, interaction "
                     f"{task.interaction and task.interaction.name!r}, tools {task.tools}{silent}); give its row a "
-                    "data_source with a reward, an interaction, or tools that return rewards, or set reward.function"
+                    "data_source with a reward, an interaction, or tools that return rewards, or set reward.function "
+                    "(in Python: reward=lambda trajectory: …)"
                 )
 
     async def score(
