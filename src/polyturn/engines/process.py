@@ -41,6 +41,7 @@ _MAIN = "from polyturn.engines.process_main import main; main()"
 _TAIL_BYTES = 4000
 _END_S = 10.0
 """How long the process may take to end by itself before it is killed."""
+_CLOSED = "the embedded engine was closed while the request ran"
 
 
 class ProcessEngine:
@@ -165,7 +166,7 @@ class ProcessEngine:
         if self._wire is not None:
             self._wire.send(("close", next(self._numbers)))
             self._wire.close()
-        self._fail_all(EngineError("the embedded engine was closed while the request ran"))
+        self._fail_all(EngineError(_CLOSED))
         if self._process is not None:
             await asyncio.to_thread(self._process.end, grace_s=_END_S, asks=False)
             self._process.close()
@@ -176,9 +177,9 @@ class ProcessEngine:
     # The process.
 
     async def _started(self) -> None:
-        if self._wire is not None:
-            return
+        """Wait for the process; those that wait go on in the order in which they came, a request before its abort."""
         async with self._starting:
+            self._check_open()
             if self._wire is None:
                 await self._start()
 
@@ -215,6 +216,7 @@ class ProcessEngine:
 
     async def _send(self, kind: str, *rest: object) -> Any:
         """Send a question and wait for its answer; a caller that is cancelled withdraws it."""
+        self._check_open()
         if self._lost is not None:
             raise EngineLostError(self._lost)
         assert self._wire is not None
@@ -250,6 +252,10 @@ class ProcessEngine:
             f"{_meaning(status)}; its last lines:\n{self._process.tail() or '(it wrote nothing)'}"
         )
         self._fail_all(EngineLostError(self._lost))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError(_CLOSED)
 
     def _fail_all(self, error: EngineError) -> None:
         for future in self._asked.values():

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from polyturn.core.errors import PolyturnError, RolloutError, SchedulerError, one_line
 from polyturn.core.own_time import OwnTime
-from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.deadline import CallWithDeadline, DeadlineError
 
 MAX_THREADS = 1024
@@ -39,8 +38,7 @@ class AuthorCalls:
         """
         self.timeout_s = timeout_s
         self._max_abandoned = max_abandoned
-        self._threads = DaemonThreads(name="scheduler", max_threads=MAX_THREADS)
-        self._bounded = CallWithDeadline(name="scheduler", timeout_s=timeout_s, grace_s=GRACE_S)
+        self._bounded = CallWithDeadline(name="scheduler", timeout_s=timeout_s, grace_s=GRACE_S, max_threads=MAX_THREADS)
         self._turn_taking: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     def guarded(self, method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -96,36 +94,31 @@ class AuthorCalls:
 
     async def _in_task(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         """Call an async method, which may take `timeout_s` between two things that it asks of its episode."""
-        self._check_abandoned(name)
-        try:
-            return await self._bounded.run(functools.partial(method, *args), clock=OwnTime())
-        except DeadlineError as problem:
-            self._check_abandoned(name)
-            raise self._late(name) from problem
+        return await self._within(name, functools.partial(method, *args), clock=OwnTime())
 
     async def _in_thread(self, name: str, method: Callable[..., Any], *args: Any, has_deadline: bool) -> Any:
-        """Call a plain method; what it gives to await is no part of its deadline."""
-        self._check_abandoned(name)
-        clock = asyncio.timeout(self.timeout_s if has_deadline else None)
-        try:
-            async with clock:
-                return await self._threads.run(method, *args)
-        except TimeoutError as problem:
-            if not clock.expired():
-                raise
-            self._check_abandoned(name)
-            raise self._late(name) from problem
+        """Call a plain method; its deadline begins when it does, and what it gives to await is no part of it."""
 
-    def _late(self, name: str) -> SchedulerError:
-        return SchedulerError(
-            f"{name} took longer than {self.timeout_s:g} s; raise rollout.scheduler_timeout_s or make it quicker"
-        )
+        def work() -> tuple[Any]:
+            return (method(*args),)
+
+        (answer,) = await (self._within(name, work) if has_deadline else self._bounded.call(work))
+        return answer
+
+    async def _within(self, name: str, work: Callable[[], Any], *, clock: OwnTime | None = None) -> Any:
+        self._check_abandoned(name)
+        try:
+            return await self._bounded.run(work, clock=clock)
+        except DeadlineError as problem:
+            self._check_abandoned(name)
+            raise SchedulerError(
+                f"{name} took longer than {self.timeout_s:g} s; raise rollout.scheduler_timeout_s or make it quicker"
+            ) from problem
 
     def _check_abandoned(self, name: str) -> None:
-        num_abandoned = self._threads.num_abandoned + self._bounded.num_abandoned
-        if num_abandoned > self._max_abandoned:
+        if self._bounded.num_abandoned > self._max_abandoned:
             raise RolloutError(
-                f"{num_abandoned} calls of {name} still run past their deadline; give what it waits for a "
+                f"{self._bounded.num_abandoned} calls of {name} still run past their deadline; give what it waits for a "
                 "time-out of its own"
             )
 

@@ -243,6 +243,7 @@ class Resources:
         """Go on from where an earlier process left the clock."""
         now = time.monotonic()
         self._before_s, self._since, self.began = elapsed_s, now, now - duration_s
+        self._reschedule()
 
     @asynccontextmanager
     async def within(self, limit_s: float | None) -> AsyncIterator[asyncio.Timeout]:

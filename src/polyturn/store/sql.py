@@ -56,7 +56,14 @@ def run_query(
     given.seek(0, os.SEEK_END)
     with pa.ipc.new_stream(given, table.schema) as writer:
         writer.write_table(table)
-    environment = {"PATH": os.environ.get("PATH", ""), "HOME": "/nonexistent", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        "PATH": os.environ.get("PATH", ""),
+        "HOME": "/nonexistent",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        # Otherwise allocators reserve addresses for each thread, by chance, and the bound is on addresses.
+        "MALLOC_ARENA_MAX": "1",
+        "ARROW_DEFAULT_MEMORY_POOL": "system",
+    }
     with subprocess.Popen(
         [sys.executable, "-P", str(_WORKER)],
         stdin=subprocess.PIPE,

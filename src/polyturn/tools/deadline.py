@@ -35,10 +35,10 @@ class DeadlineError(Exception):
 class CallWithDeadline:
     """Runs coroutines and plain functions of plug-ins, and counts what was left behind."""
 
-    def __init__(self, *, name: str, timeout_s: float, grace_s: float = GRACE_S) -> None:
+    def __init__(self, *, name: str, timeout_s: float, grace_s: float = GRACE_S, max_threads: int = 64) -> None:
         self.timeout_s = timeout_s
         self._grace_s = grace_s
-        self._threads = DaemonThreads(name=name)
+        self._threads = DaemonThreads(name=name, max_threads=max_threads)
         self._left: set[asyncio.Future[Any]] = set()
 
     @property

@@ -95,6 +95,31 @@ async def test_abort_returns_what_there_is_and_cancelling_leaves_it_usable(engin
 
 
 @on_one_loop
+async def test_a_request_that_is_aborted_while_the_process_starts_does_not_run_on():
+    engine = ProcessEngine(MODEL, num_slots=8)
+    first = asyncio.create_task(engine.generate(ask("first", max_tokens=1)))
+    aborted = asyncio.create_task(engine.generate(ask("aborted", max_tokens=2000)))
+    while engine._wire is None:  # from here on it reads its model, for seconds
+        await asyncio.sleep(0)
+    await engine.abort("aborted")
+    assert (await aborted).finish_reason is FinishReason.ABORT
+    assert len((await first).token_ids) == 1
+    await engine.close()
+
+
+@on_one_loop
+@pytest.mark.parametrize("passes", range(3))
+async def test_an_engine_that_is_closed_while_its_process_starts_leaves_nobody_waiting(passes: int):
+    engine = ProcessEngine(MODEL, num_slots=8)
+    asked = [asyncio.create_task(engine.generate(ask(name, max_tokens=1))) for name in "ab"]
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    await engine.close()
+    for problem in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 120):
+        assert isinstance(problem, EngineError) and "closed" in str(problem)
+
+
+@on_one_loop
 async def test_new_weights_are_those_of_the_trainers_model_then_and_every_token_says_which_sampled_it(
     engine: ProcessEngine,
 ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, SchedulerError
 from polyturn.core.lifecycle import StopReason
 from polyturn.environments import find_adapter
 from polyturn.environments.base import Adapter
 from polyturn.environments.scripted import play
 from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.calls import AuthorCalls
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.limits import Limits
 
@@ -131,15 +131,19 @@ class Slow:
 
 
 async def test_an_environment_past_its_deadline_is_closed_when_it_comes_back_and_never_while_it_works() -> None:
-    from polyturn.core.errors import SchedulerError
-    from polyturn.rollout.calls import AuthorCalls
-
-    slow = Slow(lambda: time.sleep(0.3))
-    session = EnvSession("slow", lambda: slow, {}, call=AuthorCalls(timeout_s=0.05).call)
+    gate, calls = threading.Event(), AuthorCalls(timeout_s=0.05)
+    slow = Slow(gate.wait)
+    session = EnvSession("slow", lambda: slow, {}, call=calls.call)
     await session.reset(seed=0)
     with pytest.raises(SchedulerError, match="took longer than"):
         await session.step("go")
-    await session.close()
+    closing = asyncio.create_task(session.close())
+    assert slow.calls == ["step"]
+    gate.set()
+    await closing
+    async with asyncio.timeout(60):
+        while len(slow.calls) < 3:  # noqa: ASYNC110 (closed by its own thread)
+            await asyncio.sleep(0.01)
     assert slow.calls == ["step", "stepped", "close"]
 
 

@@ -284,10 +284,12 @@ async def test_the_time_before_counts_for_the_time_limit(tmp_path: Path):
         stateless = True
 
         async def step(self, episode: Any, turn: Any) -> str:
-            await asyncio.sleep(0.3)
+            spent_s = episode.elapsed_s + 3000
+            episode.resources.spent(elapsed_s=spent_s, duration_s=spent_s)
+            await asyncio.sleep(0)
             return "go on"
 
-    options: dict[str, Any] = {"scheduler": Slow(), "limits": Limits(timeout_s=0.5)}
+    options: dict[str, Any] = {"scheduler": Slow(), "limits": Limits(timeout_s=5000)}
     await lives(tmp_path, ["a", "b", "c"], die_at=1, **options)
     ended, _ = await lives(tmp_path, ["a", "b", "c"], **options)
     assert ended is not None and ended.stop_reason.value == "timeout" and len(ended.turns) == 2

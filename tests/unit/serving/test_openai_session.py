@@ -247,21 +247,19 @@ async def test_a_last_assistant_message_goes_on_where_that_is_asked_for():
 
 
 async def test_what_nobody_waits_for_any_more_is_not_trained():
-    async def agent(client: Client) -> float:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await client.chat([user("slow")])
-        await client.chat([user("quick")])
-        return 1.0
+    async def agent(base_url: str, api_key: str) -> float:
+        client, engine = Client(base_url, api_key), context.engine
+        async with client.http:
+            asking = asyncio.create_task(client.chat([user("slow")]))
+            while not engine.num_requests:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.wait({asking})
+            engine._latency_s = 0.0  # type: ignore[attr-defined]
+            await client.chat([user("quick")])
+            return 1.0
 
-    async def call(base_url: str, api_key: str) -> Any:
-        client = Client(base_url, api_key)
-        try:
-            return await agent(client)
-        finally:
-            await client.http.close()
-
-    context = scripted_context(["x"], scheduler=BlackBox(agent=call), latency_s=0.2)
+    context = scripted_context(["x"], scheduler=BlackBox(agent=agent), latency_s=3600)
     t = await run_episode(context, task(data_source=None), id="e")
     assert sum(float(s.loss_weights.sum()) for s in t.segments) == len(turn_ids("x"))
 
@@ -300,12 +298,22 @@ async def test_an_engine_that_is_lost_fails_the_trajectory():
 
 
 async def test_the_deadline_of_the_run_ends_an_agent_that_hangs():
-    async def agent(client: Client) -> float:
-        await client.chat([user("a")])
-        await asyncio.sleep(60)
-        return 1.0
+    episodes: list[Any] = []
 
-    t = await play(agent, ["x"], limits=Limits(max_context=4000, timeout_s=0.5))
+    class Holds(BlackBox):
+        async def on_turn_end(self, episode: Any, turn: Any) -> None:
+            episodes.append(episode)
+
+    async def hangs(base_url: str, api_key: str) -> float:
+        client = Client(base_url, api_key)
+        async with client.http:
+            await client.chat([user("a")])
+            episodes[0].resources.spent(elapsed_s=5000, duration_s=5000)
+            await asyncio.sleep(3600)
+            return 1.0
+
+    context = scripted_context(["x"], scheduler=Holds(agent=hangs), limits=Limits(max_context=4000, timeout_s=5000))
+    t = await run_episode(context, task(data_source=None), id="e")
     assert t.stop_reason is StopReason.TIMEOUT and len(t.turns) == 1
 
 

@@ -14,6 +14,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing import ContractError, check_interaction, check_reward, check_scheduler, check_tool
+from polyturn.testing.suites.common import LONGEST_BLOCK_S, Pulse
 from polyturn.tools.base import BaseTool
 
 SCHEMA = {
@@ -113,6 +114,21 @@ async def test_a_tool_that_claims_to_keep_nothing_is_found_out() -> None:
         await check_tool(Guesses(), calls=[{"answer": "1"}, {"answer": "2"}])
 
 
+def compute() -> None:
+    """Hold the event loop for longer than a plug-in may, however busy the machine is."""
+    until = time.thread_time() + 1.2 * LONGEST_BLOCK_S
+    while time.thread_time() < until:
+        pass
+
+
+async def test_who_sleeps_without_awaiting_keeps_the_loop_for_as_long_as_others_could_have_run() -> None:
+    async with Pulse() as pulse:
+        before = pulse.num_wakes
+        while pulse.num_wakes < before + 50:
+            time.sleep(Pulse.INTERVAL_S)  # noqa: ASYNC251
+    assert pulse.longest_s > LONGEST_BLOCK_S
+
+
 class Leaks(Tutor):
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """Forget to forget."""
@@ -133,7 +149,7 @@ class SameId(Tutor):
 class Blocks(Tutor):
     async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
         if instance_id == "alone" or "awkward" in instance_id:
-            time.sleep(0.3)  # noqa: ASYNC251
+            compute()
         return True, "", 0.0, {}
 
 
@@ -268,7 +284,7 @@ class NoReward(Guess):
 class Sleeps(Guess):
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         if instance_id in ("alone", "side-0", "many-0"):
-            time.sleep(0.3)  # noqa: ASYNC251
+            compute()
         return "done"
 
 
@@ -331,7 +347,7 @@ class Counts:
 
 async def blocks(solution_str: str) -> float:
     if solution_str == "yes":
-        time.sleep(0.3)  # noqa: ASYNC251
+        compute()
     return float(solution_str == "yes")
 
 
@@ -402,7 +418,7 @@ class Breaks(MultiTurnScheduler):
 class Holds(MultiTurnScheduler):
     async def step(self, episode: Any, turn: Any) -> Any:
         if len(episode.turns) == 1:
-            time.sleep(0.3)  # noqa: ASYNC251
+            compute()
         await asyncio.sleep(0)
 
 
