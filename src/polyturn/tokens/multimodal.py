@@ -42,6 +42,10 @@ _TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_
 _PARTS = {"image": ("image_processor",), "video": ("video_processor",), "audio": ("feature_extractor", "audio_processor")}
 MAX_PIXELS = 1 << 25
 """Of one image: about 100 MB once it is decoded."""
+MAX_FRAME_PIXELS = 4 * MAX_PIXELS
+"""Of all frames of a video."""
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""Those that Pillow decodes by itself: a PostScript file it would hand to a program, which runs what is in it."""
 _ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}
 
 
@@ -310,7 +314,7 @@ class MediaProcessor:
         if medium.kind == "image":
             return load_image(str(source))
         if medium.kind == "video":
-            return source if isinstance(source, str) else [load_image(frame) for frame in source]
+            return source if isinstance(source, str) else _load_frames(source)
         samples, rate = load_samples(str(source))
         extractor = next(p for p in (_attribute(self.processor, name) for name in _PARTS["audio"]) if p is not None)
         wanted = _attribute(extractor, "sampling_rate")
@@ -344,19 +348,41 @@ def load_image(source: str) -> Any:
     Raises:
         DataError: it is no image, or Pillow is not installed.
     """
+    return decode_image(read_source(source), what=show(source))
+
+
+def decode_image(data: bytes, *, what: str) -> Any:
+    """Return the Pillow image in RGB of a file, once its head says that it is of a format and a size that is decoded here.
+
+    Raises:
+        DataError: it is no such image, or Pillow is not installed.
+    """
     try:
         from PIL import Image
     except ImportError as problem:
         raise DataError("images need Pillow; install the extra: pip install 'polyturn[vision]'") from problem
-    data = read_source(source)
+    Image.init()
     try:
-        image = Image.open(io.BytesIO(data))  # reads the header alone
-        check_size(image.size, what=show(source))
+        image = Image.open(io.BytesIO(data), formats=[f for f in FORMATS if f in Image.OPEN])  # reads the head alone
+        check_size(image.size, what=what)
         return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
-        if isinstance(problem, DataError):
-            raise
-        raise DataError(f"{show(source)} is not an image that Pillow reads ({one_line(problem)})") from problem
+    except DataError:
+        raise
+    except Exception as problem:  # a damaged file makes decoders raise whatever they like
+        raise DataError(f"{what} is not an image that Pillow reads ({one_line(problem)})") from problem
+
+
+def _load_frames(sources: Sequence[str]) -> list[Any]:
+    """Return the frames of a video, which are small enough together."""
+    frames, left = [], MAX_FRAME_PIXELS
+    for source in sources:
+        frames.append(load_image(source))
+        left -= frames[-1].width * frames[-1].height
+        if left < 0:
+            raise DataError(
+                f"the {len(sources)} frames of a video have more than {MAX_FRAME_PIXELS} pixels; show fewer, or smaller ones"
+            )
+    return frames
 
 
 def check_size(size: tuple[int, int], *, what: str) -> None:

@@ -10,7 +10,6 @@ one that is empty or more than a hundred times as long as wide is refused, which
 from __future__ import annotations
 
 import base64
-import io
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from uuid import uuid4
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.infra.http import JsonClient
 from polyturn.infra.threads import DaemonThreads
-from polyturn.tokens.multimodal import check_size
+from polyturn.tokens.multimodal import decode_image
 from polyturn.tools.base import BaseTool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from polyturn.tools.search import max_concurrent
@@ -164,7 +163,7 @@ async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -
         ConfigError: Pillow is not installed.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ImportError as problem:
         raise ConfigError("the zoom tool needs Pillow: pip install 'polyturn[vision]'") from problem
     if isinstance(source, Mapping):
@@ -193,20 +192,8 @@ async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -
         else:
             raise DataError(f"an image is {source!r:.100}; give a path, a URL, a data URI, bytes or a PIL image")
 
-        def decoded() -> Image.Image:
-            image = Image.open(io.BytesIO(data))  # reads the header alone
-            check_size(image.size, what="the image")
-            return image.convert("RGB")
-
-        return cast("Image.Image", await threads.run(decoded))
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        UnidentifiedImageError,
-        Image.DecompressionBombError,
-        TimeoutError,
-    ) as problem:
+        return cast("Image.Image", await threads.run(decode_image, data, what=f"the image {source!r:.100}"))
+    except (OSError, ValueError, TimeoutError) as problem:
         if isinstance(problem, DataError):
             raise
         raise DataError(f"the image {source!r:.100} cannot be read: {one_line(problem)}") from problem

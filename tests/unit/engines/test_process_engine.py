@@ -99,7 +99,7 @@ async def test_a_request_that_is_aborted_while_the_process_starts_does_not_run_o
     engine = ProcessEngine(MODEL, num_slots=8)
     first = asyncio.create_task(engine.generate(ask("first", max_tokens=1)))
     aborted = asyncio.create_task(engine.generate(ask("aborted", max_tokens=2000)))
-    while engine._wire is None:  # from here on it reads its model, for seconds
+    while engine._wire is None:  # noqa: ASYNC110 (from here on it reads its model, for seconds)
         await asyncio.sleep(0)
     await engine.abort("aborted")
     assert (await aborted).finish_reason is FinishReason.ABORT

@@ -251,7 +251,7 @@ async def test_what_nobody_waits_for_any_more_is_not_trained():
         client, engine = Client(base_url, api_key), context.engine
         async with client.http:
             asking = asyncio.create_task(client.chat([user("slow")]))
-            while not engine.num_requests:  # type: ignore[attr-defined]
+            while not engine.num_requests:  # type: ignore[attr-defined]  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             asking.cancel()
             await asyncio.wait({asking})

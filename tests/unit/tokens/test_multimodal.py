@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import io
 import struct
 import threading
+import warnings
 import zlib
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import Gemma3Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -21,7 +26,15 @@ from polyturn.core.messages import Message, ToolCall
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.multimodal import Expansion, MediaProcessor, load_image, load_processor, load_samples
+from polyturn.tokens.multimodal import (
+    FORMATS,
+    Expansion,
+    MediaProcessor,
+    _load_frames,
+    load_image,
+    load_processor,
+    load_samples,
+)
 from polyturn.tokens.positions import MediaRows
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
@@ -261,6 +274,56 @@ def test_an_image_with_too_many_pixels_is_refused_before_they_are_decoded(
     monkeypatch.setattr(Image.Image, "convert", convert)
     with pytest.raises(DataError, match="pixels"):
         load_image(large_png(side, side))
+
+
+def file_of(kind: str) -> bytes:
+    file = io.BytesIO()
+    Image.effect_noise((40, 30), 50).convert("1" if kind in ("MSP", "XBM") else "RGB").save(file, kind)
+    return file.getvalue()
+
+
+def uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PDF", "DDS", "ICNS", "IM", "MSP", "PCX", "SGI", "TGA", "XBM"])
+def test_a_file_that_another_program_would_run_or_that_nobody_shows_is_no_image(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow hands PostScript to Ghostscript, whatever a data URI says that it is."""
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **options: pytest.fail("a program was started"))
+    with pytest.raises(DataError, match="not an image that Pillow reads"):
+        load_image(uri(file_of(kind)))
+
+
+Image.init()
+FILES = {kind: file_of(kind) for kind in FORMATS if kind in Image.SAVE}
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(FILES)), st.lists(st.tuples(st.integers(0, 120), st.integers(0, 255)), max_size=8), st.data())
+def test_a_damaged_file_is_an_image_or_an_error_that_says_so(
+    kind: str, changes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    file = bytearray(FILES[kind])
+    for place, value in changes:
+        file[place % len(file)] = value
+    with contextlib.suppress(DataError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load_image(uri(bytes(file[: data.draw(st.integers(0, len(file)))] if data.draw(st.booleans()) else file)))
+
+
+def test_the_frames_of_a_video_are_small_enough_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(source: str) -> Image.Image:
+        loaded.append(source)
+        return Image.new("1", (5_000, 5_000))
+
+    monkeypatch.setattr("polyturn.tokens.multimodal.load_image", load)
+    with pytest.raises(DataError, match="the 100 frames of a video have more than"):
+        _load_frames(("data:",) * 100)
+    assert len(loaded) == 6
 
 
 async def test_media_are_processed_in_a_thread_once_and_then_found(monkeypatch: pytest.MonkeyPatch) -> None:
