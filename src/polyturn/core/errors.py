@@ -163,7 +163,14 @@ _NOT_OF_USERS = (
 """How the paths of files begin that are no plug-in's; "<" is code without a file."""
 
 
+MAX_LINE = 10_000
+"""Characters of an exception's message that are told: it may quote megabytes of what a server or a policy wrote."""
+
+
 def one_line(error: BaseException) -> str:
     """Return an exception as one short line: its type, then its message without line breaks and without secrets."""
-    text = " ".join(scrubbed(str(error)).split())
+    whole = str(error)
+    text = " ".join(scrubbed(whole[: 2 * MAX_LINE]).split())  # a secret that the end of a line cuts is hidden before
+    if len(text) > MAX_LINE or len(whole) > 2 * MAX_LINE:
+        text = f"{text[:MAX_LINE]}… ({len(whole)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -91,6 +91,7 @@ class McpConnection:
         self._words = StderrTail()
         self._strays: set[asyncio.Task[Any]] = set()
         self._num_failures = 0
+        self._has_changed = False
         self._num_silent = 0
         self._retry_at = 0.0
         self._why = ""
@@ -267,7 +268,8 @@ class McpConnection:
     async def _hear(self, message: Any) -> None:
         from mcp.types import ToolListChangedNotification
 
-        if isinstance(message, ToolListChangedNotification):
+        if isinstance(message, ToolListChangedNotification) and not self._has_changed:
+            self._has_changed = True  # said once, however often it says so
             logger.warning("MCP server %r changed its list of tools; the run keeps the list that it began with", self.name)
 
     # ---- what goes wrong --------------------------------------------------------------------------------------------

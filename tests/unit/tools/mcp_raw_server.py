@@ -11,7 +11,7 @@ from pathlib import Path
 if (marker := os.environ.get("DEAD_IF")) and Path(marker).exists():
     sys.exit("licence expired\nask the vendor")
 sys.stderr.write("starting up\n")
-TOOLS = ("pid", "count", "hang", "freeze", "child", "noise", "large", "quit", "pattern", "listed")
+TOOLS = ("pid", "count", "hang", "freeze", "child", "noise", "large", "quit", "pattern", "listed", "flood", "refuse")
 NEVER_FOUND = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}}}
 """What an answer's check takes longer for than anyone lives."""
 num_calls = num_listed = 0
@@ -34,6 +34,8 @@ def call(name: str, arguments: dict) -> str:
     if name == "noise":
         sys.stdout.write('no json\n\n{"jsonrpc": "2.0"}\n[1, 2]\n{"jsonrpc": "2.0", "id": 999, "result": {}}\n')
         sys.stderr.write("noise " * 100_000)
+    if name == "flood":
+        sys.stdout.write('{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}\n' * 500 + "\n" * 200_000)
     if name == "count":
         num_calls += 1
     if name == "listed":
@@ -53,6 +55,9 @@ for line in sys.stdin:
         listed = [{"name": name, "inputSchema": {"type": "object"}, "outputSchema": NEVER_FOUND} for name in TOOLS]
         send(id=number, result={"tools": listed})
     elif method == "tools/call" and asked["params"]["name"] != "hang":
+        if asked["params"]["name"] == "refuse":
+            send(id=number, error={"code": -1, "message": "no " * 1_000_000})
+            continue
         text = call(asked["params"]["name"], asked["params"].get("arguments") or {})
         result = {"content": [{"type": "text", "text": text}]}
         if asked["params"]["name"] == "pattern":

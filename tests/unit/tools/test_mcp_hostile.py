@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.errors import ConfigError, ToolTimeoutError
+from polyturn.core.errors import ConfigError, ToolError, ToolTimeoutError
 from polyturn.tools.failures import TooLargeError
 from polyturn.tools.mcp_client import list_tools
 from polyturn.tools.mcp_connection import McpLimits, McpServer
@@ -64,6 +64,22 @@ async def test_a_pattern_of_a_server_is_never_looked_for_in_its_answers() -> Non
     server.open("e")
     assert await asker(server)("pattern") == "done"
     assert await asker(server)("listed") == "0", "nor is it asked for all of its tools in the middle of a run"
+    await server.close("e")
+
+
+async def test_a_flood_of_messages_is_told_once_and_keeps_nobody_from_going_on(caplog: pytest.LogCaptureFixture) -> None:
+    server = McpServer("s", RAW, session="episode")
+    server.open("e")
+    ask = asker(server)
+    assert await ask("pid")
+    begun, turns = asyncio.create_task(ask("flood", timeout_s=60.0)), 0
+    while not begun.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert await begun == "done" and turns > 200_000, "the event loop goes on between any two lines"
+    assert caplog.text.count("changed its list of tools") == 1
+    with pytest.raises(ToolError, match=r"no no no.*… \(3000000 characters\)$"):
+        await ask("refuse")
     await server.close("e")
 
 
