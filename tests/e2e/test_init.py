@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,19 @@ from support.runs import call_command
 def begun(folder: Path, kind: str) -> Path:
     called = call_command(main, "init", folder, "--kind", kind)
     assert called.code == 0, called.err
-    assert f"cd {folder} && pytest" in called.out
+    assert f"\nNow: cd {shlex.quote(str(folder))} && " in called.out
     return folder
+
+
+def test_the_commands_that_are_printed_work_as_they_are_in_a_folder_with_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    printed = call_command(main, "init", "my first", "--kind", "tool").out.rpartition("Now: ")[2].strip()
+    assert printed.endswith("polyturn train config.yaml")
+    quick = printed.replace("pytest", "pytest --version") + " --help"
+    done = subprocess.run(["sh", "-c", quick], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "train" in done.stdout, done.stderr
 
 
 @pytest.mark.timeout(900)

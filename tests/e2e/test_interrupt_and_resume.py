@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ import torch
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
 from polyturn.training.checkpoint import Checkpoints
-from support.forked import Forked
+from support.forked import ONE_THREAD, Forked
 from support.runs import call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
@@ -44,8 +48,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "tiny"
 
 
+def has_step(run: Path, step: int) -> bool:
+    return (run / "metrics.jsonl").is_file() and any(line["step"] >= step for line in lines(run))
+
+
 def wait_for_step(run: Path, step: int, process: Forked) -> None:
-    process.wait_until(lambda: (run / "metrics.jsonl").is_file() and any(line["step"] >= step for line in lines(run)))
+    process.wait_until(lambda: has_step(run, step))
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -90,6 +98,36 @@ def resume(config: Path) -> None:
     called = call("train", config, *SETTINGS, "--resume")
     assert called.code == 0, called.err
     assert "before and after" in called.out
+
+
+def test_a_run_goes_on_to_its_checkpoint_although_nobody_hears_it_any_more(tmp_path: Path, whole: Path):
+    """As where its terminal is closed, or a program that its lines are piped into has ended."""
+    config = write_tiny_run(tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    command = [sys.executable, "-m", "polyturn", "train", str(config), *SETTINGS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **ONE_THREAD})
+    while not has_step(run, 4):
+        assert process.poll() is None
+        time.sleep(0.01)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(120) == 128 + signal.SIGHUP
+    latest = Checkpoints(run / "checkpoints").latest()
+    assert latest is not None and latest.name == f"step-{len(training_lines(run)):06d}"
+    resume(config)
+    check_is_like(run, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_is_ignored_stays_so(number: signal.Signals):
+    """As under `nohup`, or of a job that a script put into the background."""
+    code = (
+        f"import os, signal; signal.signal({int(number)}, signal.SIG_IGN)\n"
+        "from polyturn.api.signals import Signals\n"
+        f"with Signals() as noted:\n    os.kill(os.getpid(), {int(number)})\n    print(noted.received)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

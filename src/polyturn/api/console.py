@@ -37,9 +37,18 @@ class _MakePrintable(RenderHook):
         return [_Printable(one) for one in renderables]
 
 
+class _Console(Console):
+    """Says no more on stderr once nobody reads it: what is said there keeps no run from going on to its checkpoint."""
+
+    def on_broken_pipe(self) -> None:
+        if not self.stderr:
+            super().on_broken_pipe()
+        self.quiet = True
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console for text that anybody wrote."""
-    console = Console(stderr=stderr, highlight=False, markup=False)
+    console = _Console(stderr=stderr, highlight=False, markup=False)
     console.push_render_hook(_MakePrintable())
     return console
 

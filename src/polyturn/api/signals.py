@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -13,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class Signals:
-    """Notes SIGINT and SIGTERM instead of raising; a second one of the same kind does what it always does.
+    """Notes SIGINT, SIGTERM and SIGHUP instead of ending; a second one of the same kind does what it always does.
 
-    They are noted in the middle of Python code, so also while a plug-in holds the event loop. Only the main thread hears
-    them; in another one they are what somebody notes.
+    One that is ignored, as by `nohup`, stays so. They are noted in the middle of Python code, so also while a plug-in holds
+    the event loop. Only the main thread hears them; in another one they are what somebody notes.
     """
 
     def __init__(self) -> None:
@@ -24,12 +25,15 @@ class Signals:
         """Is called for each signal that is noted."""
         self.received: list[int] = []
         self._former: dict[int, Any] = {}
+        self._on_terminal = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is not threading.main_thread():
             return self
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._former[number] = signal.signal(number, self._note)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            former = signal.getsignal(number)
+            if former is signal.SIG_DFL or (former is not signal.SIG_IGN and number != signal.SIGHUP):
+                self._former[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -38,6 +42,10 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         signal.signal(number, self._former[number])
+        if number == signal.SIGHUP:  # the terminal is gone, and writing to it would raise
+            with open(os.devnull, "wb") as nowhere:
+                for fd in self._on_terminal:
+                    os.dup2(nowhere.fileno(), fd)
         self.note(number)
 
     def note(self, number: int) -> None:

@@ -7,12 +7,14 @@ is a published one in small, with random weights.
 from __future__ import annotations
 
 import importlib.resources
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import jinja2
 
-from polyturn.cli.console import Output
+from polyturn.cli.console import Output, program
 from polyturn.core.errors import ConfigError, did_you_mean
 
 KINDS = {
@@ -44,7 +46,9 @@ def run(folder: Path, *, kind: str) -> None:
     out.text(f"{folder}: {KINDS[kind]}\n")
     for path in sorted(folder.iterdir()):
         out.text(f"  {path.name}{'/' if path.is_dir() else ''}")
-    out.text(f"\nNow: cd {folder} && pytest && polyturn train config.yaml")
+    python = [] if program() == ["polyturn"] else [sys.executable, "-m"]
+    commands = (["cd", str(folder)], [*python, "pytest"], [*python, "polyturn", "train", "config.yaml"])
+    out.text(f"\nNow: {' && '.join(map(shlex.join, commands))}")
 
 
 def files(name: str, *, kind: str) -> Iterator[tuple[str, str]]:

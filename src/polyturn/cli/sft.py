@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from polyturn import build
 from polyturn.api.console import stderr_console
 from polyturn.api.folders import new_run_folder, open_place
 from polyturn.api.training import warm_start
-from polyturn.cli.console import Output
+from polyturn.cli.console import Output, command
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
 from polyturn.training.observer import RunObserver
@@ -26,7 +25,7 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     write_resolved(resolved, folder / "config.yaml", base=place.base)
     out = Output()
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        again = shlex.join(["polyturn", "sft", str(path), *overrides, "--checkpoint", str(folder / "warm_start")])
+        again = command("sft", path, *overrides, "--checkpoint", folder / "warm_start")
         steps = warm_start(parts, observer, folder=folder, again=again).steps
     saved = build.exporter(parts)(folder / "model")
     out.fact("steps", steps)
