@@ -55,26 +55,7 @@ def create_app(
     async def refused(request: Request, problem: PolyturnError) -> Response:
         return JSONResponse({"detail": one_line(problem)}, 502 if isinstance(problem, EngineError) else 422)
 
-    @app.get("/health/")
-    async def health() -> dict[str, Any]:
-        return {"status": "ok"}
-
-    @app.get("/get_world_size/")
-    async def world_size() -> dict[str, int]:
-        return {"world_size": 1}
-
-    @app.get("/get_model_state_keys/")
-    async def state_keys() -> dict[str, list[str]]:
-        return {"keys": list(shapes)}
-
-    @app.post("/get_engine_type/")
-    async def engine_type() -> dict[str, Any]:
-        return {
-            "engine_type": _ENGINE_TYPES[True],
-            "enable_multi_turn": enable_multi_turn,
-            "use_gym_env": use_gym_env,
-            "enable_lora": False,
-        }
+    _describe(app, shapes, enable_multi_turn=enable_multi_turn, use_gym_env=use_gym_env)
 
     @app.post("/infer/")
     async def infer(request: Request) -> Response:
@@ -96,6 +77,31 @@ def create_app(
 
     _take_weights(app, service, shapes, is_loopback=rules.is_loopback)
     return app
+
+
+def _describe(app: FastAPI, shapes: Mapping[str, tuple[int, ...]], *, enable_multi_turn: bool, use_gym_env: bool) -> None:
+    """Add the paths that say what this server is."""
+
+    @app.get("/health/")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok"}
+
+    @app.get("/get_world_size/")
+    async def world_size() -> dict[str, int]:
+        return {"world_size": 1}
+
+    @app.get("/get_model_state_keys/")
+    async def state_keys() -> dict[str, list[str]]:
+        return {"keys": list(shapes)}
+
+    @app.post("/get_engine_type/")
+    async def engine_type() -> dict[str, Any]:
+        return {
+            "engine_type": _ENGINE_TYPES[True],
+            "enable_multi_turn": enable_multi_turn,
+            "use_gym_env": use_gym_env,
+            "enable_lora": False,
+        }
 
 
 def _asked(body: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any] | None, float | None]:
