@@ -1,6 +1,6 @@
 """How large the house is: what one sample passes, what one turn takes to read, lines, keys, circles. Prints one JSON line.
 
-    python benchmarks/house.py [--show way|turn|circles|classes|long|wide|keys]      the names behind a figure
+    python benchmarks/house.py [--show way|turn|circles|classes|long|wide|keys|plugin_keys]      the names behind a figure
     python benchmarks/house.py --document docs/one-sample.md                         writes the way into the page
 
 **The way of a sample** (`way_*`). One optimizer step of a run is taken through the command line, with the embedded engine, a
@@ -24,7 +24,7 @@ script compare with one another.
 
 `lines` are all lines of the files, comments and blanks included, as `wc -l` counts. `keys` are the leaf paths of a
 configuration: keys of a section that is not itself a section; a section that may stand in a list or under any name counts
-once; what a plug-in takes as its own arguments is a leaf, and is not looked into. `circles` are the sets of modules that
+once. `plugin_keys` are those that only one kind of a plug-in takes, counted apart. `circles` are the sets of modules that
 import one another, directly or through others, by package: imports at the top and under `if TYPE_CHECKING:`; imports inside
 functions do not count. `duplicate_classes` are names of classes that more than one place in src defines. A function's
 lines are those from `def` to its end, docstring included; its parameters are all but `self`, `cls`, `*args` and `**kwargs`.
@@ -36,7 +36,6 @@ import argparse
 import ast
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import io
 import itertools
@@ -179,37 +178,25 @@ def parameters_of(node: Any) -> int:
     return len([a for i, a in enumerate(arguments) if i or a not in {"self", "cls"}])
 
 
-def keys() -> list[str]:
-    """Return the leaf paths of a configuration."""
+class Keys(NamedTuple):
+    """The leaf paths of a configuration."""
+
+    of_runs: list[str]
+    of_plugins: list[str]
+    """Those that only one kind of a plug-in takes, such as `engine.launch.replicas` of servers."""
+
+
+def keys() -> Keys:
+    """Return the leaf paths of a configuration, as `polyturn config` lists them."""
     from polyturn.config.models import RunConfig
+    from polyturn.config.schema import schema_table
 
-    return sorted(set(_leaves(RunConfig, "", ())))
-
-
-def _leaves(section: Any, prefix: str, above: tuple[Any, ...]) -> Iterator[str]:
-    import typing
-
-    hints = typing.get_type_hints(section)
-    fields = getattr(section, "model_fields", None) or {f.name: f for f in dataclasses.fields(section)}
-    for name in fields:
-        inner = [one for one in _types_in(hints[name]) if _is_section(one) and one not in above]
-        for one in inner:
-            yield from _leaves(one, f"{prefix}{name}.", (*above, section))
-        if not inner:
-            yield f"{prefix}{name}"
-
-
-def _types_in(annotation: Any) -> Iterator[Any]:
-    import typing
-
-    inner = typing.get_args(annotation)
-    yield annotation
-    for one in inner:
-        yield from _types_in(one)
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and (hasattr(annotation, "model_fields") or dataclasses.is_dataclass(annotation))
+    rows = schema_table(RunConfig)
+    inner = {row.key.rpartition(".")[0].removesuffix(".<name>").removesuffix("[]") for row in rows}
+    leaves = [row for row in rows if row.key not in inner]
+    names = [row.key.replace("<name>.", "").replace("[]", "") for row in leaves]
+    of_plugins = {name for name, row in zip(names, leaves, strict=True) if row.of}
+    return Keys(sorted(set(names) - of_plugins), sorted(of_plugins))
 
 
 # The traced run.
@@ -470,7 +457,7 @@ def turn(stacks: Sequence[Stack]) -> list[Function]:
 def main() -> None:
     """Measure, and print one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", choices=["way", "turn", "circles", "classes", "long", "wide", "keys"])
+    parser.add_argument("--show", choices=["way", "turn", "circles", "classes", "long", "wide", "keys", "plugin_keys"])
     parser.add_argument("--document", type=Path, metavar="PAGE", help="write the way into this page, and measure nothing")
     options = parser.parse_args()
     stacks = traced()
@@ -489,7 +476,8 @@ def main() -> None:
         "classes": [f"{name}: {', '.join(places)}" for name, places in twice.items()],
         "long": long,
         "wide": wide,
-        "keys": leaves,
+        "keys": leaves.of_runs,
+        "plugin_keys": leaves.of_plugins,
     }
     for one in shown.get(options.show, ()):
         print(" ".join(map(str, one)) if isinstance(one, tuple) else one)
@@ -504,7 +492,8 @@ def main() -> None:
         "lines_counted": sum(lines[name] for name in COUNTED),
         "lines_all": sum(lines.values()),
         "files_all": len(modules),
-        "keys": len(leaves),
+        "keys": len(leaves.of_runs),
+        "plugin_keys": len(leaves.of_plugins),
         "circles": len(found_circles),
         "files_in_circles": dict(sorted(by_package.items())),
         "duplicate_classes": len(twice),

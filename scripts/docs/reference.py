@@ -53,12 +53,12 @@ def config_page() -> str:
     tables: dict[str, list[str]] = {}
     intro: dict[str, str] = {}
     for row in schema_table(RunConfig):
-        key, kind, default, doc = row
+        key, kind, default, doc, of = row
         if kind == "section":
             intro[key] = doc
             continue
         section = key.rpartition(".")[0]
-        cells = (f"`{key}`", _code(kind), _code(default), doc)
+        cells = (f"`{key}`", _code(kind), _code(default), f"*{of}:* {doc}" if of else doc)
         tables.setdefault(section, []).append("| " + " | ".join(_cell(c) for c in cells) + " |")
     lines = [
         "# Configuration",

@@ -50,7 +50,12 @@ def test_a_server_samples_beside_training_with_what_is_suspended_and_cut_off_cou
     called = call_command(
         main,
         *("train", write_tiny_run(tmp_path), *WIDER, "train.steps=4", "evaluation.data=null"),
-        *("engine.kind=vllm", f"engine.launch.python={interpreter('vllm')}", "engine.update=abort_resume"),
+        *(
+            "engine.kind=vllm",
+            "engine.num_slots=null",
+            f"engine.launch.python={interpreter('vllm')}",
+            "engine.update=abort_resume",
+        ),
         *(
             "train.max_staleness=1",
             "train.oversample=1",
@@ -98,7 +103,12 @@ def test_a_server_takes_new_weights_in_flight_and_nothing_that_was_sampled_is_lo
     called = call_command(
         main,
         *("train", write_tiny_run(tmp_path), *WIDER, "train.steps=6", "evaluation.data=null"),
-        *("engine.kind=vllm", f"engine.launch.python={interpreter('vllm')}", "engine.update=in_flight"),
+        *(
+            "engine.kind=vllm",
+            "engine.num_slots=null",
+            f"engine.launch.python={interpreter('vllm')}",
+            "engine.update=in_flight",
+        ),
         *("train.max_staleness=2", "train.oversample=1", "train.leftover=carry", "train.replay=0.5"),
         *("algorithm.correction={reject: {seq_mean_k1: [0.5, 2.0]}}", "warm_start.conversations=null"),
         *("model.init.max_position_embeddings=2048", "rollout.limits={max_turns: 2, max_tokens_per_turn: 512}"),
@@ -128,7 +138,7 @@ def test_two_ranks_train_beside_a_server(tmp_path):
     if (reason := why_not("vllm")) is not None:
         pytest.skip(reason)
     command = [sys.executable, "-m", "polyturn", "train", str(write_tiny_run(tmp_path)), "--nproc", "2", *WIDER]
-    engine = ["engine.kind=vllm", f"engine.launch.python={interpreter('vllm')}"]
+    engine = ["engine.kind=vllm", "engine.num_slots=null", f"engine.launch.python={interpreter('vllm')}"]
     called = subprocess.run([*command, *engine, "train.steps=2"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert called.returncode == 0, called.stderr[-3000:]
     steps = [m for m in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "loss/total" in m]
@@ -180,19 +190,23 @@ def test_what_is_for_one_machine_is_refused_on_a_cluster_before_anything_is_star
 
 
 def test_a_server_that_is_not_installed_is_one_sentence(tmp_path):
-    called = call_command(main, "train", write_tiny_run(tmp_path), "engine.kind=vllm")
+    called = call_command(main, "train", write_tiny_run(tmp_path), "engine.kind=vllm", "engine.num_slots=null")
     assert called.code == 2
     assert "vllm is not installed here; set engine.launch.python" in " ".join((called.err + called.out).split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is no mistake")
 def test_a_group_over_nccl_without_a_gpu_is_refused_before_anything_is_started(tmp_path):
-    called = call_command(main, "train", write_tiny_run(tmp_path), "engine.kind=vllm", "engine.weights=nccl")
+    called = call_command(
+        main, "train", write_tiny_run(tmp_path), "engine.kind=vllm", "engine.num_slots=null", "engine.weights=nccl"
+    )
     assert called.code == 2
     assert "engine.weights is nccl, which needs a GPU here" in " ".join((called.err + called.out).split())
 
 
 def test_top_p_with_vllm_is_refused_before_anything_is_started(tmp_path):
-    called = call_command(main, "train", write_tiny_run(tmp_path), "engine.kind=vllm", "rollout.sampling.top_p=0.9")
+    called = call_command(
+        main, "train", write_tiny_run(tmp_path), "engine.kind=vllm", "engine.num_slots=null", "rollout.sampling.top_p=0.9"
+    )
     assert called.code == 2
     assert "vLLM's logprobs are then those after the cut" in " ".join((called.err + called.out).split())

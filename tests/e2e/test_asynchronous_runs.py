@@ -74,7 +74,10 @@ def test_an_interrupt_while_a_thread_trains_leaves_a_checkpoint_and_the_run_goes
         (["train.oversample=0.5", "train.leftover=carry"], "set oversample above 0 and at most to max_staleness"),
         (["train.replay=0.5"], "so set max_staleness to 1 or more"),
         (["train.dynamic_sampling=2", "train.group_size=1"], "the rewards of a group of one are always equal"),
-        (["engine.kind=vllm", "engine.process=own"], "a vllm server has a process of its own anyway"),
+        (
+            ["engine.kind=vllm", "engine.process=own"],
+            "It is for engine.kind embedded, and that is 'vllm'",
+        ),
         (["engine.num_threads=2"], "engine.num_threads is 2 and the embedded engine shares the trainer's process"),
         (["engine.update=pause"], "engine.update"),
         (["data.mix.weights.tiny=1", "train.epochs=2"], "data.mix decides the order of tasks and has no epochs; drop train"),

@@ -18,7 +18,7 @@ from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.vllm import VllmEngine
 from support.runs import write_tiny_run
 
-LAUNCH = ("engine.kind=vllm", f"engine.launch.python={sys.executable}")
+LAUNCH = ("engine.kind=vllm", "engine.num_slots=null", f"engine.launch.python={sys.executable}")
 
 
 def build_pool(folder: Path, *overrides: str) -> EnginePool:
@@ -35,7 +35,7 @@ def clients(pool: EnginePool) -> Iterator[RemoteEngine]:
 
 
 async def test_each_url_is_a_server_of_the_pool(tmp_path: Path) -> None:
-    pool = build_pool(tmp_path, "engine.kind=vllm", "engine.urls=[http://a:1, http://b:2/]")
+    pool = build_pool(tmp_path, *LAUNCH[:2], "engine.urls=[http://a:1, http://b:2/]")
     assert [engine.url for engine in clients(pool)] == ["http://a:1", "http://b:2"]
     assert all(isinstance(engine, VllmEngine) for engine in clients(pool))
     assert isinstance(pool._policy, LongestFirst)
@@ -84,6 +84,6 @@ async def test_the_ageing_of_the_order_is_an_option(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_one_sentence(tmp_path: Path, overrides: tuple[str, ...], says: str) -> None:
-    launch = LAUNCH if not any("urls" in override for override in overrides) else LAUNCH[:1]
+    launch = LAUNCH if not any("urls" in override for override in overrides) else LAUNCH[:2]
     with pytest.raises(ConfigError, match=says.replace("{", r"\{").replace("}", r"\}")):
         build_pool(tmp_path, *launch, *overrides)

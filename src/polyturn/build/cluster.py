@@ -15,6 +15,7 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import load_plugins
 from polyturn.engines.base import ModelFolder
+from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.rollout.pool import RolloutPool
 
@@ -34,9 +35,10 @@ def check_cluster(config: RunConfig) -> None:
     """
     check_ranks(config, config.train.distributed.ranks)
     engine = config.engine
-    if engine.process == "own" or engine.update != "in_flight":
+    process = engine.process if isinstance(engine, EmbeddedOptions) else "auto"
+    if process == "own" or engine.update != "in_flight":
         raise ConfigError(
-            f"engine has process {engine.process!r} and update {engine.update!r}; on a cluster every replica is in a "
+            f"engine has process {process!r} and update {engine.update!r}; on a cluster every replica is in a "
             "process of its own and weights arrive in flight, so leave these at their defaults"
         )
     if config.policies:
@@ -44,6 +46,8 @@ def check_cluster(config: RunConfig) -> None:
             f"policies names {', '.join(map(repr, config.policies))} and the run is on a Ray cluster, where each worker "
             "would hold them again; serve them beside the run and give their addresses (base_url, url), or drop --ray"
         )
+    if not isinstance(engine, ServerOptions):
+        return
     if engine.launch is not None and engine.launch.devices:
         raise ConfigError(
             f"engine.launch.devices is {engine.launch.devices}, and on a cluster Ray says which GPUs a server gets; leave "
@@ -88,7 +92,7 @@ def cluster_parts(place: ConfigSource) -> Parts:
             engine = ray.engines(engines, functools.partial(_engine, here))
             parts = build_parts(place, engine=engine)
         else:
-            places = ray.places(None if config.engine.urls else engines)
+            places = ray.places(None if isinstance(config.engine, ServerOptions) and config.engine.urls else engines)
             engine = ray.pool()
             parts = build_parts(place, engine=engine)
             engine.start(functools.partial(_servers, here, places(_model_folder(parts))))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.config_source import ConfigSource
-from polyturn.config.models import LaunchConfig
 from polyturn.core.entry_points import wrong_kind
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine
 from polyturn.core.signature import takes_any_keyword
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
+from polyturn.engines.options import AnyEngineOptions, OwnEngineOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -43,7 +43,7 @@ def build_engine(
     sampling = config.rollout.sampling
     made = build(
         EngineSetup(
-            options=config.engine.model_copy(update={"launch": config.engine.launch or LaunchConfig()}),
+            options=config.engine,
             model=model,
             media=media,
             max_context=max_context,
@@ -57,7 +57,7 @@ def build_engine(
             ),
             places=places,
         ),
-        **config.engine.kwargs,
+        **_kwargs(config.engine),
     )
     if not isinstance(made, Engine):
         needs = "something that returns an engine, which has all that polyturn.core.protocols.Engine has"
@@ -77,15 +77,20 @@ def find_engine(place: ConfigSource) -> Callable[..., Any]:
         needs = "a function (setup, **kwargs) that returns an engine"
         raise wrong_kind(engines.group, config.kind, build, where="engine.kind", needs=needs)
     known = list(inspect.signature(build).parameters)[1:]
-    for name in config.kwargs:
+    kwargs = _kwargs(config)
+    for name in kwargs:
         if name not in known and not takes_any_keyword(build):
             hint = did_you_mean(name, known) if known else " It takes none."
             raise ConfigError(f"engine.kwargs: the engine {config.kind!r} takes no {name!r}.{hint}")
     try:
-        inspect.signature(build).bind(None, **config.kwargs)
+        inspect.signature(build).bind(None, **kwargs)
     except TypeError as problem:
         raise ConfigError(f"engine.kwargs: the engine {config.kind!r} cannot be made with them ({problem})") from problem
     return build
+
+
+def _kwargs(options: AnyEngineOptions) -> Mapping[str, Any]:
+    return options.kwargs if isinstance(options, OwnEngineOptions) else {}
 
 
 def servable_folder(

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from polyturn.build.config_source import ConfigSource, folder_or_name, model_folder
 from polyturn.build.engine import build_engine
 from polyturn.build.model import build_codec, build_model
-from polyturn.config.models import EngineConfig, ModelConfig, PolicyConfig, RolloutConfig
+from polyturn.config.models import ModelConfig, PolicyConfig, RolloutConfig
 from polyturn.config.models.model import AnyModelConfig
 from polyturn.config.models.policies import SELF
 from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.core.generation import SamplingParams
 from polyturn.engines.frozen_policy import FrozenPolicy
+from polyturn.engines.options import EmbeddedOptions
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser, build_parser
@@ -131,8 +132,8 @@ def _policy(
 def _own_place(one: PolicyConfig, place: ConfigSource, model: ModelConfig) -> ConfigSource:
     """Return the place of a run whose only policy this one is; how others are sampled is none of its engine's business."""
     config = place.config
-    usual = EngineConfig()  # servers of the run's own model serve no other
-    engine = one.engine or (config.engine if config.engine.kind == usual.kind else usual)
+    # Servers of the run's own model serve no other.
+    engine = one.engine or (config.engine if isinstance(config.engine, EmbeddedOptions) else EmbeddedOptions())
     changed = config.model_copy(update={"model": model, "engine": engine, "rollout": RolloutConfig()})
     return ConfigSource(config=changed, base=place.base)
 

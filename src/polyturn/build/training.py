@@ -20,6 +20,7 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.data.conversations import generate_conversations, read_conversations
+from polyturn.engines.options import is_deterministic
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
@@ -61,7 +62,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
     train = config.train
     policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
-    restarts = "engine.deterministic restarts every conversation" if config.engine.deterministic else None
+    restarts = "engine.deterministic restarts every conversation" if is_deterministic(config.engine) else None
     flights = JournalFile(folder / FOLDER, why_not=restarts)
     if parts.pool is not None:
         parts.pool.keep_in(flights)

@@ -21,5 +21,5 @@ def run(path: Path | None, overrides: Sequence[str]) -> None:
         return
     table = Table("key", "type", "default", "meaning", box=None, pad_edge=False)
     for row in schema_table(RunConfig):
-        table.add_row(row.key, row.type, row.default, row.doc)
+        table.add_row(row.key, row.type, row.default, f"[{row.of}] {row.doc}" if row.of else row.doc)
     Output().table(table)

@@ -17,6 +17,7 @@ from polyturn.config.models.policies import SELF
 from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
 from polyturn.core.task import Task
+from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.training import hf
@@ -145,7 +146,8 @@ def device_plan(config: RunConfig) -> dict[str, str]:
 
     {"rank 0": "GPU 0", "rank 1": "GPU 1", "server 0": "GPU 1", "shared": "GPU 1 (rank 1, server 0)"}
     """
-    ranks, launch = config.train.distributed.ranks, config.engine.launch
+    ranks, engine = config.train.distributed.ranks, config.engine
+    launch = engine.launch if isinstance(engine, ServerOptions) else None
     if config.cluster.address is not None:
         return cluster_plan(config)
     if ranks <= 1 and launch is None:
@@ -173,7 +175,7 @@ def cluster_plan(config: RunConfig) -> dict[str, str]:
         "driver": "this process: the loop, the tasks, checkpoints; one copy of the whole model",
         "pool": "beside the driver: the queue of all requests; no weights",
     }
-    if engine.urls:
+    if isinstance(engine, ServerOptions) and engine.urls:
         plan["servers"] = f"running already: {', '.join(engine.urls)}"
     else:
         kind = "embedded engines" if engine.kind == "embedded" else f"servers ({engine.kind})"
@@ -238,5 +240,6 @@ def _kv_bytes(parts: build.Parts) -> int:
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     size = next(parts.model.parameters()).element_size()
-    slots = parts.place.config.engine.num_slots
-    return 2 * config["num_hidden_layers"] * heads * width * size * slots * parts.max_context
+    engine = parts.place.config.engine
+    assert isinstance(engine, EmbeddedOptions)  # no other one shares the weights
+    return 2 * config["num_hidden_layers"] * heads * width * size * engine.num_slots * parts.max_context

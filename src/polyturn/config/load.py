@@ -117,6 +117,7 @@ def _load(model: type[ModelT], sources: Sources) -> Loaded[ModelT]:
         raise ConfigError(f"the configuration is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter")
     written, raw_env = resolve(model, sources)
     written = schema.with_choices(model, written)
+    written = schema.without_other_kinds(model, written)
     resolved = schema.with_instance_defaults(model, written)
     problems = [
         f"unknown key {dotted(u.path)!r}, set to {as_shown(u.value, u.path, raw_env)}{sources.of(u.path)}.{u.hint}"

@@ -49,6 +49,8 @@ class KeyInfo(NamedTuple):
     default: str
     """As YAML; "required" where there is none, "" for a section."""
     doc: str
+    of: str = ""
+    """The kinds of a plug-in that take it, for a key that others of the section do not have."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -208,13 +210,28 @@ def _unknown(annotation: Any, value: Any, path: KeyPath, row: str, everywhere: l
         for key, inner in value.items():
             if known is not None and key not in known:
                 if not takes_more(of):
-                    yield Unknown((*path, key), inner, _hint(str(key), known, path, f"{row}{key}", everywhere))
+                    hint = _of_another_kind(annotation, of, str(key), value, path)
+                    hint = hint or _hint(str(key), known, path, f"{row}{key}", everywhere)
+                    yield Unknown((*path, key), inner, hint)
             else:
                 below = f"{row}{'<name>' if known is None else key}."
                 yield from _unknown(child(of, key), inner, (*path, key), below, everywhere)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from _unknown(child(of, index), inner, (*path, index), f"{row.removesuffix('.')}[].", everywhere)
+
+
+def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any], path: KeyPath) -> str:
+    """Say which kind of the section has a key, where another one does: " It is for engine.kind vllm or sglang, …"."""
+    sections = [m for m in unwrap(annotation) if is_model(m)]
+    by = _told_apart_by(sections) if len(sections) > 1 else ""
+    kinds = [kind for m in sections if by and key in keys_of(m) for kind in kinds_of(m).get(by, ())]
+    if not kinds:
+        return ""
+    now = value.get(by, keys_of(of)[by].default)
+    return (
+        f" It is for {dotted((*path, by))} {' or '.join(kinds)}, and that is {now!r}; set {by}, or leave {key} out (null)."
+    )
 
 
 def takes_more(section: type) -> bool:
@@ -238,11 +255,43 @@ def _hint(key: str, known: Mapping[str, Any], path: KeyPath, row: str, everywher
 
 
 def _contradictions(model: type, value: Mapping[str, Any]) -> int:
-    """Count the fields of `value` that a literal of the model rules out."""
+    """Count the literals of the model that `value` does not have, where it must, or has another value of."""
     return sum(
-        key in value and get_origin(found.annotation) is Literal and value[key] not in get_args(found.annotation)
+        get_origin(found.annotation) is Literal
+        and (value[key] not in get_args(found.annotation) if key in value else found.is_required)
         for key, found in keys_of(model).items()
     )
+
+
+def kinds_of(section: type) -> dict[str, tuple[str, ...]]:
+    """Return the keys of a section that may tell it from others, with their values: {"kind": ("vllm", "sglang")}."""
+    keys = keys_of(section)
+    return {name: get_args(key.annotation) for name, key in keys.items() if get_origin(key.annotation) is Literal}
+
+
+def _told_apart_by(sections: Sequence[type]) -> str:
+    """Return the key whose values tell the sections of a union apart, such as `kind`."""
+    common = set.intersection(*(set(keys_of(section)) for section in sections))
+    for name in keys_of(sections[0]):
+        values = [kinds_of(section).get(name) for section in sections]
+        if name in common and len(set(values)) == len(sections):
+            return name
+    return ""
+
+
+def without_other_kinds(annotation: Any, value: Any) -> Any:
+    """Return `value` without the keys that are null and that only another kind of the section has.
+
+    So an override takes a key out of a file: `engine.kind=embedded engine.launch=null`.
+    """
+    of = meant(annotation, value)
+    if isinstance(value, list):
+        return [without_other_kinds(child(of, index), inner) for index, inner in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    others = {key for m in unwrap(annotation) if is_model(m) and is_model(of) for key in keys_of(m).keys() - keys_of(of)}
+    kept = {key: inner for key, inner in value.items() if inner is not None or key not in others}
+    return {key: without_other_kinds(child(of, key), inner) for key, inner in kept.items()}
 
 
 def default_tree(model: type) -> dict[str, Any]:
@@ -321,9 +370,26 @@ def _rows(model: type, prefix: str, above: tuple[type, ...], instance: Any) -> I
             doc = (inner[0][1].__doc__ or "").strip().partition("\n")[0]
         is_section = bool(inner) and inner[0][0] == key
         yield KeyInfo(key, "section" if is_section else type_name(found.annotation), _default_text(found, is_section), doc)
+        places: dict[str, list[type]] = {}
         for at, of in inner:
             if of not in above:
-                yield from _rows(of, f"{at}.", (*above, of), found.default if at == key else None)
+                places.setdefault(at, []).append(of)
+        for at, sections in places.items():
+            yield from _rows_of_kinds(sections, f"{at}.", above, found.default if at == key else None)
+
+
+def _rows_of_kinds(sections: Sequence[type], prefix: str, above: tuple[type, ...], instance: Any) -> Iterator[KeyInfo]:
+    """Yield the rows of a section that has several kinds: what all have once, then what only some have."""
+    tables = {section: list(_rows(section, prefix, (*above, section), instance)) for section in sections}
+    common = set.intersection(*({row.key for row in rows} for rows in tables.values()))
+    by = _told_apart_by(sections)
+    for row in tables[sections[0]]:
+        if row.key in common:
+            types = dict.fromkeys(r.type for rows in tables.values() for r in rows if r.key == row.key)
+            yield row._replace(type=" | ".join(types))
+    for section, rows in tables.items():
+        kinds = ", ".join(kinds_of(section).get(by, ())) or "another"
+        yield from (row if row.of else row._replace(of=kinds) for row in rows if row.key not in common)
 
 
 def _inner_models(annotation: Any, key: str) -> Iterator[tuple[str, type]]:

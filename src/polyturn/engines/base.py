@@ -76,7 +76,7 @@ class EngineSetup:
     """What a run gives to the engine that samples its completions."""
 
     options: Any
-    """The section `engine` of the configuration; `launch` holds the defaults where the section has none."""
+    """The section `engine` of the configuration, as its `kind` has it; see `options.py`."""
     model: PreTrainedModel
     """The model whose weights are sampled from: the trainer's own, or a frozen one."""
     media: MediaProcessor | None

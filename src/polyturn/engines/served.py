@@ -16,6 +16,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.secret import bearer, token_from
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.launcher import LaunchSpec, Server
+from polyturn.engines.options import LaunchOptions, ServerOptions
 from polyturn.engines.order import make_policy
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
@@ -39,12 +40,8 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     """
     import torch
 
-    options = setup.options
-    if options.deterministic:
-        raise ConfigError(
-            f"engine.deterministic is for the embedded engine; a {client.name} server does not promise equal bits"
-        )
-    places = setup.places
+    options: ServerOptions = setup.options
+    launch, places = options.launch or LaunchOptions(), setup.places
     way = choose_way(options.weights, options.urls, has_gpu=torch.cuda.is_available())
     root = None if options.weights_folder is None else setup.base / options.weights_folder
     if root is not None and not root.is_dir():
@@ -52,7 +49,7 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     order = make_policy(options.order, base=setup.base, **options.order_kwargs)
     folder = setup.model_folder()
     key = token_from({"token_env": options.api_key_env}, where="engine.api_key_env")
-    launches = [] if options.urls else _launches(setup, client, command, folder.path)
+    launches = [] if options.urls else _launches(launch, setup, client, command, folder.path)
     here = [(url, None, Server.start) for url in options.urls]
     started = [("", spec, Server.start if places is None else places.starter(i)) for i, spec in enumerate(launches)]
     clients = [
@@ -66,11 +63,11 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
             way=way,
             headers=bearer(key),
             media=setup.media,
-            launch=launch,
+            launch=spec,
             start=start,
-            max_restarts=options.launch.max_restarts,
+            max_restarts=launch.max_restarts,
         )
-        for url, launch, start in [*here, *started]
+        for url, spec, start in [*here, *started]
     ]
     if places is not None and launches and way == "shared_memory":
         files: WeightStore = places.store()
@@ -88,11 +85,15 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
 
 
 def _launches(
-    setup: EngineSetup, client: type[RemoteEngine], command: Callable[..., LaunchSpec], folder: Path
+    launch: LaunchOptions,
+    setup: EngineSetup,
+    client: type[RemoteEngine],
+    command: Callable[..., LaunchSpec],
+    folder: Path,
 ) -> list[LaunchSpec]:
     import torch
 
-    launch, places = setup.options.launch, setup.places
+    places = setup.places
     if places is None and launch.python is None and importlib.util.find_spec(client.name) is None:
         raise ConfigError(
             f"{client.name} is not installed here; set engine.launch.python to the interpreter of an environment that has "

@@ -16,6 +16,7 @@ from polyturn.config.load import load_config, schema_table, write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import RETIRED
 from polyturn.core.errors import ConfigError
+from polyturn.engines.options import ServerOptions
 from polyturn.infra.yaml_file import read_yaml
 
 
@@ -385,6 +386,41 @@ def test_a_retired_key_is_one_sentence_that_says_what_stands_in_its_place(overri
     with pytest.raises(ConfigError, match=says) as problem:
         load_config(RunConfig, None, [override], defaults=given)
     assert len(str(problem.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["engine.launch.replicas=2"],
+            "unknown key 'engine.launch'.* It is for engine.kind vllm or sglang, and that is 'embedded'",
+        ),
+        (
+            ["engine.kind=vllm", "engine.num_slots=8"],
+            "It is for engine.kind embedded, and that is 'vllm'; set kind, or leave num_",
+        ),
+        (["engine.kind=mine", "engine.max_in_flight=8"], "It is for engine.kind vllm or sglang, and that is 'mine'"),
+    ],
+)
+def test_a_key_of_another_kind_is_refused_with_its_kind(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as problem:
+        load_config(RunConfig, None, ["model.path=tiny", *overrides])
+    assert len(str(problem.value).splitlines()) == 1
+
+
+def test_null_takes_a_key_of_another_kind_out_of_a_file() -> None:
+    given = {"model": {"path": "x"}, "engine": {"num_slots": 8}}
+    loaded = load_config(RunConfig, None, ["engine.kind=vllm", "engine.num_slots=null"], defaults=given)
+    assert loaded.config.engine == ServerOptions(kind="vllm") and "num_slots" not in loaded.resolved["engine"]
+
+
+def test_the_table_says_which_kind_a_key_is_for() -> None:
+    kinds = {row.key: row.of for row in schema_table(RunConfig)}
+    found = {key.removeprefix("engine."): of for key, of in kinds.items() if key in ENGINE_KEYS}
+    assert found == {"kind": "", "update": "", "num_slots": "embedded", "launch.python": "vllm, sglang", "kwargs": "another"}
+
+
+ENGINE_KEYS = ("engine.kind", "engine.update", "engine.num_slots", "engine.launch.python", "engine.kwargs")
 
 
 def test_no_retired_key_is_one_that_there_is() -> None:

@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 import torch
 
-from polyturn.config.models import EngineConfig
+from polyturn.config.schema import keys_of
 from polyturn.core.errors import ConfigError
+from polyturn.engines.options import ServerOptions
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_transport import WAYS, address_towards, buckets, choose_way, is_here
@@ -62,7 +63,7 @@ def test_buckets_hold_at_most_so_much_and_a_larger_tensor_goes_alone():
 
 
 def test_the_config_and_the_guide_know_every_way_and_no_other():
-    chosen = set(get_args(EngineConfig.model_fields["weights"].annotation))
+    chosen = set(get_args(keys_of(ServerOptions)["weights"].annotation))
     assert chosen == {"auto", "group", *WAYS}
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "engines.md").read_text(encoding="utf-8")
     table = guide.split("## The way of the weights")[1].split("\n\n")[1]

@@ -15,7 +15,6 @@ from __future__ import annotations
 from polyturn.config.models.algorithm import AlgorithmConfig, KlInRewardConfig
 from polyturn.config.models.cluster import ActorsConfig, ClusterConfig
 from polyturn.config.models.data import DataConfig, MixConfig, TaskSourceConfig
-from polyturn.config.models.engine import EngineConfig, LaunchConfig
 from polyturn.config.models.env import EnvConfig
 from polyturn.config.models.evaluation import EvalConfig, EvalSetConfig
 from polyturn.config.models.model import ModelConfig, TrainTokenizerConfig
@@ -35,12 +34,10 @@ __all__ = [
     "DataConfig",
     "DistributedConfig",
     "DumpConfig",
-    "EngineConfig",
     "EnvConfig",
     "EvalConfig",
     "EvalSetConfig",
     "KlInRewardConfig",
-    "LaunchConfig",
     "MixConfig",
     "ModelConfig",
     "PolicyConfig",

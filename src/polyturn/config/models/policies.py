@@ -13,9 +13,9 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from polyturn.config.models.base import Section
-from polyturn.config.models.engine import EngineConfig
 from polyturn.config.models.model import AnyModelConfig
 from polyturn.core.generation import Sampling
+from polyturn.engines.options import AnyEngineOptions
 
 SELF = "self"
 """Names the policy that is trained, where a policy's model is asked for."""
@@ -32,7 +32,7 @@ class PolicyConfig(Section):
     Where it is an adapter, `model` says what it was put on; null for the model of the run."""
     refresh_every: int | None = Field(None, ge=1)
     """Of `self`: the copy is taken again every so many steps; null keeps what the policy was when training started."""
-    engine: EngineConfig | None = None
+    engine: AnyEngineOptions | None = None
     """What it is sampled from; null is an embedded engine with the settings of the run's, where that is embedded too."""
     sampling: Sampling | None = None
     """How it is sampled; null as the policy that is trained is in training."""

@@ -18,7 +18,6 @@ from polyturn.config.models.algorithm import AlgorithmConfig
 from polyturn.config.models.base import Section
 from polyturn.config.models.cluster import ClusterConfig
 from polyturn.config.models.data import DataConfig
-from polyturn.config.models.engine import EngineConfig
 from polyturn.config.models.env import EnvConfig
 from polyturn.config.models.evaluation import EvalConfig
 from polyturn.config.models.model import ModelConfig
@@ -27,6 +26,7 @@ from polyturn.config.models.records import DumpConfig, TrackerConfig
 from polyturn.config.models.reward import RewardConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.models.train import SftConfig, TrainConfig
+from polyturn.engines.options import AnyEngineOptions, EmbeddedOptions, is_deterministic
 from polyturn.store.options import StoreSettings
 
 TAKEN = ("policy", "random", SELF)
@@ -62,7 +62,8 @@ class RunConfig(Section):
     policies: dict[str, PolicyConfig] = {}
     """Further policies, which speak and are not trained: a name of one stands for a player, a simulated user or a judge."""
     rollout: RolloutConfig = RolloutConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: AnyEngineOptions = EmbeddedOptions()
+    """What samples the completions: the embedded engine in this process, or servers. Its `kind` says which keys it has."""
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     warm_start: SftConfig = SftConfig()
@@ -99,7 +100,7 @@ class RunConfig(Section):
             raise ValueError(f"data.mix decides the order of tasks and has no epochs; drop {other} (set train.steps)")
         late = {"train.max_staleness": train.max_staleness, "train.oversample": train.oversample}
         for name, value in late.items():
-            if self.engine.deterministic and value:
+            if is_deterministic(self.engine) and value:
                 raise ValueError(
                     f"engine.deterministic promises equal bits, and with {name} {value:g} what is trained on depends on how "
                     f"long episodes take; set {name} to 0, or engine.deterministic to false"

@@ -1,0 +1,144 @@
+"""What can be chosen about the engine that samples completions, by its kind.
+
+    engine: {num_slots: 64}                                             EmbeddedOptions
+    engine: {kind: vllm, launch: {replicas: 2, devices: ["0", "1"]}}    ServerOptions
+    engine: {kind: mine, kwargs: {url: ...}}                            OwnEngineOptions
+
+A kind takes its own keys only: a server's key on the embedded engine is an error before anything starts. Separate from the
+engines, because a configuration is read where torch is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from polyturn.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What samples the completions: the embedded engine in this process, or servers."""
+
+    update: Literal["in_flight", "wait", "abort_resume"] = "in_flight"
+    """What new weights do to completions that are being sampled: they go on with the new ones (in_flight), the weights wait
+    for their end (wait), or they are suspended and resumed as new requests (abort_resume)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedOptions(EngineOptions):
+    """The engine that computes with the trainer's own parameters."""
+
+    kind: Literal["embedded"] = "embedded"
+    """The engine in this process (embedded), servers (vllm, sglang), or another entry point of `polyturn.engines`."""
+    num_slots: Annotated[int, Field(ge=1)] = 128
+    """Sequences decoded at once, and conversations whose KV cache is kept."""
+    prefill_chunk: Annotated[int, Field(ge=8)] = 256
+    """The longest piece of one prompt in one forward pass."""
+    deterministic: bool = False
+    """Batches of one shape and prefill one by one, so that bits do not depend on who else is served; slower."""
+    process: Literal["auto", "shared", "own"] = "auto"
+    """`shared` samples from the trainer's own parameters, in turns with training; `own` samples in a process of its own
+    while training runs; auto is own where train.max_staleness is above 0."""
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    """In a process of its own: threads of torch there; null takes as many as the trainer has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """How a server is started; the flags that training relies on are added by themselves."""
+
+    python: str | None = None
+    """The interpreter of the environment that vLLM or SGLang is installed in; null takes the one that runs polyturn."""
+    args: list[str] = field(default_factory=list)
+    """Further arguments of the server, for instance ["--tensor-parallel-size", "2"]."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Further environment variables of the server."""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """How many servers are started."""
+    devices: list[str] = field(default_factory=list)
+    """For each server the GPUs that it sees, for instance ["0,1", "2,3"]; needed on GPUs where there are several servers."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a server is started again that died or hangs; then the run goes on without it."""
+    ready_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds until a server that was started must answer."""
+    log: str | None = None
+    """File for the server's output; null keeps it only until the server stops. Of several servers, number 1 and on write to
+    FILE.1 and so on."""
+
+    def __post_init__(self) -> None:
+        if self.devices and len(self.devices) != self.replicas:
+            raise ConfigError(
+                f"engine.launch has {self.replicas} replicas and names GPUs for {len(self.devices)}; give "
+                'engine.launch.devices one entry for each, such as ["0,1", "2,3"]'
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions(EngineOptions):
+    """vLLM or SGLang servers, started here or running elsewhere."""
+
+    kind: Literal["vllm", "sglang"]
+    """Which servers they are."""
+    urls: list[str] = field(default_factory=list)
+    """Where servers run already; they must hold the same model and run with the flags that docs/guides/engines.md lists."""
+    api_key_env: str | None = None
+    """The environment variable that holds the key which those servers demand (their `--api-key`)."""
+    launch: LaunchOptions | None = None
+    """How servers are started; null does so with the defaults where `urls` is empty."""
+    max_in_flight: Annotated[int, Field(ge=1)] = 256
+    """Requests on a server at once; more wait here."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """A request to a server that takes longer counts as lost."""
+    health_s: Annotated[float, Field(gt=0)] = 20.0
+    """A server at work that twice in a row does not say within this time that it is well counts as lost."""
+    patience_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long a request waits while no server is up."""
+    max_tries: Annotated[int, Field(ge=1)] = 8
+    """How often one request may be lost with its server before its trajectory fails."""
+    order: str = "longest_first"
+    """Which waiting request is sent next: fifo, least_loaded, longest_first, or `file.py:Class` of an OrderPolicy."""
+    order_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the order's class, for instance {age: 2.0} of longest_first."""
+    weights: Literal["auto", "shared_memory", "disk", "ipc", "http", "group", "gloo", "nccl"] = "auto"
+    """The way of new weights to a server: a file in this machine's memory, a folder that both see, handles of memory that
+    the server opens (ipc; on a GPU they stay there), tensors over HTTP, or a process group (gloo between processors, nccl
+    between GPUs; group is nccl where the trainer has a GPU). auto is shared_memory, and http where a server is elsewhere."""
+    weights_folder: str | None = None
+    """For `weights: disk`: a folder that the servers see too, under the same path."""
+
+    def __post_init__(self) -> None:
+        if (self.weights == "disk") != (self.weights_folder is not None):
+            raise ConfigError(
+                f"engine.weights is {self.weights} and engine.weights_folder is {self.weights_folder}; disk needs a folder "
+                "that the servers see under the same path, and no other way has one"
+            )
+        if self.urls and self.launch is not None:
+            raise ConfigError("set engine.urls (a server that runs) or engine.launch (one to start), not both")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"engine.urls has {url!r}; write it with its scheme, for example http://127.0.0.1:8000")
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ConfigError(f"engine.urls names a server twice: {self.urls}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnEngineOptions(EngineOptions):
+    """An engine that another package offers."""
+
+    kind: str
+    """An entry point of `polyturn.engines`."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of that engine."""
+
+
+AnyEngineOptions = EmbeddedOptions | ServerOptions | OwnEngineOptions
+"""The section `engine`; its `kind` says which."""
+
+
+def is_deterministic(options: AnyEngineOptions) -> bool:
+    """Return whether the engine promises equal bits, whoever else it serves."""
+    return isinstance(options, EmbeddedOptions) and options.deterministic
