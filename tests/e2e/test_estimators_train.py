@@ -11,7 +11,7 @@ from polyturn.cli.main import main
 from support.runs import call_command, write_tiny_run
 
 RUN = ["evaluation.data=null", "warm_start.conversations=null"]
-CRITIC = ["algorithm.kl_in_reward={coef: 0.05, target: 1.0, horizon: 12}", "algorithm.critic.optim.lr=1e-3"]
+CRITIC = ["algorithm.kl={place: reward, coef: 0.05, target: 1.0, horizon: 12}", "algorithm.critic.optim.lr=1e-3"]
 
 
 def train(folder: Path, *arguments: str) -> list[dict[str, float]]:

@@ -53,7 +53,7 @@ def test_a_run_corrects_for_its_engine(tmp_path):
 
 
 def test_the_weight_of_the_kl_follows_its_target_and_survives_a_resume(tmp_path):
-    target = ["algorithm.kl_coef=0.1", "algorithm.kl_target=1.0", "algorithm.kl_horizon=12", "train.checkpoint_every=1"]
+    target = ["algorithm.kl={coef: 0.1, target: 1.0, horizon: 12}", "train.checkpoint_every=1"]
     steps = train(tmp_path, *target)
     # The KL is far below its target: each step of n trajectories lowers the weight by n / 12 of a fifth.
     assert steps[0]["policy/kl_coef"] == pytest.approx(0.1)
@@ -63,7 +63,7 @@ def test_the_weight_of_the_kl_follows_its_target_and_survives_a_resume(tmp_path)
 
 
 def test_lora_trains_an_adapter_keeps_it_and_leaves_a_merged_model(tmp_path):
-    steps = train(tmp_path, LORA, "algorithm.kl_coef=0.1", "train.checkpoint_every=1")
+    steps = train(tmp_path, LORA, "algorithm.kl.coef=0.1", "train.checkpoint_every=1")
     assert max(s["policy/rollout_difference_max"] for s in steps) < 1e-4  # the engine samples from the adapted model
     run = tmp_path / "runs/tiny"
     kept = load_file(run / "checkpoints/step-000002/model/adapter_model.safetensors")
@@ -73,7 +73,7 @@ def test_lora_trains_an_adapter_keeps_it_and_leaves_a_merged_model(tmp_path):
     assert evaluated.code == 0, evaluated.err
     refused = call_command(main, "eval", tmp_path / "config.yaml", "--checkpoint", run / "checkpoints/step-000002")
     assert refused.code != 0 and "holds an adapter and model.lora is not set" in refused.err
-    resumed = call_command(main, "train", tmp_path / "config.yaml", *RUN, LORA, "algorithm.kl_coef=0.1", "train.steps=3")
+    resumed = call_command(main, "train", tmp_path / "config.yaml", *RUN, LORA, "algorithm.kl.coef=0.1", "train.steps=3")
     assert resumed.code == 0, resumed.err
 
 
@@ -92,7 +92,7 @@ def test_a_teacher_teaches_without_any_reward(tmp_path):
 def test_the_reference_may_be_another_model(tmp_path):
     train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.05")
     other = next((tmp_path / "first/runs/tiny").glob("checkpoints/step-*/model"))
-    steps = train(tmp_path / "second", "algorithm.kl_coef=0.1", f"model.reference={other}")
+    steps = train(tmp_path / "second", "algorithm.kl.coef=0.1", f"model.reference={other}")
     assert steps[0]["policy/kl_to_reference"] > 1e-4
 
 
@@ -102,8 +102,8 @@ def test_the_reference_may_be_another_model(tmp_path):
         (["algorithm.loss=gspoo"], "Did you mean 'gspo'"),
         (["algorithm.loss=sapo", "algorithm.loss_kwargs={tau_neg: 0}"], "both must be above 0"),
         (["algorithm.loss=none"], "there is nothing to learn from"),
-        (["algorithm.kl_target=0.1"], "kl_coef is 0"),
-        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k4"], "'k4'"),
+        (["algorithm.kl.target=0.1"], "its coef is 0"),
+        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k4"], "'k4'"),
         (["model.reference=somewhere"], "no KL term reads it"),
         (["algorithm.correction={}", "algorithm.old_logprobs=engine"], "set old_logprobs to 'trainer'"),
         (["algorithm.correction={reject: {seq_k1: 2.0}}"], "no rejection by 'seq_k1'"),

@@ -22,7 +22,7 @@ from support.runs import call_command
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 CRITIC = ["algorithm.advantage=gae"]
-STEERED_KL = ["algorithm.kl_coef=0.01", "algorithm.kl_target=1.0", "algorithm.kl_horizon=12"]
+STEERED_KL = ["algorithm.kl={coef: 0.01, target: 1.0, horizon: 12}"]
 
 
 ENDLESS = ["train.steps=100000", "warm_start.steps=0"]
@@ -52,7 +52,7 @@ def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
 @pytest.mark.timeout(240)
 def test_two_ranks_train_an_adapter_and_one_process_goes_on_with_it(tmp_path):
     config = write_run(tmp_path)
-    lora = ["model.lora={rank: 2, alpha: 8}", "algorithm.kl_coef=0.01", "train.optim.lr=1e-2"]
+    lora = ["model.lora={rank: 2, alpha: 8}", "algorithm.kl.coef=0.01", "train.optim.lr=1e-2"]
     done = subprocess.run(
         command("train", config, "--nproc", 2, "train.steps=2", *lora),
         env=ENVIRONMENT,

@@ -258,7 +258,7 @@ def test_what_is_cut_off_on_a_worker_is_counted_by_its_length(address, tmp_path)
 @pytest.mark.slow
 def test_an_adapter_is_trained_on_a_cluster_and_synced_to_its_engines(address, tmp_path):
     config = write_run(tmp_path)
-    lora = ["model.lora={rank: 2, alpha: 8}", "algorithm.kl_coef=0.01", "train.optim.lr=1e-2"]
+    lora = ["model.lora={rank: 2, alpha: 8}", "algorithm.kl.coef=0.01", "train.optim.lr=1e-2"]
     done = call_command(main, "train", config, "--ray", address, "train.steps=3", *lora, *PLACES)
     assert done.code == 0, done.err
     run = tmp_path / "runs" / "tiny"

@@ -42,7 +42,7 @@ def test_an_estimator_gets_what_it_has_a_parameter_for_and_its_own_options_win(t
     [
         (["train.group_size=1"], r"train\.group_size is 1 and the estimator 'grpo' compares"),
         (["algorithm.advantage_kwargs={norm_by_sdt: false}"], "Did you mean 'norm_by_std'"),
-        (["algorithm.advantage=gdpo", "algorithm.kl_in_reward.coef=0.1"], r"kl_in_reward\.coef to 0"),
+        (["algorithm.advantage=gdpo", "algorithm.kl={place: reward, coef: 0.1}"], r"kl\.place to loss"),
         (["algorithm.advantage=grpo_passk", "algorithm.advantage_kwargs={k: 3}"], r"k is 3 in groups of 3 .*from 1 to 2"),
         (["algorithm.advantage=grpo_passk", "algorithm.advantage_kwargs={k: 0}"], r"k is 0 in groups of 3"),
     ],
@@ -74,7 +74,7 @@ def test_an_unknown_estimator_is_said_with_the_nearest(tmp_path: Path) -> None:
         (["algorithm.advantage=rloo"], True),
         (["algorithm.advantage=return_to_go"], False),
         (["algorithm.advantage=gae"], False),
-        (["algorithm.kl_in_reward.coef=0.1"], False),
+        (["algorithm.kl={place: reward, coef: 0.1}"], False),
         (["algorithm.drop_zero_variance=false"], False),
         (["algorithm.advantage=gae", "algorithm.drop_zero_variance=true"], True),
     ],

@@ -86,6 +86,32 @@ def _bounds(name: str, value: float | tuple[float, float]) -> Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KlOptions:
+    """The KL from a reference: a term of the loss, or a penalty on the reward of every trained token."""
+
+    coef: Annotated[float, Field(ge=0)] = 0.0
+    """Its weight; 0 is none, and keeps no reference for it."""
+    place: Literal["loss", "reward"] = "loss"
+    """Where it counts: in the loss, or in the rewards, before advantages are computed."""
+    estimator: str | None = None
+    """k1, k2, k3 or abs; in the loss also k1+, k3+ and abs+, which have the value of that and the gradient of k2, which is
+    that of the KL. Null is k3 in the loss and k1 in the reward."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """The KL per token, in nats, that the weight is steered to; null keeps the weight at `coef`."""
+    horizon: Annotated[float, Field(gt=0)] = 10_000
+    """Trajectories over which the weight follows its target."""
+
+    def __post_init__(self) -> None:
+        if self.target is not None and not self.coef:
+            raise ConfigError(f"algorithm.kl.target is {self.target} and its coef is 0; set coef to a first weight")
+
+    @property
+    def name(self) -> str:
+        """The estimator's name."""
+        return self.estimator or {"loss": "k3", "reward": "k1"}[self.place]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DistillSettings:
     """On-policy distillation: the loss draws the policy to a teacher on the tokens that the policy sampled."""
 
@@ -94,6 +120,6 @@ class DistillSettings:
     coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the term beside the policy loss; `loss: none` leaves it alone."""
     estimator: str = "k1+"
-    """The estimator of KL(policy || teacher), a name that `kl_estimator` takes."""
+    """The estimator of KL(policy || teacher), a name that `kl.estimator` takes."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the teacher's weights; null takes the model's."""

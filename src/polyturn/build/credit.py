@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.config_source import ConfigSource
-from polyturn.build.loss import build_correction, build_kl, build_policy_loss
+from polyturn.build.loss import build_correction, build_policy_loss, kl_controller
 from polyturn.build.parts import Parts
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_class import CallShape, check_function
@@ -34,7 +34,7 @@ def build_estimator(place: ConfigSource) -> Any:
     if isinstance(estimator, type) or not callable(estimator):
         check_function(estimator, OF_GROUP, where=where)
     estimator = as_ours("estimator", estimator)
-    has_penalties = algorithm.kl_in_reward.coef > 0
+    has_penalties = algorithm.kl_in("reward").coef > 0
     check_estimator(
         estimator,
         name=algorithm.advantage,
@@ -73,7 +73,6 @@ def check_algorithm(place: ConfigSource) -> None:
     """
     build_estimator(place)
     build_policy_loss(place)
-    build_kl(place)
     build_correction(place)
     build_reward_kl(place)
 
@@ -110,21 +109,12 @@ def drops_zero_variance(place: ConfigSource, estimator: Any) -> bool:
         return False
     if algorithm.drop_zero_variance is not None:
         return algorithm.drop_zero_variance
-    return traits_of(estimator).only_compares and not algorithm.kl_in_reward.coef
+    return traits_of(estimator).only_compares and not algorithm.kl_in("reward").coef
 
 
 def build_reward_kl(place: ConfigSource) -> RewardKl | None:
     """Return the KL penalty of the rewards; None without one."""
-    from polyturn.algorithms.kl import AdaptiveKl, FixedKl
     from polyturn.training.reward_kl import RewardKl
 
-    kl = place.config.algorithm.kl_in_reward
-    if not kl.coef:
-        if kl.target is not None:
-            raise ConfigError(
-                f"algorithm.kl_in_reward.target is {kl.target} and its coef is 0; set the coef to a first weight"
-            )
-        return None
-    if kl.target is None:
-        return RewardKl(FixedKl(coef=kl.coef), estimator=kl.estimator)
-    return RewardKl(AdaptiveKl(coef=kl.coef, target=kl.target, horizon=kl.horizon), estimator=kl.estimator)
+    kl = place.config.algorithm.kl_in("reward")
+    return RewardKl(kl_controller(kl), estimator=kl.name) if kl.coef else None

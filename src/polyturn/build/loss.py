@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from polyturn.algorithms.options import CorrectionSettings
+from polyturn.algorithms.options import CorrectionSettings, KlOptions
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
 from polyturn.core.errors import ConfigError
@@ -37,27 +37,22 @@ def build_policy_loss(place: ConfigSource) -> PolicyLoss:
     return loss
 
 
-def build_kl(place: ConfigSource) -> KlController:
-    """Return what holds or steers the weight of the KL term."""
+def kl_controller(kl: KlOptions) -> KlController:
+    """Return what holds or steers the weight of a KL."""
     from polyturn.algorithms.kl import AdaptiveKl, FixedKl
 
-    algorithm = place.config.algorithm
-    if algorithm.kl_target is None:
-        return FixedKl(coef=algorithm.kl_coef)
-    if not algorithm.kl_coef:
-        raise ConfigError(
-            f"algorithm.kl_target is {algorithm.kl_target} and algorithm.kl_coef is 0; set kl_coef to a first weight"
-        )
-    return AdaptiveKl(coef=algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+    if kl.target is None:
+        return FixedKl(coef=kl.coef)
+    return AdaptiveKl(coef=kl.coef, target=kl.target, horizon=kl.horizon)
 
 
 def build_reference(place: ConfigSource, model: PreTrainedModel) -> bool | PreTrainedModel:
     """Return whether there is a reference, or the one that `model.reference` names."""
     config = place.config
     path = config.model.reference
-    if not config.algorithm.kl_coef and not config.algorithm.kl_in_reward.coef:
+    if not any(config.algorithm.kl_in(where).coef for where in ("loss", "reward")):
         if path is not None:
-            raise ConfigError(f"model.reference is {path!r} and no KL term reads it; set algorithm.kl_coef")
+            raise ConfigError(f"model.reference is {path!r} and no KL term reads it; set algorithm.kl.coef")
         return False
     return True if path is None else load_frozen(place, path, like=model, dtype=None)
 

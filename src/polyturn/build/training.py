@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.build.credit import build_estimator, build_reward_kl, drops_zero_variance, require_scores
 from polyturn.build.critic import build_critic
-from polyturn.build.loss import build_correction, build_kl
+from polyturn.build.loss import build_correction, kl_controller
 from polyturn.build.parts import Parts
 from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
@@ -41,7 +41,7 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
     spec = PolicySpec(optim=optim, steps=steps, max_tokens_per_batch=max_tokens_per_batch)
     # A reference or a teacher of ranks is loaded by them.
     options = policy_options(parts.place, spec, parts.model, parts.context.media, has_frozen=parts.team is None)
-    kl = build_kl(parts.place)
+    kl = kl_controller(parts.place.config.algorithm.kl_in("loss"))
     if parts.team is None:
         return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"], kl=kl)
     start, layout = parts.model.state_dict(), options["layout"]
@@ -152,11 +152,11 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
             drop_zero_variance=drops_zero_variance(place, estimator),
             drop_truncated=algorithm.drop_truncated,
             is_stale=train.max_staleness > 0,
-            needs_reference=algorithm.kl_coef > 0,
+            needs_reference=algorithm.kl_in("loss").coef > 0,
             uses_engine_logprobs=algorithm.old_logprobs == "engine",
             correction=build_correction(place),
         ),
-        kl=policy.kl if algorithm.kl_target is not None else None,
+        kl=policy.kl if algorithm.kl_in("loss").target is not None else None,
         critic=build_critic(parts, estimator),
         reward_kl=build_reward_kl(place),
     )

@@ -114,7 +114,7 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     longest = min(parts.max_context, num_prompt_tokens + turns * per_turn)
     episodes = config.train.groups_per_step * config.train.group_size
     tokens = min(longest * episodes, max(longest, config.train.max_tokens_per_batch))
-    has_reference = config.algorithm.kl_coef > 0 or config.algorithm.kl_in_reward.coef > 0
+    has_reference = any(config.algorithm.kl_in(place).coef for place in ("loss", "reward"))
     held = {
         "parameters": parameters * size // ranks,
         "gradients": trained * size // ranks,

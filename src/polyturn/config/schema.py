@@ -168,6 +168,11 @@ def child(annotation: Any, key: str | int) -> Any:
 
 
 RETIRED: Mapping[str, str] = {
+    "algorithm.kl_coef": "write algorithm.kl: {coef: …}",
+    "algorithm.kl_estimator": "write algorithm.kl: {estimator: …}",
+    "algorithm.kl_target": "write algorithm.kl: {target: …}",
+    "algorithm.kl_horizon": "write algorithm.kl: {horizon: …}",
+    "algorithm.kl_in_reward": "write algorithm.kl: {place: reward, coef: …}, in a list where the loss has a KL term too",
     "model.lora.rank_stabilized": "multiply model.lora.alpha by the square root of the rank, which scales the update alike",
     "train.distributed.strategy": "leave it out: ranks train with torch's FSDP2, and Megatron is not built "
     "(docs/guides/scale.md says why)",

@@ -583,7 +583,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
 
 
 def test_gdpo_has_no_use_for_a_kl_penalty() -> None:
-    with pytest.raises(ConfigError, match=r"kl_in_reward\.coef to 0"):
+    with pytest.raises(ConfigError, match=r"kl\.place to loss"):
         check_estimator(advantages.resolve("gdpo"), name="gdpo", group_size=4, has_penalties=True)
 
 

@@ -106,7 +106,7 @@ def test_every_documented_argument_has_a_row_that_says_something(name: str) -> N
             {"temperature": 1.0, "top_p": 0.9, "top_k": 50},
             {"rollout.sampling": {"temperature": 1.0, "top_p": 0.9, "top_k": 50}},
         ),
-        ({}, {"rollout.sampling.temperature": 0.9, "seed": 42, "algorithm.kl_coef": 0.04}),
+        ({}, {"rollout.sampling.temperature": 0.9, "seed": 42, "algorithm.kl.coef": 0.04}),
         ({"async_generate": True}, {"train.max_staleness": 1}),
         ({"loss_scale": "last_round"}, {"algorithm.loss_scale": "last_round"}),
         (
@@ -129,7 +129,7 @@ def test_every_documented_argument_has_a_row_that_says_something(name: str) -> N
         ({"learning_rate": 5e-7}, {"train.optim.lr": 5e-7}),
         ({"adam_beta2": 0.99}, {"train.optim.betas": [0.9, 0.99]}),
         ({"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, {"train.optim.schedule": "constant"}),
-        ({"beta": 0.0}, {"algorithm.kl_coef": 0.0}),
+        ({"beta": 0.0}, {"algorithm.kl.coef": 0.0}),
         ({"epsilon": 0.1}, {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
         ({"epsilon_high": 0.28}, {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28}),
         ({"loss_type": "dapo"}, {"algorithm.aggregate": "token-mean"}),
@@ -162,7 +162,7 @@ def test_every_documented_argument_has_a_row_that_says_something(name: str) -> N
         ),
         ({"scale_rewards": "none"}, {"algorithm.norm_by_std": False}),
         ({"advantage_estimator": "rloo"}, {"algorithm.advantage": "rloo"}),
-        ({"kl_in_reward": True, "beta": 0.01}, {"algorithm.kl_in_reward.coef": 0.01, "algorithm.kl_coef": 0.0}),
+        ({"kl_in_reward": True, "beta": 0.01}, {"algorithm.kl.coef": 0.01, "algorithm.kl.place": "reward"}),
         ({"dynamic_sample": True}, {"train.dynamic_sampling": 3, "algorithm.drop_zero_variance": True}),
         (
             {"dynamic_sample": True, "max_resample_times": 5},

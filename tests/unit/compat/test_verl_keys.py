@@ -111,10 +111,10 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ACTOR}.clip_ratio_c=4.0", "algorithm.clip_dual", 4.0),
     (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", "algorithm.aggregate", "seq-mean-token-sum"),
     (f"{ACTOR}.entropy_coeff=0.01", "algorithm.entropy_coef", 0.01),
-    (f"{ACTOR}.use_kl_loss=True", "algorithm.kl_coef", 0.001),
-    (f"{ACTOR}.kl_loss_coef=0.01", "algorithm.kl_coef", 0.0),
-    (f"{ACTOR}.kl_loss_type=mse", "algorithm.kl_estimator", "k2"),
-    (f"{ACTOR}.kl_loss_type=low_var_kl+", "algorithm.kl_estimator", "k3+"),
+    (f"{ACTOR}.use_kl_loss=True", "algorithm.kl.coef", 0.001),
+    (f"{ACTOR}.kl_loss_coef=0.01", "algorithm.kl.coef", 0.0),
+    (f"{ACTOR}.kl_loss_type=mse", "algorithm.kl.estimator", "k2"),
+    (f"{ACTOR}.kl_loss_type=low_var_kl+", "algorithm.kl.estimator", "k3+"),
     (f"{ACTOR}.loss_scale_factor=3000", "algorithm.norm_length", 3000),
     (f"{ACTOR}.tis_imp_ratio_cap=2.5", "algorithm.correction", {"weight": "token", "cap": 2.5}),
     ("actor_rollout_ref.model.lora_rank=8", "model.lora.rank", 8),
@@ -144,7 +144,7 @@ MAPPED: list[tuple[str, str, Any]] = [
     ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.advantage", "reinforce_plus_plus"),
     ("algorithm.adv_estimator=remax", "algorithm.advantage", "remax"),
     ("algorithm.adv_estimator=gae", "algorithm.advantage_kwargs", {"outcome": "end"}),
-    ("algorithm.use_kl_in_reward=True", "algorithm.kl_in_reward.coef", 0.001),
+    ("algorithm.use_kl_in_reward=True", "algorithm.kl.coef", 0.001),
     ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.norm_by_std", False),
     ("algorithm.filter_groups.enable=True", "algorithm.drop_zero_variance", True),
     ("algorithm.rollout_correction.bypass_mode=True", "algorithm.old_logprobs", "engine"),
@@ -375,7 +375,13 @@ def test_a_kl_penalty_of_the_reward_may_follow_a_target():
         "++algorithm.kl_ctrl.target_kl=0.2",
         "++algorithm.kl_ctrl.horizon=500",
     )
-    assert made.native["algorithm"]["kl_in_reward"] == {"estimator": "k3", "coef": 0.001, "target": 0.2, "horizon": 500}
+    assert made.native["algorithm"]["kl"] == {
+        "place": "reward",
+        "estimator": "k3",
+        "coef": 0.001,
+        "target": 0.2,
+        "horizon": 500,
+    }
 
 
 def test_keys_of_megatron_are_refused_in_one_sentence_however_many_there_are():

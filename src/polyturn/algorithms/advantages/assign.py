@@ -145,7 +145,7 @@ def check_estimator(
     if has_penalties and not traits.takes_penalties:
         raise ConfigError(
             f"the estimator {name!r} normalises each reward apart, and a KL penalty on single tokens is none of them: set "
-            "algorithm.kl_in_reward.coef to 0 and algorithm.kl_coef to the weight of a KL term in the loss"
+            "algorithm.kl.place to loss, or its coef to 0"
         )
 
 

@@ -44,19 +44,24 @@ def critic(s: Source) -> None:
 
 
 def kl_in_reward(s: Source) -> None:
-    """Set the KL penalty of the rewards: its weight, its estimator, and what steers it."""
-    if not s.get("algorithm.use_kl_in_reward"):
+    """Set the KL penalty of the rewards, beside the KL term of the loss where there is one."""
+    switch = "algorithm.use_kl_in_reward"
+    if not s.get(switch):
         return
+    term = s.native.get("algorithm", {}).pop("kl", None)
+    s.put("algorithm.kl.place", "reward", by=switch)
     key = "algorithm.kl_penalty"
     name = str(s.get(key, "kl")).removesuffix("+")
     if name in _KL:
-        s.put("algorithm.kl_in_reward.estimator", _KL[name], by=key)
+        s.put("algorithm.kl.estimator", _KL[name], by=key)
     else:
         s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(name, _KL)}")
-    s.put("algorithm.kl_in_reward.coef", s.number(f"{CONTROL}.kl_coef", 0.001), by=f"{CONTROL}.kl_coef")
+    s.put("algorithm.kl.coef", s.number(f"{CONTROL}.kl_coef", 0.001), by=f"{CONTROL}.kl_coef")
     kind = str(s.get(f"{CONTROL}.type", "fixed"))
     if kind == "adaptive":
-        s.put("algorithm.kl_in_reward.target", s.number(f"{CONTROL}.target_kl", 0.1), by=f"{CONTROL}.target_kl")
-        s.put("algorithm.kl_in_reward.horizon", s.number(f"{CONTROL}.horizon", 10_000), by=f"{CONTROL}.horizon")
+        s.put("algorithm.kl.target", s.number(f"{CONTROL}.target_kl", 0.1), by=f"{CONTROL}.target_kl")
+        s.put("algorithm.kl.horizon", s.number(f"{CONTROL}.horizon", 10_000), by=f"{CONTROL}.horizon")
     elif kind != "fixed":
         s.refuse(f"{CONTROL}.type", f"there is no such controller.{did_you_mean(kind, ['fixed', 'adaptive'])}")
+    if term is not None:
+        s.put("algorithm.kl", [term, s.native["algorithm"]["kl"]], by=switch)

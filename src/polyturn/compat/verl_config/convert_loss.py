@@ -27,10 +27,12 @@ def kl(s: Source) -> None:
     estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
     estimators |= {f"{name}+": f"{native}+" for name, native in estimators.items() if native != "k2"}
     uses = bool(s.get(f"{ACTOR}.use_kl_loss"))
-    s.put("algorithm.kl_coef", s.get(f"{ACTOR}.kl_loss_coef", 0.001) if uses else 0.0, by=f"{ACTOR}.use_kl_loss")
+    if not uses and s.get("algorithm.use_kl_in_reward"):
+        return  # the section says what the rewards have
+    s.put("algorithm.kl.coef", s.get(f"{ACTOR}.kl_loss_coef", 0.001) if uses else 0.0, by=f"{ACTOR}.use_kl_loss")
     name = s.get(key, "low_var_kl")
     if name in estimators:
-        s.put("algorithm.kl_estimator", estimators[name], by=key)
+        s.put("algorithm.kl.estimator", estimators[name], by=key)
     elif uses:
         s.refuse(key, f"there is no such estimator of the KL.{did_you_mean(str(name), estimators)}")
 

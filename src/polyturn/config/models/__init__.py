@@ -12,7 +12,7 @@ objects. Paths are relative to the config file. A name of a plug-in is a registe
 
 from __future__ import annotations
 
-from polyturn.config.models.algorithm import AlgorithmConfig, KlInRewardConfig
+from polyturn.config.models.algorithm import AlgorithmConfig
 from polyturn.config.models.cluster import ActorsConfig, ClusterConfig
 from polyturn.config.models.data import DataConfig, MixConfig, TaskSourceConfig
 from polyturn.config.models.env import EnvConfig
@@ -37,7 +37,6 @@ __all__ = [
     "EnvConfig",
     "EvalConfig",
     "EvalSetConfig",
-    "KlInRewardConfig",
     "MixConfig",
     "ModelConfig",
     "PolicyConfig",

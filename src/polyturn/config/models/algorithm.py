@@ -9,24 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from polyturn.algorithms.options import CorrectionSettings, DistillSettings
+from polyturn.algorithms.options import CorrectionSettings, DistillSettings, KlOptions
 from polyturn.config.models.base import Section
 from polyturn.training.options import CriticSettings
-
-
-class KlInRewardConfig(Section):
-    """A KL penalty on the reward of every trained token, before advantages are computed."""
-
-    coef: float = Field(0.0, ge=0)
-    """Weight of the penalty; 0 is none, and keeps no reference for it."""
-    estimator: str = "k1"
-    """k1, k2, k3 or abs, of the trained policy against the reference."""
-    target: float | None = Field(None, gt=0)
-    """The KL per token, in nats, that the weight is steered to; null keeps the weight at `coef`."""
-    horizon: float = Field(10_000, gt=0)
-    """Trajectories over which the weight follows its target."""
 
 
 class AlgorithmConfig(Section):
@@ -43,7 +30,6 @@ class AlgorithmConfig(Section):
     lam: float | None = Field(None, ge=0, le=1)
     """Weight of later steps in generalised advantage estimation; null takes the estimator's default."""
     critic: CriticSettings = CriticSettings()
-    kl_in_reward: KlInRewardConfig = KlInRewardConfig()
     loss: str = "ppo_clip"
     """What a token contributes: a registered policy loss, or `file.py:function`."""
     loss_kwargs: dict[str, Any] = {}
@@ -64,14 +50,8 @@ class AlgorithmConfig(Section):
     loss_scale: str = "default"
     """Which of the sampled tokens are trained: default (all turns), last_round (the last message of each sample),
     ignore_empty_think, `file.py:function`, or several as `a+b`. What a scheduler weighed itself stays."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL term against the weights at the start of the run; 0 keeps no reference."""
-    kl_target: float | None = Field(None, gt=0)
-    """The KL per token, in nats, that the weight is steered to; null keeps the weight at `kl_coef`."""
-    kl_horizon: float = Field(10_000, gt=0)
-    """Trajectories over which the weight follows its target."""
-    kl_estimator: str = "k3"
-    """k1, k2, k3 or abs; k1+, k3+ and abs+ have the value of that and the gradient of k2, which is that of the KL."""
+    kl: KlOptions | list[KlOptions] = KlOptions()
+    """The KL from the weights at the start of the run, or from `model.reference`; a list for one in each place."""
     entropy_coef: float = 0.0
     """Weight of the bonus for entropy."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
@@ -86,3 +66,15 @@ class AlgorithmConfig(Section):
     drop_zero_variance: bool | None = None
     """Leave groups out of the loss whose members all have the same reward; null does so where the estimator looks at nothing
     but rewards, so that every advantage of such a group is 0."""
+
+    @field_validator("kl")
+    @classmethod
+    def _one_in_each_place(cls, kl: KlOptions | list[KlOptions]) -> KlOptions | list[KlOptions]:
+        if isinstance(kl, list) and len({one.place for one in kl}) < len(kl):
+            raise ValueError("two of them have the same place; give one for the loss and one for the reward")
+        return kl
+
+    def kl_in(self, place: Literal["loss", "reward"]) -> KlOptions:
+        """Return the KL of the loss or of the reward, with weight 0 where there is none."""
+        terms = self.kl if isinstance(self.kl, list) else [self.kl]
+        return next((one for one in terms if one.place == place), KlOptions(place=place))

@@ -70,8 +70,7 @@ def advantage(s: Source) -> None:
 def kl_in_reward(s: Source) -> None:
     """Move the KL term from the loss to the reward where it belongs there."""
     if s.get("kl_in_reward"):
-        s.put("algorithm.kl_in_reward.coef", s.number("beta", 0.04), by="kl_in_reward")
-        s.put("algorithm.kl_coef", 0.0, by="kl_in_reward")
+        s.put("algorithm.kl.place", "reward", by="kl_in_reward")
 
 
 def resample(s: Source) -> None:
