@@ -1,6 +1,6 @@
 """How large the house is: what one sample passes, what one turn takes to read, lines, keys, circles. Prints one JSON line.
 
-    python benchmarks/house.py [--show way|turn|circles|classes|long|wide|keys|plugin_keys]      the names behind a figure
+    python benchmarks/house.py [--show way|turn|circles|classes|long|wide|keys|plugin_keys|key_paths]    the names behind it
     python benchmarks/house.py --document docs/one-sample.md                         writes the way into the page
 
 **The way of a sample** (`way_*`). One optimizer step of a run is taken through the command line, with the embedded engine, a
@@ -24,10 +24,13 @@ script compare with one another.
 
 `lines` are all lines of the files, comments and blanks included, as `wc -l` counts. `keys` are the leaf paths of a
 configuration: keys of a section that is not itself a section; a section that may stand in a list or under any name counts
-once. `plugin_keys` are those that only one kind of a plug-in takes, counted apart. `circles` are the sets of modules that
-import one another, directly or through others, by package: imports at the top and under `if TYPE_CHECKING:`; imports inside
-functions do not count. `duplicate_classes` are names of classes that more than one place in src defines. A function's
-lines are those from `def` to its end, docstring included; its parameters are all but `self`, `cls`, `*args` and `**kwargs`.
+once. `plugin_keys` are those that only one kind of a plug-in takes, counted apart. Of both, a section that stands in
+several places (optimizers, sources of tasks, models, engines, sampling) is one class with the same keys everywhere, and
+counts once, where its path is shortest; `key_paths` counts the keys of all places, those of plug-ins too. `circles` are
+the sets of modules that import one another, directly or through others, by package: imports at the top and under
+`if TYPE_CHECKING:`; imports inside functions do not count. `duplicate_classes` are names of classes that more than one
+place in src defines. A function's lines are those from `def` to its end, docstring included; its parameters are all but
+`self`, `cls`, `*args` and `**kwargs`.
 """
 
 from __future__ import annotations
@@ -184,6 +187,8 @@ class Keys(NamedTuple):
     of_runs: list[str]
     of_plugins: list[str]
     """Those that only one kind of a plug-in takes, such as `engine.launch.replicas` of servers."""
+    paths: list[str]
+    """All of them, in every place where a section stands."""
 
 
 def keys() -> Keys:
@@ -195,8 +200,10 @@ def keys() -> Keys:
     inner = {row.key.rpartition(".")[0].removesuffix(".<name>").removesuffix("[]") for row in rows}
     leaves = [row for row in rows if row.key not in inner]
     names = [row.key.replace("<name>.", "").replace("[]", "") for row in leaves]
-    of_plugins = {name for name, row in zip(names, leaves, strict=True) if row.of}
-    return Keys(sorted(set(names) - of_plugins), sorted(of_plugins))
+    found = sorted(zip(names, leaves, strict=True), key=lambda one: (one[0].count("."), one[0]), reverse=True)
+    firsts = {row.declared: (name, bool(row.of)) for name, row in found}
+    of_plugins = {name for name, is_of_plugin in firsts.values() if is_of_plugin}
+    return Keys(sorted({name for name, _ in firsts.values()} - of_plugins), sorted(of_plugins), sorted(set(names)))
 
 
 # The traced run.
@@ -457,7 +464,9 @@ def turn(stacks: Sequence[Stack]) -> list[Function]:
 def main() -> None:
     """Measure, and print one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", choices=["way", "turn", "circles", "classes", "long", "wide", "keys", "plugin_keys"])
+    parser.add_argument(
+        "--show", choices=["way", "turn", "circles", "classes", "long", "wide", "keys", "plugin_keys", "key_paths"]
+    )
     parser.add_argument("--document", type=Path, metavar="PAGE", help="write the way into this page, and measure nothing")
     options = parser.parse_args()
     stacks = traced()
@@ -478,6 +487,7 @@ def main() -> None:
         "wide": wide,
         "keys": leaves.of_runs,
         "plugin_keys": leaves.of_plugins,
+        "key_paths": leaves.paths,
     }
     for one in shown.get(options.show, ()):
         print(" ".join(map(str, one)) if isinstance(one, tuple) else one)
@@ -494,6 +504,7 @@ def main() -> None:
         "files_all": len(modules),
         "keys": len(leaves.of_runs),
         "plugin_keys": len(leaves.of_plugins),
+        "key_paths": len(leaves.paths),
         "circles": len(found_circles),
         "files_in_circles": dict(sorted(by_package.items())),
         "duplicate_classes": len(twice),

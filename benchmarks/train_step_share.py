@@ -30,7 +30,8 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.schema import Trained
 from polyturn.tracking.jsonl import read_metrics
 from polyturn.training.observer import RunObserver
-from polyturn.training.sft import SftSettings, run_sft
+from polyturn.training.options import SftOptions
+from polyturn.training.sft import run_sft
 
 CONFIG = Path(__file__).parents[1] / "examples/quickstart/config.yaml"
 SHORT = [
@@ -96,7 +97,7 @@ def run_here(overrides: list[str]) -> dict[str, Any]:
         samples = build.warm_start_samples(parts)
         start_s = time.perf_counter() - began
         warm = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
-        run_sft(warm, samples, SftSettings(steps=sft.steps, batch_size=sft.batch_size))
+        run_sft(warm, samples, SftOptions(steps=sft.steps, batch_size=sft.batch_size))
         with TimedObserver(folder, total_steps=place.config.train.steps) as observer:
             observer.record_s = []
             trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)

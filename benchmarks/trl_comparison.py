@@ -95,7 +95,8 @@ def make_model(size: str, folder: Path) -> float:
     from polyturn.config.models import RunConfig
     from polyturn.tokens.train import CHAT_TEMPLATE
     from polyturn.training import hf
-    from polyturn.training.sft import SftSettings, run_sft
+    from polyturn.training.options import SftOptions
+    from polyturn.training.sft import run_sft
 
     folder.mkdir(parents=True)
     # The libraries write a tool's schema differently; with its name alone both show the model the very same prompt.
@@ -104,7 +105,7 @@ def make_model(size: str, folder: Path) -> float:
     place = build.ConfigSource(config=RunConfig.model_validate(config_of(model=folder, steps=1, size=size)), base=HERE)
     parts, sft = build.build_parts(place), place.config.warm_start
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
-    run_sft(policy, build.warm_start_samples(parts), SftSettings(steps=sft.steps, batch_size=sft.batch_size))
+    run_sft(policy, build.warm_start_samples(parts), SftOptions(steps=sft.steps, batch_size=sft.batch_size))
     with torch.no_grad():  # larger logits: at temperature 1 hardly a token strays from what was learnt
         parts.model.get_parameter("model.norm.weight").mul_(SHARPER)
     hf.save_model(parts.model, folder, tokenizer=parts.context.codec.tokenizer)

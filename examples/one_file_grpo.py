@@ -119,7 +119,7 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
     encoder = context.encoder_for(task(1))
     games = [polyturn.encode_conversation(demonstration(rng), encoder, id=str(i)) for i in range(32 * sft_steps)]
     sft = polyturn.local_policy(model, optim=polyturn.OptimSettings(lr=3e-3, warmup_steps=5))
-    polyturn.run_sft(sft, games, polyturn.SftSettings(steps=sft_steps, batch_size=32, seed=seed))
+    polyturn.run_sft(sft, games, polyturn.SftOptions(steps=sft_steps, batch_size=32), seed=seed)
 
     policy = polyturn.local_policy(model, optim=polyturn.OptimSettings(lr=5e-4, warmup_steps=5))
     history: list[float] = []

@@ -53,7 +53,7 @@ def config_page() -> str:
     tables: dict[str, list[str]] = {}
     intro: dict[str, str] = {}
     for row in schema_table(RunConfig):
-        key, kind, default, doc, of = row
+        key, kind, default, doc, of, _ = row
         if kind == "section":
             intro[key] = doc
             continue

@@ -107,7 +107,7 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
         "build_model": "polyturn.training.hf",
         "encode_conversation": "polyturn.training.sft",
         "run_sft": "polyturn.training.sft",
-        "SftSettings": "polyturn.training.sft",
+        "SftOptions": "polyturn.training.options",
         "filter_groups": "polyturn.batching.filters",
         "to_samples": "polyturn.batching.samples",
         "assign_advantages": "polyturn.algorithms.advantages",
@@ -203,9 +203,9 @@ if TYPE_CHECKING:
     from polyturn.tools.schema import ToolResponse
     from polyturn.tracking.base import RunTracker
     from polyturn.training.hf import build_model
-    from polyturn.training.options import OptimSettings
+    from polyturn.training.options import OptimSettings, SftOptions
     from polyturn.training.policy import local_policy
-    from polyturn.training.sft import SftSettings, encode_conversation, run_sft
+    from polyturn.training.sft import encode_conversation, run_sft
 
 
 def __getattr__(name: str) -> Any:

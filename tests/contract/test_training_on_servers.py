@@ -28,7 +28,12 @@ def test_a_run_trains_on_servers_that_it_starts_and_stops(kind, replicas, way, t
     called = call_command(
         main,
         *("train", write_tiny_run(tmp_path), *WIDER, "train.steps=2"),
-        *(f"engine.kind={kind}", f"engine.launch.python={interpreter(kind)}", f"engine.launch.log={log}"),
+        *(
+            f"engine.kind={kind}",
+            "engine.num_slots=null",
+            f"engine.launch.python={interpreter(kind)}",
+            f"engine.launch.log={log}",
+        ),
         *(f"engine.launch.replicas={replicas}", f"engine.launch.ready_timeout_s={READY_S}", f"engine.weights={way}"),
     )
     assert called.code == 0, called.err + log.read_text()[-2000:]
@@ -162,7 +167,12 @@ def test_a_run_on_a_ray_cluster_trains_on_two_servers_on_nodes_of_their_own(kind
         called = call_command(
             main,
             *("train", write_tiny_run(tmp_path), "--ray", nodes.address, *WIDER, "train.steps=2"),
-            *(f"engine.kind={kind}", f"engine.launch.python={interpreter(kind)}", f"engine.launch.log={tmp_path / 'log'}"),
+            *(
+                f"engine.kind={kind}",
+                "engine.num_slots=null",
+                f"engine.launch.python={interpreter(kind)}",
+                f"engine.launch.log={tmp_path / 'log'}",
+            ),
             *("train.distributed.ranks=2", "cluster.rank_resources={trainer: 1}"),
             *("cluster.engines={count: 2, resources: {server: 1}}", "cluster.workers={count: 2, resources: {worker: 1}}"),
         )
@@ -185,7 +195,8 @@ def test_a_run_on_a_ray_cluster_trains_on_two_servers_on_nodes_of_their_own(kind
     ],
 )
 def test_what_is_for_one_machine_is_refused_on_a_cluster_before_anything_is_started(setting, said, tmp_path):
-    called = call_command(main, "train", write_tiny_run(tmp_path), "--ray", "auto", "--dry-run", "engine.kind=vllm", setting)
+    given = ("--ray", "auto", "--dry-run", "engine.kind=vllm", "engine.num_slots=null", setting)
+    called = call_command(main, "train", write_tiny_run(tmp_path), *given)
     assert called.code == 2 and said in " ".join((called.err + called.out).split()), called.err
 
 

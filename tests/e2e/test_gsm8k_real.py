@@ -32,7 +32,8 @@ from polyturn.data.dataset import TaskDataset
 from polyturn.data.prepare import prepare_gsm8k
 from polyturn.evaluation.report import EvalReport
 from polyturn.store.schema import Trained
-from polyturn.training.sft import SftSettings, run_sft
+from polyturn.training.options import SftOptions
+from polyturn.training.sft import run_sft
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 pytestmark = pytest.mark.skipif(
@@ -185,7 +186,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     parts = build.build_parts(place)
     sft = place.config.warm_start
     policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
-    run_sft(policy, build.warm_start_samples(parts), SftSettings(steps=sft.steps, batch_size=sft.batch_size))
+    run_sft(policy, build.warm_start_samples(parts), SftOptions(steps=sft.steps, batch_size=sft.batch_size))
 
     tasks = build.build_run_tasks(place)
     build.check_training(parts, tasks)

@@ -186,7 +186,7 @@ def test_the_site_lists_every_page(reference: ModuleType):
 
 def test_the_reference_has_every_key_every_error_and_every_kind_of_tool_error(reference: ModuleType):
     pages = reference.pages()
-    for key, kind, _, meaning, _ in schema_table(RunConfig):
+    for key, kind, _, meaning, _, _ in schema_table(RunConfig):
         assert kind == "section" or f"`{key}`" in pages["reference/config.md"]
         assert meaning, f"{key} has no meaning: a string under the field in config/models/"
     for name, cls in vars(errors).items():

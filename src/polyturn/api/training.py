@@ -38,7 +38,7 @@ from polyturn.training.observer import RunObserver
 from polyturn.training.process_group import GroupTeam
 from polyturn.training.ranked import RankedBackend
 from polyturn.training.resume import changed_settings
-from polyturn.training.sft import SftSettings, run_sft
+from polyturn.training.sft import run_sft
 from polyturn.training.state import LoopState
 from polyturn.training.update import Revise
 
@@ -302,14 +302,12 @@ def warm_start(
         policy.load_state_dict(saved["policy"])
         first = int(saved["step"])
         logger.info("warm start: going on at step %d", first)
-    settings = SftSettings(
-        steps=sft.steps, batch_size=sft.batch_size, seed=parts.place.config.seed, max_seconds=sft.max_seconds
-    )
     with signals() as noted:
         steps = run_sft(
             policy,
             samples,
-            settings,
+            sft,
+            seed=parts.place.config.seed,
             on_step=lambda step, m: observer.on_sft(step, sft.steps, m),
             first_step=first,
             should_stop=lambda: bool(noted.received),

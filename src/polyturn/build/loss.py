@@ -50,7 +50,7 @@ def build_reference(place: ConfigSource, model: PreTrainedModel) -> bool | PreTr
     """Return whether there is a reference, or the one that `model.reference` names."""
     config = place.config
     path = config.model.reference
-    if not any(config.algorithm.kl_in(where).coef for where in ("loss", "reward")):
+    if not config.algorithm.has_kl:
         if path is not None:
             raise ConfigError(f"model.reference is {path!r} and no KL term reads it; set algorithm.kl.coef")
         return False

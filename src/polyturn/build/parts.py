@@ -49,7 +49,6 @@ from polyturn.tokens.parsers import build_parser
 from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.function import FunctionTool
-from polyturn.tools.options import ToolOptions
 from polyturn.tools.registry import check_tools, initialize_tools_from_config, load_function_tools
 
 if TYPE_CHECKING:
@@ -240,21 +239,7 @@ def build_tools(place: ConfigSource, *, codec: Codec) -> ToolBox:
     if tools.file is not None:
         found += initialize_tools_from_config(tools.file, base=place.base)
     found += _function_tools(place)
-    return ToolBox(
-        [*found, *build_env_tools(place)],
-        ToolOptions(
-            timeout_s=tools.timeout_s,
-            max_parallel_calls=tools.max_parallel_calls,
-            max_result_chars=tools.max_result_chars,
-            max_result_tokens=tools.max_result_tokens,
-            truncate_side=tools.truncate_side,
-            max_concurrency=tools.max_concurrency,
-            max_per_host=tools.max_per_host,
-            breaker=tools.breaker,
-            fails_unreachable=tools.unreachable == "failure",
-        ),
-        codec=codec,
-    )
+    return ToolBox([*found, *build_env_tools(place)], tools, codec=codec)
 
 
 def _function_tools(place: ConfigSource) -> list[BaseTool]:

@@ -114,7 +114,7 @@ def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     longest = min(parts.max_context, num_prompt_tokens + turns * per_turn)
     episodes = config.train.groups_per_step * config.train.group_size
     tokens = min(longest * episodes, max(longest, config.train.max_tokens_per_batch))
-    has_reference = any(config.algorithm.kl_in(place).coef for place in ("loss", "reward"))
+    has_reference = config.algorithm.has_kl
     held = {
         "parameters": parameters * size // ranks,
         "gradients": trained * size // ranks,

@@ -51,6 +51,8 @@ class KeyInfo(NamedTuple):
     doc: str
     of: str = ""
     """The kinds of a plug-in that take it, for a key that others of the section do not have."""
+    declared: str = ""
+    """The class and field that declare it, the same in all places where such a section stands."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -374,13 +376,19 @@ def _rows(model: type, prefix: str, above: tuple[type, ...], instance: Any) -> I
         if inner and not doc:
             doc = (inner[0][1].__doc__ or "").strip().partition("\n")[0]
         is_section = bool(inner) and inner[0][0] == key
-        yield KeyInfo(key, "section" if is_section else type_name(found.annotation), _default_text(found, is_section), doc)
+        kind = "section" if is_section else type_name(found.annotation)
+        yield KeyInfo(key, kind, _default_text(found, is_section), doc, declared=_declaration(model, name))
         places: dict[str, list[type]] = {}
         for at, of in inner:
             if of not in above:
                 places.setdefault(at, []).append(of)
         for at, sections in places.items():
             yield from _rows_of_kinds(sections, f"{at}.", above, found.default if at == key else None)
+
+
+def _declaration(model: type, name: str) -> str:
+    owner = next(cls for cls in reversed(model.__mro__) if name in vars(cls).get("__annotations__", {}))
+    return f"{owner.__qualname__}.{name}"
 
 
 def _rows_of_kinds(sections: Sequence[type], prefix: str, above: tuple[type, ...], instance: Any) -> Iterator[KeyInfo]:

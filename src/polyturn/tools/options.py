@@ -1,9 +1,15 @@
-"""What can be chosen about the calls of all tools together: deadlines, sizes, how many at once."""
+"""What can be chosen about the tools of a run: which there are, and the deadlines, sizes and numbers of their calls.
+
+tools: {functions: [tools.py], timeout_s: 10, max_concurrency: {search: 32}}      ToolsOptions
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from polyturn.core.errors import ConfigError
 from polyturn.tools.breaker import BreakerSettings
@@ -14,26 +20,25 @@ from polyturn.tools.truncate import TruncateSide
 class ToolOptions:
     """The limits of each call. A tool's own config may be stricter."""
 
-    timeout_s: float = 60.0
-    """Deadline of every single call into a tool."""
-    max_parallel_calls: int = 16
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds of a call; beyond, the model reads that it took too long."""
+    max_parallel_calls: Annotated[int, Field(ge=1)] = 16
     """Calls of one turn beyond this many are answered as skipped."""
-    max_result_chars: int | None = 8192
-    """How much of a result's text the model reads; None is all."""
-    max_result_tokens: int | None = None
-    """The same in tokens, which needs the codec; the smaller of both holds."""
+    max_result_chars: Annotated[int, Field(ge=16)] | None = 8192
+    """Characters of a result that the model reads; null is all."""
+    max_result_tokens: Annotated[int, Field(ge=4)] | None = None
+    """The same in tokens of the run's tokenizer; the smaller of both holds."""
     truncate_side: TruncateSide = "middle"
-    """Which part of a longer text goes; see `truncate.py`."""
-    max_abandoned: int = 64
-    """How many calls past their deadline may be running before the run ends."""
+    """Where a longer result is cut: left keeps its end, right its beginning, middle both."""
     max_concurrency: Mapping[str, int] = field(default_factory=dict)
-    """Tool -> its calls at once, over what the tool's own config says."""
-    max_per_host: int | None = None
-    """Calls at once to one host, of all tools that ask it; None is no limit."""
+    """Tool -> its calls at once; others wait, which is no part of their `timeout_s`. Goes before `max_concurrency` in a
+    tool's own config."""
+    max_per_host: Annotated[int, Field(ge=1)] | None = None
+    """Calls at once to one host, of all tools that ask it; null is no limit."""
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
-    """When a tool that fails is left alone."""
-    fails_unreachable: bool = False
-    """Whether a lost connection fails the trajectory; else the model reads of it."""
+    unreachable: Literal["observation", "failure"] = "observation"
+    """What a call is that finds its tool gone (`connection`, `circuit_open`): an observation, which the model reads and is
+    scored with; or a failure of the trajectory, which then is in no loss, for services that no call can bring down."""
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0 or self.max_parallel_calls < 1:
@@ -41,3 +46,13 @@ class ToolOptions:
                 f"timeout_s is {self.timeout_s} and max_parallel_calls is {self.max_parallel_calls}; the first must be "
                 "positive, the second at least 1"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsOptions(ToolOptions):
+    """Tools, and the limits of each call."""
+
+    file: str | None = None
+    """YAML or JSON with a `tools` list."""
+    functions: list[str] = field(default_factory=list)
+    """`file.py:function` of functions decorated with @polyturn.tool; `file.py` alone means every tool in it."""

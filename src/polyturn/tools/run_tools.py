@@ -33,6 +33,10 @@ from polyturn.tools.validate import ArgumentSchema
 logger = logging.getLogger(__name__)
 
 
+MAX_ABANDONED = 64
+"""How many calls past their deadline may be running before the run ends."""
+
+
 class RunTools:
     """Every tool of a run, with what each call needs to know of it. Shared by all episodes."""
 
@@ -48,6 +52,7 @@ class RunTools:
             ConfigError: two tools have one name, or a value cannot work.
         """
         check_names(tools)
+        self.max_abandoned = MAX_ABANDONED
         self.tools: dict[str, Tool] = {tool.name: tool for tool in tools}
         self.options = options = options or ToolOptions()
         for tool in self.tools.values():
@@ -147,7 +152,7 @@ class RunTools:
         Raises:
             RolloutError: too many calls were left behind.
         """
-        if self.num_abandoned > self.options.max_abandoned:
+        if self.num_abandoned > self.max_abandoned:
             worst = max(self.tools, key=self._abandoned)
             raise RolloutError(
                 f"{self.num_abandoned} tool calls still run past their deadline, most of them in {worst!r}; give the tool "

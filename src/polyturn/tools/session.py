@@ -243,7 +243,7 @@ class ToolSession:
         """Make the call unless the tool's breaker is open, and tell the breaker what came of it."""
         breaker = self._box.breakers[call.name]
         if (rest_s := breaker.admit()) is not None:
-            if self._box.options.fails_unreachable:
+            if self._box.options.unreachable == "failure":
                 raise ToolUnavailableError(f"tool {call.name!r} cannot be reached; its breaker is open")
             why = f"{call.name!r} does not work at the moment and was not asked; try again in {math.ceil(rest_s)} s"
             return self._failed(call, ToolFailure.CIRCUIT_OPEN, why)
@@ -259,7 +259,7 @@ class ToolSession:
         finally:
             if not is_told:
                 breaker.left()
-        if self._box.options.fails_unreachable and result.error == ToolFailure.CONNECTION:
+        if self._box.options.unreachable == "failure" and result.error == ToolFailure.CONNECTION:
             raise ToolUnavailableError(f"tool {call.name!r} cannot be reached: {str(result.content)[:500]}")
         return result
 

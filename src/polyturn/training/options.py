@@ -1,8 +1,9 @@
-"""What can be chosen about training: the optimizer, the critic, the adapter.
+"""What can be chosen about training: the optimizer, the critic, the adapter, the supervised start.
 
     train: {optim: {lr: 1.0e-6, warmup_ratio: 0.03, schedule: cosine}}      OptimSettings
     algorithm: {critic: {warmup: 10, optim: {lr: 1.0e-5}}}                  CriticSettings
     model: {lora: {rank: 16}}                                               LoraSettings
+    warm_start: {conversations: demos.jsonl, steps: 50}                     SftOptions
 
 The parts of this package take these objects as they are, and a configuration holds the same ones. Separate from the parts,
 because a configuration is read where torch is not.
@@ -11,8 +12,9 @@ because a configuration is read where torch is not.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -103,3 +105,24 @@ class LoraSettings:
     """Of the target modules, those that get no adapter."""
     adapter: str | None = None
     """Folder of an adapter of this shape to start from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftOptions:
+    """Supervised training on conversations, by itself or as a warm start."""
+
+    conversations: str | None = None
+    """jsonl file of conversations, `file.py:function` that returns them, or a run's folder (its best trajectories)."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the function."""
+    min_reward: float = 1.0
+    """From a run's trajectories, those with at least this reward are kept (rejection sampling)."""
+    steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps; 0 is no supervised training."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Conversations per step."""
+    max_tokens_per_batch: Annotated[int, Field(ge=16)] = 4096
+    """Tokens of a micro-batch, padding included."""
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Stop after this many seconds, whatever `steps` says."""
+    optim: OptimSettings = OptimSettings(lr=1e-4)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,16 +24,7 @@ from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.data.conversations import Conversation
 from polyturn.tokens.delta import DeltaEncoder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftSettings:
-    """How long and how much."""
-
-    steps: int
-    batch_size: int
-    seed: int = 0
-    max_seconds: float | None = None
+from polyturn.training.options import SftOptions
 
 
 def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id: str) -> TrainSample:
@@ -103,8 +93,9 @@ class SftPolicy(Protocol):
 def run_sft(
     policy: SftPolicy,
     samples: Sequence[TrainSample],
-    settings: SftSettings,
+    options: SftOptions,
     *,
+    seed: int = 0,
     on_step: Callable[[int, Mapping[str, float]], None] | None = None,
     first_step: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
@@ -114,7 +105,8 @@ def run_sft(
     Args:
         policy: What is trained.
         samples: From `encode_conversation` or `trajectory_samples`.
-        settings: How long and how much.
+        options: How long and how much.
+        seed: Of the order.
         on_step: Told the number of steps taken and the metrics of the last one.
         first_step: Steps that were taken before, by a run that was interrupted; the order goes on behind them.
         should_stop: Asked before every step; True ends the training there.
@@ -122,19 +114,19 @@ def run_sft(
     Returns:
         The number of steps taken, `first_step` included.
     """
-    rng = np.random.default_rng(settings.seed)
+    rng = np.random.default_rng(seed)
     order: list[int] = []
     began = time.monotonic()
-    for step in range(settings.steps):
-        while len(order) < settings.batch_size:
+    for step in range(options.steps):
+        while len(order) < options.batch_size:
             order += rng.permutation(len(samples)).tolist()
-        batch, order = [samples[i] for i in order[: settings.batch_size]], order[settings.batch_size :]
+        batch, order = [samples[i] for i in order[: options.batch_size]], order[options.batch_size :]
         if step < first_step:
             continue
-        is_late = settings.max_seconds is not None and time.monotonic() - began >= settings.max_seconds
+        is_late = options.max_seconds is not None and time.monotonic() - began >= options.max_seconds
         if is_late or should_stop():
             return step
         metrics = merge([policy.sft_forward_backward(batch), policy.optim_step()])
         if on_step is not None:
             on_step(step + 1, reduce(metrics))
-    return settings.steps
+    return options.steps

@@ -384,6 +384,14 @@ def test_a_kl_penalty_of_the_reward_may_follow_a_target():
     }
 
 
+def test_a_kl_in_the_loss_and_one_in_the_rewards_are_both_kept():
+    made = translated(f"{ACTOR}.use_kl_loss=True", "++algorithm.use_kl_in_reward=True")
+    assert made.native["algorithm"]["kl"] == [
+        {"coef": 0.001, "estimator": "k3"},
+        {"place": "reward", "estimator": "k1", "coef": 0.001},
+    ]
+
+
 def test_keys_of_megatron_are_refused_in_one_sentence_however_many_there_are():
     with pytest.raises(ConfigError) as refused:
         translated(f"{ACTOR}.strategy=megatron", f"+{ACTOR}.megatron.a=1", "+actor_rollout_ref.ref.megatron.b=2")

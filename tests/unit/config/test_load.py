@@ -375,6 +375,8 @@ def test_words_are_read_in_lists_and_unions_and_truth_values_stay_where_a_key_ta
     [
         ("train.distributed.strategy=megatron", "unknown key 'train.distributed.strategy'.*no key any more.*FSDP2"),
         ("+model.lora.rank_stabilized=true", "'model.lora.rank_stabilized'.*model.lora.alpha by the square root"),
+        ("algorithm.kl_coef=0.1", "'algorithm.kl_coef'.*no key any more; write algorithm.kl"),
+        ("algorithm.kl_in_reward.coef=0.1", "'algorithm.kl_in_reward'.*place: reward.*in a list"),
         ("policies.guest.train=true", "'policies.guest.train'.*a run trains one policy"),
         ("policies.guest.model.reference=x", "'policies.guest.model.reference'.*leave it out"),
         ("policies.guest.model.processor=none", "'policies.guest.model.processor'.*shown text only"),
@@ -425,6 +427,14 @@ ENGINE_KEYS = ("engine.kind", "engine.update", "engine.num_slots", "engine.launc
 
 def test_no_retired_key_is_one_that_there_is() -> None:
     assert not set(RETIRED) & {row.key for row in schema_table(RunConfig)}
+
+
+def test_a_kl_in_each_place_is_a_list_and_two_in_one_place_are_refused() -> None:
+    both = "algorithm.kl=[{coef: 0.1}, {coef: 0.2, place: reward}]"
+    algorithm = load_config(RunConfig, None, ["model.path=x", both]).config.algorithm
+    assert [(kl.coef, kl.name) for kl in (algorithm.kl_in("loss"), algorithm.kl_in("reward"))] == [(0.1, "k3"), (0.2, "k1")]
+    with pytest.raises(ConfigError, match="two of them have the same place"):
+        load_config(RunConfig, None, ["model.path=x", "algorithm.kl=[{coef: 0.1}, {coef: 0.2}]"])
 
 
 def test_a_configuration_is_read_and_checked_without_torch_and_transformers() -> None:

@@ -430,7 +430,8 @@ async def test_calls_that_outlive_their_deadline_are_counted_and_capped() -> Non
             self.gate.wait(10)
 
     tool = Stuck()
-    box = ToolBox([tool], ToolOptions(timeout_s=0.02, max_abandoned=1))
+    box = ToolBox([tool], ToolOptions(timeout_s=0.02))
+    box.max_abandoned = 1
     try:
         async with box.session("e") as session:
             await session.start(task())

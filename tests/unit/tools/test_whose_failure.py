@@ -161,12 +161,12 @@ SCHEMA = {
 async def test_a_service_that_is_down_is_an_observation_unless_the_run_says_otherwise():
     trajectory = await play(ToolBox([Gone()]), "gone")
     assert not trajectory.is_failed and trajectory.turns[0].tool_results[0].error == "connection"
-    trajectory = await play(ToolBox([Gone()], ToolOptions(fails_unreachable=True)), "gone")
+    trajectory = await play(ToolBox([Gone()], ToolOptions(unreachable="failure")), "gone")
     assert trajectory.error == "ToolUnavailableError: tool 'gone' cannot be reached: Error (connection): nobody listens"
 
 
 async def test_an_open_breaker_is_a_failure_where_a_lost_connection_is_one():
-    options = ToolOptions(fails_unreachable=True, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60))
+    options = ToolOptions(unreachable="failure", breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60))
     box = ToolBox([Gone()], options)
     first, second = [await play(box, "gone") for _ in range(2)]
     assert "nobody listens" in str(first.error)
@@ -177,7 +177,7 @@ async def test_a_tool_of_ones_own_can_say_that_it_is_not_the_models_fault():
     assert polyturn.ToolUnavailableError is ToolUnavailableError
     trajectory = await play(ToolBox([Gone(ToolUnavailableError)]), "gone")
     assert (trajectory.error or "").startswith("ToolUnavailableError: tool 'gone': nobody listens")
-    refused = await play(ToolBox([Gone(polyturn.ToolError)], ToolOptions(fails_unreachable=True)), "gone")
+    refused = await play(ToolBox([Gone(polyturn.ToolError)], ToolOptions(unreachable="failure")), "gone")
     assert not refused.is_failed, "a refusal is the model's to mend"
 
 

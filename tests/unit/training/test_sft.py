@@ -16,7 +16,8 @@ from polyturn.data.conversations import Conversation
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.training.sft import SftSettings, encode_conversation, run_sft, trajectory_samples
+from polyturn.training.options import SftOptions
+from polyturn.training.sft import encode_conversation, run_sft, trajectory_samples
 
 CODEC = tiny_codec()
 
@@ -111,9 +112,9 @@ def samples(num: int) -> list[TrainSample]:
     return [one.replace(id=one.id._replace(trajectory=str(i))) for i in range(num)]
 
 
-def train(num: int, **settings: Any) -> tuple[Notes, list[int]]:
+def train(num: int, *, seed: int = 0, **settings: Any) -> tuple[Notes, list[int]]:
     notes, steps = Notes(), []
-    taken = run_sft(notes, samples(num), SftSettings(**settings), on_step=lambda step, m: steps.append(step))  # type: ignore[arg-type]
+    taken = run_sft(notes, samples(num), SftOptions(**settings), seed=seed, on_step=lambda step, m: steps.append(step))  # type: ignore[arg-type]
     assert taken == notes.steps == len(steps)
     return notes, steps
 

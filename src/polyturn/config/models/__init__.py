@@ -5,6 +5,11 @@
                records
     base.py    what all sections have in common
 
+A section that stands in several places (optimizers of the policy, the critic and the warm start; tasks to train and to
+evaluate on; models, engines and sampling of the run and of further policies) is one class: a place may have other
+defaults, never other keys. Options of a part are a dataclass beside it (`engines/options.py`, `tools/options.py`, …),
+which stands here as it is.
+
 A config file is YAML with these keys; `config/load.py` reads it, and `build` is the only place that turns it into
 objects. Paths are relative to the config file. A name of a plug-in is a registered name, `package.module:Attr` or
 `file.py:Attr`.
@@ -23,8 +28,7 @@ from polyturn.config.models.records import DumpConfig, TrackerConfig
 from polyturn.config.models.reward import RewardConfig, RewardFunctionConfig, RewardRateConfig, SandboxConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.models.run import CompatConfig, RunConfig
-from polyturn.config.models.tools import ToolsConfig
-from polyturn.config.models.train import DistributedConfig, SftConfig, TrainConfig
+from polyturn.config.models.train import DistributedConfig, TrainConfig
 
 __all__ = [
     "ActorsConfig",
@@ -46,9 +50,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SandboxConfig",
-    "SftConfig",
     "TaskSourceConfig",
-    "ToolsConfig",
     "TrackerConfig",
     "TrainConfig",
     "TrainTokenizerConfig",

@@ -76,5 +76,13 @@ class AlgorithmConfig(Section):
 
     def kl_in(self, place: Literal["loss", "reward"]) -> KlOptions:
         """Return the KL of the loss or of the reward, with weight 0 where there is none."""
-        terms = self.kl if isinstance(self.kl, list) else [self.kl]
-        return next((one for one in terms if one.place == place), KlOptions(place=place))
+        return next((one for one in self._kl_terms if one.place == place), KlOptions(place=place))
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether a reference is needed."""
+        return any(one.coef for one in self._kl_terms)
+
+    @property
+    def _kl_terms(self) -> list[KlOptions]:
+        return self.kl if isinstance(self.kl, list) else [self.kl]

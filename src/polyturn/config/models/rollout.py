@@ -12,9 +12,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from polyturn.config.models.base import Section
-from polyturn.config.models.tools import ToolsConfig
 from polyturn.core.generation import Sampling
 from polyturn.rollout.limits import Limits
+from polyturn.tools.options import ToolsOptions
 
 LIMITS = Limits(timeout_s=7200.0)
 """Those of a run that sets none: more time than 8 turns take of which every call is as slow as its own deadline allows."""
@@ -25,7 +25,7 @@ class RolloutConfig(Section):
 
     sampling: Sampling = Sampling()
     limits: Limits = LIMITS
-    tools: ToolsConfig = ToolsConfig()
+    tools: ToolsOptions = ToolsOptions()
     interactions: str | list[dict[str, Any]] | None = None
     """YAML file with an `interaction` list, or that list."""
     interaction_timeout_s: float = Field(60.0, gt=0)

@@ -25,9 +25,10 @@ from polyturn.config.models.policies import SELF, PolicyConfig
 from polyturn.config.models.records import DumpConfig, TrackerConfig
 from polyturn.config.models.reward import RewardConfig
 from polyturn.config.models.rollout import RolloutConfig
-from polyturn.config.models.train import SftConfig, TrainConfig
+from polyturn.config.models.train import TrainConfig
 from polyturn.engines.options import AnyEngineOptions, EmbeddedOptions, is_deterministic
 from polyturn.store.options import StoreSettings
+from polyturn.training.options import SftOptions
 
 TAKEN = ("policy", "random", SELF)
 """Names that no further policy may have."""
@@ -66,7 +67,7 @@ class RunConfig(Section):
     """What samples the completions: the embedded engine in this process, or servers. Its `kind` says which keys it has."""
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    warm_start: SftConfig = SftConfig()
+    warm_start: SftOptions = SftOptions()
     train: TrainConfig = TrainConfig()
     evaluation: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()

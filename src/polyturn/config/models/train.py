@@ -1,6 +1,5 @@
-"""The sections `train` and `warm_start`: the two loops that change weights, by reinforcement and by imitation.
+"""The section `train`: the loop that changes weights by reinforcement.
 
-    warm_start: {conversations: demos.jsonl, steps: 50}
     train: {steps: 200, groups_per_step: 32, group_size: 8, distributed: {ranks: 4}}
 
 What asynchronous keys promise together is checked here.
@@ -9,7 +8,7 @@ What asynchronous keys promise together is checked here.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -98,23 +97,3 @@ class TrainConfig(Section):
                 "one are always equal; raise group_size, or set dynamic_sampling to 0"
             )
         return self
-
-
-class SftConfig(Section):
-    """Supervised training on conversations, by itself or as a warm start."""
-
-    conversations: str | None = None
-    """jsonl file of conversations, `file.py:function` that returns them, or a run's folder (its best trajectories)."""
-    kwargs: dict[str, Any] = {}
-    """Arguments of the function."""
-    min_reward: float = 1.0
-    """From a run's trajectories, those with at least this reward are kept (rejection sampling)."""
-    steps: int = Field(0, ge=0)
-    """Optimizer steps; 0 is no supervised training."""
-    batch_size: int = Field(32, ge=1)
-    """Conversations per step."""
-    max_tokens_per_batch: int = Field(4096, ge=16)
-    """Tokens of a micro-batch, padding included."""
-    max_seconds: float | None = Field(None, gt=0)
-    """Stop after this many seconds, whatever `steps` says."""
-    optim: OptimSettings = OptimSettings(lr=1e-4)
