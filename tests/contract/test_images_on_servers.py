@@ -90,7 +90,8 @@ def test_a_model_that_sees_trains_on_a_server(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = write_vision_run(tmp_path, hidden=HIDDEN)
     called = call_command(
-        main, "train", config, f"engine.kind={kind}", f"engine.launch.python={interpreter(kind)}", "train.steps=1"
+        *(main, "train", config, f"engine.kind={kind}", "engine.num_slots=null"),
+        *(f"engine.launch.python={interpreter(kind)}", "train.steps=1"),
     )
     assert called.code == 0, called.err
     assert "the weights arrive" in called.err + called.out

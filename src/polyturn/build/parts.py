@@ -17,7 +17,6 @@ from polyturn.build.model import build_codec, build_media, build_model, build_ou
 from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.config.models import (
     RewardFunctionConfig,
-    RewardRateConfig,
     RolloutConfig,
 )
 from polyturn.config.models.rollout import LIMITS
@@ -34,7 +33,6 @@ from polyturn.core.stand_in import stand_ins
 from polyturn.core.watchdog import LoopWatchdog
 from polyturn.engines.update_gate import UpdateGate
 from polyturn.interactions.registry import check_interactions, initialize_interactions_from_config
-from polyturn.rewards.calls import CallOptions, CallRateLimit
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.router import RewardRef, RewardRouter
@@ -288,14 +286,7 @@ def build_rewarder(
         function=None if reward.function is None else _reward_ref(reward.function),
         weights=reward.weights,
         interaction_aggregate=reward.interaction,
-        calls=CallOptions(
-            timeout_s=reward.timeout_s,
-            text=reward.text,
-            rate=_rate_limit(reward.rate),
-            batch_size=reward.batch_size,
-            batch_wait_s=reward.batch_wait_s,
-            num_processes=reward.num_processes,
-        ),
+        calls=reward,
         overlong=_overlong(reward.overlong, place.config.rollout.limits),
         sandbox=Sandbox(
             url=reward.sandbox.url,
@@ -314,14 +305,6 @@ def build_rewarder(
 
 def _reward_ref(named: str | RewardFunctionConfig) -> RewardRef:
     return RewardRef(target=named) if isinstance(named, str) else RewardRef(target=named.name, kwargs=named.kwargs)
-
-
-def _rate_limit(rate: RewardRateConfig) -> CallRateLimit | None:
-    of_tokens = None if rate.tokens_per_minute is None else rate.tokens_per_minute / rate.tokens_per_call
-    per_minute = min((r for r in (rate.calls_per_minute, of_tokens) if r is not None), default=None)
-    if rate.max_concurrent is None and per_minute is None:
-        return None
-    return CallRateLimit(max_concurrent=rate.max_concurrent, calls_per_minute=per_minute)
 
 
 def _overlong(config: Overlong, limits: Limits) -> Overlong | None:

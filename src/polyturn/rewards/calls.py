@@ -12,12 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from polyturn.core.errors import RewardError
-from polyturn.rewards.rendered_text import TextOf
+from polyturn.rewards.options import CallRate
 
 T = TypeVar("T")
 
@@ -25,9 +24,9 @@ T = TypeVar("T")
 class CallRateLimit:
     """At most so many calls at once, and calls spread evenly over the minute. Shared by the functions of a run."""
 
-    def __init__(self, *, max_concurrent: int | None = None, calls_per_minute: float | None = None) -> None:
-        self._max_concurrent = max_concurrent
-        self._interval_s = 60.0 / calls_per_minute if calls_per_minute else 0.0
+    def __init__(self, rate: CallRate) -> None:
+        self._max_concurrent = rate.max_concurrent
+        self._interval_s = 60.0 / rate.per_minute if rate.per_minute else 0.0
         self._next = 0.0
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
@@ -59,24 +58,6 @@ class CallRateLimit:
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._max_concurrent)
         return self._slots[1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
-    """How the reward functions of a run are called."""
-
-    timeout_s: float = 60.0
-    """Deadline of what a function does by itself; waiting for a turn, a thread, a sandbox or a checker does not count, and
-    neither does what runs there, which has limits of its own."""
-    text: TextOf = "answer"
-    """What a function of `solution_str` reads."""
-    rate: CallRateLimit | None = None
-    batch_size: int | None = 64
-    """Trajectories in one call of a function of `solution_strs`; None is no bound."""
-    batch_wait_s: float | None = 0.05
-    """How long such a call waits for more of them; None until every episode that runs has ended."""
-    num_processes: int | None = None
-    """Processes that call a plain function that is named by its file or module; None calls it in threads."""
 
 
 class RunningEpisodes:

@@ -11,7 +11,6 @@ form returns a list of these. A function that raises, is late or returns no fini
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import inspect
@@ -28,7 +27,8 @@ from polyturn.core.plugin_class import refuse_generator
 from polyturn.core.signature import lacks
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
-from polyturn.rewards.calls import Batch, CallOptions, RunningEpisodes
+from polyturn.rewards.calls import Batch, CallRateLimit, RunningEpisodes
+from polyturn.rewards.options import CallOptions
 from polyturn.rewards.processes import Processes
 from polyturn.rewards.registry import CHECKS, QUICK
 from polyturn.rewards.rendered_text import written
@@ -86,6 +86,8 @@ class RewardFunction:
         parameters = _parameters(function, name=name)
         self._kwargs = {**{k: v for k, v in (supplies or {}).items() if lacks(function, k)}, **(kwargs or {})}
         self._options = options or CallOptions()
+        self.limit = CallRateLimit(self._options.rate)
+        """What its calls wait for; the functions of a run have one together."""
         self._is_quick = any(function is quick for quick in QUICK)
         self._bounded = CallWithDeadline(name=f"reward-{name}", timeout_s=self._options.timeout_s)
         self._accepted = _told(parameters, self._kwargs, name=name)
@@ -159,7 +161,7 @@ class RewardFunction:
 
     async def _run(self, *args: Any, **told: Any) -> Any:
         """Call the function with its own arguments beside these, at the rate and with the deadline of the run."""
-        async with self._options.rate or contextlib.nullcontext():
+        async with self.limit:
             call = functools.partial(self._called, *args, **told, **self._kwargs)
             return await self._bounded.run(call, clock=OwnTime())
 

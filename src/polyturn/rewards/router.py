@@ -29,10 +29,11 @@ from polyturn.core.reward import AGENTS, MAX_REWARD, Reward, as_score, shown
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.engines.frozen_policy import Policies
-from polyturn.rewards.calls import CallOptions, RunningEpisodes
+from polyturn.rewards.calls import CallRateLimit, RunningEpisodes
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import RewardFunction
 from polyturn.rewards.judge import Judges
+from polyturn.rewards.options import CallOptions, CallRate
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.registry import BUILT_IN_ROUTES, rewards
 
@@ -120,7 +121,7 @@ class RewardRouter:
         self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
         self._function = None if function is None else resolve(function)
         # What is shipped asks no service that has a rate.
-        unhurried = dataclasses.replace(options, rate=None)
+        unhurried = dataclasses.replace(options, rate=CallRate())
         resolve = _Resolver(options=unhurried, sandbox=sandbox, policies=policies, base=base, running=self.running)
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
 
@@ -283,6 +284,7 @@ class _Resolver:
     ) -> None:
         self._running = running
         self._options = options
+        self._limit = CallRateLimit(options.rate)
         self._sandbox = sandbox
         self._base = base
         self._policies = policies or {}
@@ -300,7 +302,7 @@ class _Resolver:
         else:
             name = target.__name__ if inspect.isfunction(target) else type(target).__name__
         supplies = {"sandbox": self._sandbox, "judges": self._judges, "policies": self._policies}
-        return RewardFunction(
+        made = RewardFunction(
             function,
             name=name,
             kwargs=kwargs,
@@ -310,6 +312,8 @@ class _Resolver:
             source=target if isinstance(target, str) and ":" in target and target not in rewards else None,
             base=self._base,
         )
+        made.limit = self._limit
+        return made
 
 
 def _match(routes: Mapping[str, RewardFunction | str], data_source: str) -> RewardFunction | str | None:

@@ -18,9 +18,10 @@ from polyturn.core.task import InteractionRef, Task, ToolKwargs
 from polyturn.core.trajectory import Segment, Span, SpanRef, SpanSource, Trajectory, Turn
 from polyturn.engines.virtual_time import run_virtual
 from polyturn.rewards import math
-from polyturn.rewards.calls import Batch, CallOptions, CallRateLimit
+from polyturn.rewards.calls import Batch
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import extra_info
+from polyturn.rewards.options import CallOptions, CallRate
 from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.rendered_text import written
 from polyturn.rewards.router import RewardRef, RewardRouter
@@ -185,7 +186,7 @@ async def test_no_more_calls_at_once_than_allowed() -> None:
         live -= 1
         return 1.0
 
-    router = RewardRouter(function=slow, calls=CallOptions(rate=CallRateLimit(max_concurrent=2)))
+    router = RewardRouter(function=slow, calls=CallOptions(rate=CallRate(max_concurrent=2)))
     await asyncio.gather(*(router.score(trajectory(turn())) for _ in range(6)))
     assert most == 2
 
@@ -198,7 +199,7 @@ def test_calls_are_spread_over_the_minute_and_waiting_is_not_in_the_deadline() -
         return 1.0
 
     async def score_four() -> None:
-        router = RewardRouter(function=note, calls=CallOptions(rate=CallRateLimit(calls_per_minute=3), timeout_s=5))
+        router = RewardRouter(function=note, calls=CallOptions(rate=CallRate(calls_per_minute=3), timeout_s=5))
         await asyncio.gather(*(router.score(trajectory(turn())) for _ in range(4)))
 
     run_virtual(score_four())

@@ -14,7 +14,7 @@ from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, Turn
-from polyturn.rewards.calls import CallOptions
+from polyturn.rewards.options import CallOptions
 from polyturn.rewards.processes import Processes
 from polyturn.rewards.router import RewardRouter
 

@@ -19,7 +19,7 @@ from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import ToolResult, Trajectory, Turn
-from polyturn.rewards.calls import CallOptions
+from polyturn.rewards.options import CallOptions
 from polyturn.rewards.router import RewardRouter
 
 GSM8K = "openai/gsm8k"

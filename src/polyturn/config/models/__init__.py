@@ -25,7 +25,7 @@ from polyturn.config.models.evaluation import EvalConfig, EvalSetConfig
 from polyturn.config.models.model import ModelConfig, TrainTokenizerConfig
 from polyturn.config.models.policies import PolicyConfig
 from polyturn.config.models.records import DumpConfig, TrackerConfig
-from polyturn.config.models.reward import RewardConfig, RewardFunctionConfig, RewardRateConfig, SandboxConfig
+from polyturn.config.models.reward import RewardConfig, RewardFunctionConfig, SandboxConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.models.run import CompatConfig, RunConfig
 from polyturn.config.models.train import DistributedConfig, TrainConfig
@@ -46,7 +46,6 @@ __all__ = [
     "PolicyConfig",
     "RewardConfig",
     "RewardFunctionConfig",
-    "RewardRateConfig",
     "RolloutConfig",
     "RunConfig",
     "SandboxConfig",

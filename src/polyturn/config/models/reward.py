@@ -7,11 +7,13 @@ Built-in functions score well-known data sources without a route.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import Field
 
 from polyturn.config.models.base import Section
+from polyturn.rewards.options import CallOptions
 from polyturn.rewards.overlong import Overlong
 
 
@@ -22,19 +24,6 @@ class RewardFunctionConfig(Section):
     """A registered name, `file.py:function` or `package.module:function`."""
     kwargs: dict[str, Any] = {}
     """Passed to every call, by name."""
-
-
-class RewardRateConfig(Section):
-    """How often reward functions may be called, for those that ask a paid or a slow service; null means no limit."""
-
-    max_concurrent: int | None = Field(None, ge=1)
-    """Calls at once; null is no limit."""
-    calls_per_minute: float | None = Field(None, gt=0)
-    """Calls a minute; null is no limit."""
-    tokens_per_minute: float | None = Field(None, gt=0)
-    """Tokens a minute, at `tokens_per_call` each; null is no limit."""
-    tokens_per_call: int = Field(2000, ge=1)
-    """What one call is taken to cost of `tokens_per_minute`."""
 
 
 class SandboxConfig(Section):
@@ -55,30 +44,17 @@ class SandboxConfig(Section):
     """How long one test may run."""
 
 
-class RewardConfig(Section):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig(CallOptions):
     """How scores become a trajectory's reward."""
 
     function: str | RewardFunctionConfig | None = None
     """Scores every task that no route below names; the built-in routes are then unused."""
-    routes: dict[str, str | RewardFunctionConfig] = {}
+    routes: dict[str, str | RewardFunctionConfig] = field(default_factory=dict)
     """data_source, exact or as a glob, to a reward function. The built-in routes are always there."""
-    text: Literal["answer", "turn", "turns"] = "answer"
-    """What a function of `solution_str` reads: the last message without reasoning and calls, the last turn as it was
-    written, or every turn as it was written. Never what a tool or an interaction said."""
-    overlong: Overlong = Overlong()
-    rate: RewardRateConfig = RewardRateConfig()
-    batch_size: int | None = Field(64, ge=1)
-    """Trajectories in one call of a function of `solution_strs`; null is no bound."""
-    batch_wait_s: float | None = Field(0.05, ge=0)
-    """How long such a call waits for more of them; null until every episode that runs has ended."""
-    num_processes: int | None = Field(None, ge=1)
-    """Processes that call each plain function of `solution_str` or `solution_strs` that is named by its file or module, in
-    their main thread, where time-outs that are built on signals work; null calls them in threads of this process."""
-    sandbox: SandboxConfig = SandboxConfig()
+    overlong: Overlong = field(default_factory=Overlong)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     weights: dict[str, float] | None = None
     """Weight of each named score; null keeps the default: 1 for `outcome` and for `tool_step`."""
     interaction: Literal["last", "sum", "max", "mean"] = "last"
     """How the scores of an interaction's turns become one, where the interaction is what scores a task."""
-    timeout_s: float = Field(60.0, gt=0)
-    """Seconds of what a reward function does by itself; beyond, the trajectory fails. Programs in a sandbox and comparisons
-    of mathematics have limits of their own, and waiting for them does not count."""

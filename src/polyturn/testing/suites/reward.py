@@ -17,7 +17,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
 from polyturn.core.trajectory import Trajectory, Turn
-from polyturn.rewards.calls import CallOptions
+from polyturn.rewards.options import CallOptions
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.testing.episodes import task
 from polyturn.testing.suites.common import DEADLINE_S, Findings

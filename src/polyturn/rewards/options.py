@@ -1,0 +1,53 @@
+"""What can be chosen about the calls of reward functions: deadlines, what they read, how often and how many at a time.
+
+reward: {timeout_s: 120, rate: {calls_per_minute: 300}, batch_size: 32}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from polyturn.rewards.rendered_text import TextOf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRate:
+    """How often reward functions may be called, for those that ask a paid or a slow service; null means no limit."""
+
+    max_concurrent: Annotated[int, Field(ge=1)] | None = None
+    """Calls at once; null is no limit."""
+    calls_per_minute: Annotated[float, Field(gt=0)] | None = None
+    """Calls a minute; null is no limit."""
+    tokens_per_minute: Annotated[float, Field(gt=0)] | None = None
+    """Tokens a minute, at `tokens_per_call` each; null is no limit."""
+    tokens_per_call: Annotated[int, Field(ge=1)] = 2000
+    """What one call is taken to cost of `tokens_per_minute`."""
+
+    @property
+    def per_minute(self) -> float | None:
+        """Calls a minute that both limits allow; None is no limit."""
+        of_tokens = None if self.tokens_per_minute is None else self.tokens_per_minute / self.tokens_per_call
+        return min((rate for rate in (self.calls_per_minute, of_tokens) if rate is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """How the reward functions of a run are called."""
+
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds of what a reward function does by itself; beyond, the trajectory fails. Programs in a sandbox and comparisons
+    of mathematics have limits of their own, and waiting for them, for a turn or for a thread does not count."""
+    text: TextOf = "answer"
+    """What a function of `solution_str` reads: the last message without reasoning and calls, the last turn as it was
+    written, or every turn as it was written. Never what a tool or an interaction said."""
+    rate: CallRate = CallRate()
+    batch_size: Annotated[int, Field(ge=1)] | None = 64
+    """Trajectories in one call of a function of `solution_strs`; null is no bound."""
+    batch_wait_s: Annotated[float, Field(ge=0)] | None = 0.05
+    """How long such a call waits for more of them; null until every episode that runs has ended."""
+    num_processes: Annotated[int, Field(ge=1)] | None = None
+    """Processes that call each plain function of `solution_str` or `solution_strs` that is named by its file or module, in
+    their main thread, where time-outs that are built on signals work; null calls them in threads of this process."""
