@@ -8,7 +8,7 @@ override wrote is mapped, ignored with a reason, or an error; there is no fourth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,7 @@ def translate(
     own = [(path, value) for path, value in leaves(source.found.get("polyturn") or {}) if path]
     for path, value in own:
         source.put(".".join(path), value, by=f"polyturn.{'.'.join(path)}")
+    _places_on_servers(source, {path for path, _ in own})
     return Translation(
         native=source.native,
         origin={path: f"{key}{tree.where(key)}" for path, key in source.origin.items()},
@@ -115,6 +116,15 @@ def translate(
         fates=tuple(_fates(tree, source, known)),
         resumes=source.found.get("trainer.resume_mode") == "auto",
     )
+
+
+def _places_on_servers(source: Source, own: Collection[Sequence[Any]]) -> None:
+    """Give the number of sequences that an engine decodes at once to servers as the number of requests that each gets."""
+    engine, slots = source.native.get("engine", {}), ("engine", "num_slots")
+    if engine.get("kind") in ("vllm", "sglang") and slots in source.origin and slots not in own:
+        by, number = source.origin.pop(slots), engine.pop("num_slots")
+        if "max_in_flight" not in engine:
+            source.put("engine.max_in_flight", number, by=by)
 
 
 def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
