@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -52,7 +52,7 @@ class ToolOptions:
 class ToolsOptions(ToolOptions):
     """Tools, and the limits of each call."""
 
-    file: str | None = None
-    """YAML or JSON with a `tools` list."""
+    file: str | list[dict[str, Any]] | None = None
+    """YAML or JSON file with a `tools` list, or that list."""
     functions: list[str] = field(default_factory=list)
     """`file.py:function` of functions decorated with @polyturn.tool; `file.py` alone means every tool in it."""
