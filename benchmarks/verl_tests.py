@@ -43,6 +43,7 @@ REPOSITORY = "https://github.com/verl-project/verl"
 RECIPES = "https://github.com/verl-project/verl-recipe"
 UNTIL = "2026-02-01T00:00:00Z"
 AREAS = {
+    "batch": r"tests/test_protocol(_v2)?_on_cpu",
     "interaction": r"interactions/|multi_interaction|w_interaction",
     "parser": r"tool_parser",
     "tool": r"tests/tools/|async_rollout_(mcp|search|sf|w)_tools|call_tool_on_cpu|tool_call_id_on_cpu",
