@@ -144,7 +144,7 @@ def circles(mutant: Mutant) -> Iterator[list[str]]:
 def failing(source: Path, tests: list[str]) -> str | None:
     """Return the first of `tests` that fails with the package of `source`, or None where all pass."""
     env = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-pno:cacheprovider", "-mnot slow", *tests]
+    command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-pno:cacheprovider", "-mnot slow and not demo", *tests]
     try:
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=MAX_SECONDS, check=False)
     except subprocess.TimeoutExpired:
