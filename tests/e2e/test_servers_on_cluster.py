@@ -51,8 +51,9 @@ def cluster(nodes):
 @pytest.fixture
 def model(tmp_path):
     """Return a model's folder that no other node has."""
-    (tmp_path / "config.json").write_text("{}")
-    return ModelFolder(tmp_path, is_temporary=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return ModelFolder(tmp_path / "model", is_temporary=True)
 
 
 def started(cluster, model, *, count=2):
@@ -99,6 +100,7 @@ async def test_servers_on_two_nodes_answer_as_one_engine_and_get_weights_that_th
     pids = {int(c.info["pid"]) for c in said}
     await engine.close()
     await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    assert not model.path.exists(), "it was written for the run, and the nodes' copies went with the servers"
 
 
 @pytest.mark.slow

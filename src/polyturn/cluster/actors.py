@@ -77,6 +77,8 @@ class EngineActor(Actor):
 
     async def update_weights(self, version: int, weights: Mapping[str, Any] | None) -> None:
         """Serve `version` from now on."""
+        if weights is not None:
+            weights = await asyncio.to_thread(dict, weights)  # they come from another node; requests go on meanwhile
         await self._engine.update_weights(version, weights=weights)
 
 

@@ -7,6 +7,7 @@ a server's node     ServerActor.hold                one of the node's servers wr
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -128,11 +129,13 @@ class ModelFiles:
 
     @classmethod
     def of(cls, folder: ModelFolder) -> ModelFiles:
-        """Take a folder; one that was written for this run is read, for no other node has it."""
+        """Take a folder; one that was written for this run is read, for no other node has it, and removed."""
         if not folder.is_temporary:
             return cls(path=folder.path.resolve(), files={})
         found = sorted(path for path in folder.path.rglob("*") if path.is_file())
-        return cls(path=None, files={str(p.relative_to(folder.path)): ray.put(p.read_bytes()) for p in found})
+        files = {str(p.relative_to(folder.path)): ray.put(p.read_bytes()) for p in found}
+        shutil.rmtree(folder.path, ignore_errors=True)
+        return cls(path=None, files=files)
 
     def here(self, *, only: str = "") -> ModelFolder:
         """Return the folder on this node, or one with its file `only`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,8 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     ]
     if places is not None and launches and way == "shared_memory":
         files: WeightStore = places.store()
+        if folder.is_temporary:
+            shutil.rmtree(folder.path, ignore_errors=True)
     else:
         root = None if root is None else root.resolve()
         files = WeightFolder(folder.path, root=root, owns_model=folder.is_temporary)
