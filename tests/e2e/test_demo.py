@@ -1,5 +1,4 @@
-"""Runs learn: a tiny model what its reward counts, and the quick start, by the command of `make demo`, from random weights to
-an agent that uses its turns.
+"""Runs learn: a tiny model what its reward counts, and the quick start, by the command of `make demo`, to use its turns.
 
 docs/demo.md aims at 90 % for every seed and rounding; this asks for a little less, because another processor rounds
 in another way. Other seeds, roundings and the controls run in `make verify` (`benchmarks/_demo_seeds.py`).
