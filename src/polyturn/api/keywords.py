@@ -39,7 +39,7 @@ ELSEWHERE: Mapping[str, str] = {
     "num_train_epochs": "epochs=1",
     "output_dir": "out='runs'",
     "run_name": "name='mine'",
-    "beta": "kl_coef=0.001",
+    "beta": "**{'algorithm.kl.coef': 0.001}",
     "epsilon": "clip_low=0.2, clip_high=0.2",
     "epsilon_high": "clip_high=0.28",
     "loss_type": "loss='ppo_clip'",
