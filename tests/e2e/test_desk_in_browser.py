@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.interactions.human_queue import HumanQueue, HumanReply
+from support.services import served_app
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -34,18 +34,10 @@ def desk(tmp_path: Path) -> HumanQueue:
 
 @pytest.fixture
 def address(desk: HumanQueue) -> Iterator[str]:
-    import uvicorn
-
-    from polyturn.serving.address import bind
     from polyturn.viewer.human_queue_app import create_desk_app
 
-    bound = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_desk_app(desk), log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join(10)
+    with served_app(create_desk_app(desk)) as served:
+        yield served
 
 
 def ask(desk: HumanQueue, name: str, text: str) -> HumanReply | None:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +28,7 @@ from polyturn.store.schema import Trained
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tools.gsm8k import Gsm8kTool
+from support.services import served_app
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
 playwright.expect.set_options(timeout=60_000)
@@ -109,13 +109,9 @@ def _add_step(folder: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def address(runs: Path) -> Iterator[str]:
-    import uvicorn
-
-    from polyturn.serving.address import bind
     from polyturn.viewer.app import create_app
     from polyturn.viewer.run_view import RunView
 
-    bound = bind("127.0.0.1", 0)
     shown = [RunView(runs / name) for name in ("first", "second", "growing")]
 
     def appeared() -> list[RunView]:
@@ -124,13 +120,8 @@ def address(runs: Path) -> Iterator[str]:
         shown.append(RunView(runs / "warming"))
         return shown[3:]
 
-    app = create_app(list(shown), appeared=appeared)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join(10)
+    with served_app(create_app(list(shown), appeared=appeared)) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,19 @@
-"""A small real HTTP server, for tests of tools that ask a service: it answers with a function of the posted JSON.
+"""Small real HTTP servers: one that answers with a function of the posted JSON, and an application in a thread.
 
 async with serve(lambda asked, number: {"result": []}) as server:
     tool = SearchTool({"retrieval_service_url": server.url})
+
+with served_app(create_app(runs)) as address:
+    page.goto(address)
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from aiohttp import web
@@ -56,3 +61,29 @@ async def serve(answer: Callable[[dict[str, Any], int], Any]) -> AsyncIterator[L
         yield served
     finally:
         await runner.cleanup()
+
+
+@contextlib.contextmanager
+def served_app(app: Any) -> Iterator[str]:
+    """Serve an ASGI application in a thread; gives its address, ending with a slash, once it answers."""
+    from polyturn.serving.address import bind
+    from polyturn.serving.guard import serving
+    from polyturn.serving.rules import ServerRules
+
+    bound, is_up = bind("127.0.0.1", 0), threading.Event()
+    loop, is_over = asyncio.new_event_loop(), asyncio.Event()
+
+    async def run() -> None:
+        async with serving(app, ServerRules(), bound):
+            is_up.set()
+            await is_over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
+    thread.start()
+    assert is_up.wait(60)
+    try:
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
+    finally:
+        loop.call_soon_threadsafe(is_over.set)
+        thread.join(30)
+        loop.close()
