@@ -93,7 +93,9 @@ def messages(draw: st.DrawFn, control: list[str], *, role: str | None = None) ->
         ToolCall,
         id=st.sampled_from(["call00000", "call00001"]),
         name=text.map("f".__add__),
-        arguments=st.dictionaries(text, st.one_of(text, st.lists(text, max_size=2)), max_size=2),
+        arguments=st.dictionaries(text, st.one_of(text, st.lists(text, max_size=2)), max_size=2).filter(
+            lambda given: len({harmless(key) for key in given}) == len(given)  # else they would be one key in the other run
+        ),
     )
     inside = st.sampled_from(control).map(lambda c: re.sub(r"^\W+|\W+$", "", c))
     roles = st.one_of(st.sampled_from(["user", "user", "tool", "assistant", "system", "critic " + control[0]]), inside)
