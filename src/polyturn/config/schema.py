@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, g
 from pydantic import BaseModel, TypeAdapter
 from pydantic_core import PydanticUndefined
 
+from polyturn.core.entry_points import offered
 from polyturn.core.errors import did_you_mean
 
 KeyPath = tuple[str | int, ...]
@@ -232,13 +233,14 @@ def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any
     """Say which kind of the section has a key, where another one does: " It is for engine.kind vllm or sglang, …"."""
     sections = [m for m in unwrap(annotation) if is_model(m)]
     by = _told_apart_by(sections) if len(sections) > 1 else ""
-    kinds = [kind for m in sections if by and key in keys_of(m) for kind in kinds_of(m).get(by, ())]
+    kinds = [kind for m in sections if by and key in keys_of(m) for kind in kinds_of(m).get(by, ("one of your own",))]
     if not kinds:
         return ""
-    now = value.get(by, keys_of(of)[by].default)
-    return (
-        f" It is for {dotted((*path, by))} {' or '.join(kinds)}, and that is {now!r}; set {by}, or leave {key} out (null)."
-    )
+    now, where = value.get(by, keys_of(of)[by].default), dotted((*path, by))
+    names = offered(getattr(of, "GROUP", ""))
+    if names and now not in names and (near := did_you_mean(str(now), names)).startswith(" Did"):
+        return f" {where}: there is no {now!r}.{near}"
+    return f" It is for {where} {' or '.join(kinds)}, and that is {now!r}; set {by}, or leave {key} out (null)."
 
 
 def takes_more(section: type) -> bool:

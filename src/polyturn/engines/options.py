@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -129,8 +129,11 @@ class ServerOptions(EngineOptions):
 class OwnEngineOptions(EngineOptions):
     """An engine that another package offers."""
 
+    GROUP: ClassVar[str] = "polyturn.engines"
+    """The entry points that `kind` names one of."""
+
     kind: str
-    """An entry point of `polyturn.engines`."""
+    """The name of its entry point."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of that engine."""
 

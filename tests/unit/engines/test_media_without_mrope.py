@@ -29,7 +29,7 @@ TEMPLATE = (
 )
 
 
-def make() -> tuple[LlavaForConditionalGeneration, DeltaEncoder]:
+def make() -> tuple[LlavaForConditionalGeneration, DeltaEncoder, MediaProcessor]:
     tokenizer = tiny_tokenizer(320, chat_template=TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     size = {"height": 28, "width": 28}
@@ -52,14 +52,13 @@ def make() -> tuple[LlavaForConditionalGeneration, DeltaEncoder]:
             if parameter.ndim >= 2:
                 parameter.mul_(4)
     codec = Codec(tokenizer)
-    return model, DeltaEncoder(codec, media=MediaProcessor(processor, codec))
+    media = MediaProcessor(processor, codec)
+    return model, DeltaEncoder(codec, media=media), media
 
 
 async def test_two_turns_with_images_have_the_trainers_logprobs() -> None:
     torch.set_num_threads(1)
-    model, encoder = make()
-    media = encoder.media
-    assert media is not None
+    model, encoder, media = make()
     engine = EmbeddedEngine(model, media=media)
     colors = iter(["red", "blue"])
 
@@ -98,9 +97,7 @@ async def test_two_turns_with_images_have_the_trainers_logprobs() -> None:
 
 def test_model_and_processor_come_back_from_a_folder(tmp_path: Path) -> None:
     """What a run exports is loaded as others load it, and processes an image as before."""
-    model, encoder = make()
-    media = encoder.media
-    assert media is not None
+    model, encoder, media = make()
     saved = hf.save_model(model, tmp_path / "model", tokenizer=encoder.codec.tokenizer, processor=media.processor)
     again = MediaProcessor(load_processor(str(saved)), encoder.codec)
     (medium,) = Message(role="user", content=({"image": Image.new("RGB", (28, 28), "red")},)).media

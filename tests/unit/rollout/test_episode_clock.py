@@ -43,7 +43,7 @@ async def stop_of(limits: Limits, *, is_person: bool) -> StopReason:
 
 
 def test_a_run_has_a_time_limit_that_slow_calls_do_not_reach_and_people_do_not_count_for():
-    config = load_config(RunConfig, None, ["model.path=tiny"]).config
+    config = load_config(RunConfig, None, ["model.path=tiny", "engine.kind=vllm"]).config
     limits, engine, rollout = config.rollout.limits, config.engine, config.rollout
     assert limits.timeout_s is not None and not limits.counts_people and limits.max_turns is not None
     slow_turn_s = engine.timeout_s + rollout.tools.timeout_s + rollout.interaction_timeout_s
