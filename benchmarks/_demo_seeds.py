@@ -87,7 +87,8 @@ def reports(run: Path) -> dict[str, Any]:
                     out["before"].setdefault(name, {})[metric] = value
                 if line["step"] == last:
                     out["after"].setdefault(name, {})[metric] = value
-    out["grpo_s"] = sum(line["time/step_s"] for line in lines if "time/step_s" in line)
+    steps_s = [line["time/step_s"] for line in lines if "time/step_s" in line]
+    out["grpo_s"] = statistics.median(steps_s) * len(steps_s)  # a pause in the middle of a run is no time of training
     return out
 
 
@@ -163,7 +164,8 @@ def write_docs(path: Path, runs: Sequence[dict[str, Any]], controls: dict[str, l
     capability = torch.backends.cpu.get_cpu_capability()
     lines = [
         f"Measured on {datetime.date.today().isoformat()} on {os.cpu_count()} cores of {cpu_model()} ({capability}), "
-        f"{len(runs)} runs." + ("" if capability == "AVX512" else " AVX512 was not measured: this processor lacks it."),
+        f"{len(runs)} runs of commit {', '.join(sorted({r['commit'][:7] for r in runs}))}."
+        + ("" if capability == "AVX512" else " AVX512 was not measured: this processor lacks it."),
         "",
     ]
     before = [r["before"]["greedy"]["success"] for r in runs]
