@@ -88,7 +88,7 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> Cha
     """Return what a request asks for.
 
     Raises:
-        Refused: it cannot be understood, or not be done.
+        BadRequest: it cannot be understood, or not be done.
     """
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     messages = normal_messages(body.get("messages"))
@@ -121,7 +121,7 @@ def may_call(choice: Any, ignored: frozenset[str]) -> bool:
     """Return whether calls are read.
 
     Raises:
-        Refused: a call is demanded, which needs guided decoding.
+        BadRequest: a call is demanded, which needs guided decoding.
     """
     if choice in (None, "auto", "none"):
         return choice != "none"

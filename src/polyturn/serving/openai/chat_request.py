@@ -1,7 +1,7 @@
 """What an agent's request asks for and what it gets, in no API's words; the formats translate to and from these.
 
     {"messages": […], "max_tokens": 64}   ->  Ask   ->  [Said, …]   ->  {"choices": […]}
-                                                    ->  Refused     ->  {"error": {…}} with a status
+                                                    ->  BadRequest  ->  {"error": {…}} with a status
 
 Messages stay the dictionaries of the chat API, checked and normalised: most of a request repeats what was said before, and
 is only compared, never made into anything.
@@ -98,7 +98,7 @@ def normal_messages(given: Any) -> list[dict[str, Any]]:
     """Return checked messages: roles that templates know, text as a string, media as data URIs.
 
     Raises:
-        Refused: something is not as the chat API has it, or a medium is no data URI.
+        BadRequest: something is not as the chat API has it, or a medium is no data URI.
     """
     if not isinstance(given, list) or not given:
         raise BadRequest(f"messages is {_short(given)}; give a list of at least one message", param="messages")
@@ -188,7 +188,7 @@ def normal_tools(given: Any) -> list[dict[str, Any]]:
     """Return tool schemas in OpenAI's function form, from that form or from the flat one of the responses API.
 
     Raises:
-        Refused: one is no function, or two have one name.
+        BadRequest: one is no function, or two have one name.
     """
     if given is None:
         return []
@@ -237,7 +237,7 @@ def number(body: Mapping[str, Any], name: str, *, low: float, high: float, above
     """Return a number of a request, None where it is not given.
 
     Raises:
-        Refused: it is no number, or outside the range.
+        BadRequest: it is no number, or outside the range.
     """
     value = body.get(name)
     if value is None:
@@ -251,7 +251,7 @@ def whole(body: Mapping[str, Any], *names: str, low: int = 1, high: int = 1 << 3
     """Return the first of some whole numbers of a request that is given, None where none is.
 
     Raises:
-        Refused: it is no whole number, or outside the range.
+        BadRequest: it is no whole number, or outside the range.
     """
     for name in names:
         value = body.get(name)
@@ -267,7 +267,7 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return one text or a list of them.
 
     Raises:
-        Refused: it is neither, or one is empty.
+        BadRequest: it is neither, or one is empty.
     """
     value = body.get(name)
     found = () if value is None else (value,) if isinstance(value, str) else value
@@ -288,7 +288,7 @@ def check_parameters(
         ignored: Names that the run's author lets be ignored.
 
     Raises:
-        Refused: the first of them.
+        BadRequest: the first of them.
     """
     for name, value in body.items():
         if name in known or name in ignored or value is None:
@@ -308,7 +308,7 @@ def listed(given: Any, where: str) -> list[Any]:
     """Return a list of a request.
 
     Raises:
-        Refused: it is none.
+        BadRequest: it is none.
     """
     if not isinstance(given, list):
         raise BadRequest(f"{where} is {_short(given)}; it is a list", param=where)

@@ -54,7 +54,7 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
     """Return what a request asks for.
 
     Raises:
-        Refused: it cannot be understood, or not be done.
+        BadRequest: it cannot be understood, or not be done.
     """
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     given = body.get("messages")

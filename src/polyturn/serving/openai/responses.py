@@ -90,7 +90,7 @@ class ResponseCache:
         """Return the history that ends with a response.
 
         Raises:
-            Refused: it is not known (any more).
+            BadRequest: it is not known (any more).
         """
         if id is None:
             return []
@@ -108,7 +108,7 @@ def parse(body: Mapping[str, Any], kept: ResponseCache, ignored: frozenset[str] 
     """Return what a request asks for.
 
     Raises:
-        Refused: it cannot be understood, or not be done.
+        BadRequest: it cannot be understood, or not be done.
     """
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     before = kept.before(body.get("previous_response_id"))
@@ -135,7 +135,7 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
     """Return items as chat messages; what one turn wrote becomes one message.
 
     Raises:
-        Refused: an item has an unknown type.
+        BadRequest: an item has an unknown type.
     """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None

@@ -148,7 +148,7 @@ class AgentSession:
         """Say what the episode is worth; the last word counts.
 
         Raises:
-            Refused: the episode has ended.
+            BadRequest: the episode has ended.
         """
         self._check_live()
         self._episode.given_reward = GivenReward(score=score, info=info)
@@ -157,7 +157,7 @@ class AgentSession:
         """Return how many tokens the prompt of a request has.
 
         Raises:
-            Refused: the messages cannot be rendered.
+            BadRequest: the messages cannot be rendered.
         """
         self._check_live()
         try:
@@ -171,7 +171,7 @@ class AgentSession:
         """Answer one request, with `ask.n` completions.
 
         Raises:
-            Refused: a limit forbids it, the messages cannot be rendered, or the episode has ended.
+            BadRequest: a limit forbids it, the messages cannot be rendered, or the episode has ended.
         """
         self._check_live()
         self.last_used = time.monotonic()

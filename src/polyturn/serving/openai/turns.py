@@ -25,7 +25,7 @@ def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, st
     """Return messages as values; a tool's answer gets the name of the call that it answers.
 
     Raises:
-        Refused: one cannot be read.
+        BadRequest: one cannot be read.
     """
     names = dict(calls or {})
     found = []
@@ -44,7 +44,7 @@ async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
     """Refuse a request that the context has no room for, before its messages are rendered; look at its media in a thread.
 
     Raises:
-        Refused: it is too long, or a message or a medium cannot be read.
+        BadRequest: it is too long, or a message or a medium cannot be read.
     """
     messages = typed_messages(ask.messages)
     try:
