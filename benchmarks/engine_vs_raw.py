@@ -26,7 +26,7 @@ import orjson
 from _real_servers import client, server
 
 from polyturn.core.generation import Completion, GenerateRequest
-from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.base import EngineWrapper
 from polyturn.engines.remote import RemoteEngine
 from polyturn.testing.simulation import replay
 from polyturn.testing.workload import Workload
@@ -50,16 +50,14 @@ ROLLOUT = Workload(
 TARGET = 0.95
 
 
-class Recorder:
+class Recorder(EngineWrapper):
     """A client that notes what it sends, and decodes greedily; `core.protocols.Engine`."""
 
-    def __init__(self, engine: RemoteEngine) -> None:
-        self.engine = engine
-        self.sent: dict[str, list[tuple[str, bytes]]] = {}
+    engine: RemoteEngine
 
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        return self.engine.capabilities
+    def __init__(self, engine: RemoteEngine) -> None:
+        super().__init__(engine)
+        self.sent: dict[str, list[tuple[str, bytes]]] = {}
 
     async def generate(self, request: GenerateRequest) -> Completion:
         sampling = dataclasses.replace(request.sampling, temperature=0.0, seed=None)
@@ -68,18 +66,6 @@ class Recorder:
         data = orjson.dumps(call.body, option=orjson.OPT_SERIALIZE_NUMPY)
         self.sent.setdefault(request.session_id, []).append((call.path, data))
         return await self.engine.generate(request)
-
-    async def abort(self, request_id: str) -> None:
-        await self.engine.abort(request_id)
-
-    async def end_session(self, session_id: str) -> None:
-        await self.engine.end_session(session_id)
-
-    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        await self.engine.update_weights(version, weights=weights)
-
-    async def close(self) -> None:
-        await self.engine.close()
 
 
 async def through_polyturn(engine: str, url: str) -> tuple[float, dict[str, list[tuple[str, bytes]]]]:
