@@ -39,6 +39,7 @@ def to_samples(group: TrajectoryGroup, *, temperature: float, loss_scale: LossSc
             reward=trajectory.reward.of(segment.agent) if trajectory.reward is not None else 0.0,
             temperature=temperature or 1.0,
             media=segment.media,
+            routed_experts=segment.routed_experts,
         )
         for trajectory in group.trajectories
         if not trajectory.is_failed

@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike
 from polyturn.core.arrays import Floats, Ids, float_array, ids_array
 from polyturn.core.errors import AlignmentError
 from polyturn.core.generation import Completion
+from polyturn.core.routing import fill
 from polyturn.core.trajectory import Branch, Segment, Span, SpanRef, SpanSource
 
 
@@ -42,6 +43,8 @@ class _Open:
     media: list[Any] = field(default_factory=list)
     pinned: int = 0
     """Where the furthest fork stands or stood: tokens before it are in its context and stay."""
+    routed: int = 0
+    """How many tokens there are up to the first whose experts are unknown."""
 
     @property
     def ids(self) -> Ids:
@@ -59,7 +62,31 @@ class _Open:
         self.length = end
         self.spans.append(span)
 
+    def route(self, routes: Any, *, first: int) -> None:
+        """Note the experts of the tokens from `first` on that have none yet; touches no span before them."""
+        if first < 0:
+            raise AlignmentError(f"{len(routes)} tokens came with routes where {first + len(routes)} are known")
+        end = self.length
+        for index in reversed(range(len(self.spans))):
+            span = self.spans[index]
+            begin, low = end - len(span), max(first, end - len(span))
+            part = routes[low - first : end - first]
+            if end <= first:
+                break
+            if len(part):
+                held = fill(span.routed_experts, len(span), part, at=low - begin)
+                self.spans[index] = dataclasses.replace(span, routed_experts=held)
+            end = begin
+        if first <= self.routed:
+            self.routed = max(self.routed, first + len(routes))
+
+    def routes(self, length: int) -> Any | None:
+        """Return the experts of the first `length` tokens, as far as they are known without a gap."""
+        known = Segment(spans=tuple(self.spans)).routed_experts if self.routed else None
+        return None if known is None else known[: min(length, self.routed)]
+
     def truncate(self, length: int) -> None:
+        self.routed = min(self.routed, length)
         self.buffer = self.buffer[: self.length].copy()  # views that are still held keep the old tokens
         self.length = length
 
@@ -97,6 +124,11 @@ class TrajectoryBuilder:
     def num_tokens(self) -> int:
         """How many tokens stand before this place."""
         return self._length
+
+    @property
+    def num_routed(self) -> int:
+        """How many tokens before this place there are up to the first whose experts are unknown."""
+        return min(self._open_segment().routed, self._length)
 
     @property
     def media(self) -> tuple[Any, ...]:
@@ -139,10 +171,15 @@ class TrajectoryBuilder:
         self.agent = agent
 
     def open(self, ids: ArrayLike, *, turn: int = -1, agent: str | None = None, parent: Branch | None = None) -> SpanRef:
-        """Start a segment with the prompt `ids` and make it the one that grows."""
+        """Start a segment with the prompt `ids` and make it the one that grows; what it shares with its parent went to the
+        same experts."""
+        routes = None if parent is None else self._segments[parent.segment].routes(parent.length)
         self._segments.append(_Open(agent=agent or self.agent, parent=parent))
         self._current, self._length, self._num_media = len(self._segments) - 1, 0, 0
-        return self._append(Span(ids=ids_array(ids), source=SpanSource.PROMPT, turn=turn))
+        ref = self._append(Span(ids=ids_array(ids), source=SpanSource.PROMPT, turn=turn))
+        if routes is not None:
+            self._segments[self._current].route(routes, first=0)
+        return ref
 
     def sample(self, completion: Completion, *, turn: int, weights: ArrayLike | None = None) -> tuple[SpanRef, ...]:
         """Append a completion exactly as it was sampled; k policy versions become k spans.
@@ -153,7 +190,7 @@ class TrajectoryBuilder:
             weights: [len(completion.token_ids)] weights in the loss; None trains every token with weight 1.
 
         Raises:
-            AlignmentError: `weights` has another length.
+            AlignmentError: `weights` has another length, or there are more routes than tokens.
         """
         ids = completion.token_ids
         chosen: Floats | None = None if weights is None else float_array(weights)
@@ -175,6 +212,8 @@ class TrajectoryBuilder:
                     )
                 )
             )
+        if (routes := completion.routed_experts) is not None:
+            self._segments[self._current].route(routes, first=self._length - 1 - len(routes))
         return tuple(refs)
 
     def observe(self, ids: ArrayLike, *, turn: int) -> SpanRef:
@@ -246,6 +285,7 @@ class TrajectoryBuilder:
                 ids=span.ids[:size],
                 logprobs=None if span.logprobs is None else span.logprobs[:size],
                 weights=None if span.weights is None else span.weights[:size],
+                routed_experts=None if span.routed_experts is None else span.routed_experts[:size],
             )
         segment.truncate(start + keep)
         self._length = segment.length

@@ -9,16 +9,19 @@ Greedy decoding (temperature 0) reports them at temperature 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from polyturn.core.arrays import Floats, Ids, Record, float_array, ids_array
 from polyturn.core.errors import AlignmentError, ConfigError, EngineError
 from polyturn.core.media import Media
+from polyturn.core.routing import routes_array
 
 
 class FinishReason(Enum):
@@ -77,6 +80,8 @@ class GenerateRequest(Record):
     deadline: float | None = None
     """`loop.time()` after which nobody waits for the answer any more; None means no deadline."""
     priority: float = 0.0
+    routed_from: int = 0
+    """The caller knows which experts the tokens before this one went to, and wants to know it of those from here on."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", ids_array(self.prompt_ids))
@@ -105,6 +110,9 @@ class Completion(Record):
     finish_reason: FinishReason
     policy_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     """Runs of (index of the first token, policy version), the first at 0: ((0, 4), (17, 5)) changed at token 17."""
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """[R, L, K] the experts of the R tokens that end with the last but one of prompt and completion, those that the request
+    asked for (`core/routing.py`); None from a model or an engine without."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Engine figures of this request, for instance {"prefilled_tokens": 12}."""
 
@@ -117,6 +125,29 @@ class Completion(Record):
                     f"a completion of {len(self.token_ids)} tokens came with {len(self.logprobs)} logprobs; "
                     "an engine must return one per token, the stop token included"
                 )
+        if self.routed_experts is not None:
+            object.__setattr__(self, "routed_experts", routes_array(self.routed_experts))
         starts = [start for start, _ in self.policy_versions]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise AlignmentError(f"policy_versions must be rising runs that start at token 0, not {self.policy_versions}")
+
+    def head(self, count: int, finish_reason: FinishReason) -> Completion:
+        """Return the first `count` tokens, with all that is known of them, as a completion that ended there."""
+        cut = len(self.token_ids) - count
+        routes = self.routed_experts
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=None if self.logprobs is None else self.logprobs[:count],
+            finish_reason=finish_reason,
+            policy_versions=tuple(run for run in self.policy_versions if run[0] < max(count, 1)),
+            routed_experts=None if routes is None else routes[: max(0, len(routes) - cut)],
+        )
+
+
+def joined_routes(parts: Sequence[Completion]) -> Any | None:
+    """Return the routes of a completion that was sampled in `parts`, each a request behind the one before; None where a part
+    that sampled something has none."""
+    given = [part.routed_experts for part in parts if part.routed_experts is not None]
+    is_whole = all(part.routed_experts is not None for part in parts if len(part.token_ids))
+    return np.concatenate(given) if given and is_whole else None

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from polyturn.core.arrays import Record, float_array, ids_array
 from polyturn.core.errors import AlignmentError
 from polyturn.core.media import Media
+from polyturn.core.routing import routes_array
 
 
 class SampleId(NamedTuple):
@@ -78,6 +79,8 @@ class TrainSample(Record):
     temperature: float = 1.0
     """The temperature that the tokens were sampled at; logprobs are log_softmax(logits / temperature)."""
     media: tuple[Media, ...] = ()
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """[T, L, K] the experts that each token went to (`core/routing.py`); None where none is known."""
 
     def __post_init__(self) -> None:
         for name in ("token_ids", "turn_ids", "versions"):
@@ -88,7 +91,9 @@ class TrainSample(Record):
                 object.__setattr__(self, name, float_array(getattr(self, name)))
         if self.turn_scores is not None:
             object.__setattr__(self, "turn_scores", float_array(self.turn_scores))
-        for name in ("turn_ids", "versions", *_FLOATS):
+        if self.routed_experts is not None:
+            object.__setattr__(self, "routed_experts", routes_array(self.routed_experts))
+        for name in ("turn_ids", "versions", "routed_experts", *_FLOATS):
             array = getattr(self, name)
             if array is not None and len(array) != len(self.token_ids):
                 raise AlignmentError(f"sample {self.id}: {name} has {len(array)} entries for {len(self.token_ids)} tokens")

@@ -1,6 +1,7 @@
 """JSON for the core types: one pair of functions, driven by the annotations.
 
     to_json(span)            ->  {"ids": [5, 6], "source": "sampled", "logprobs": [-0.5, "-inf"], ...}
+    routes of 2 tokens       ->  {"dtype": "uint8", "shape": [2, 48, 8], "data": base64 of its bytes}
     from_json(Span, data)    ->  Span(...)
 
 Separate so that no record writes its own parser. Arrays become lists; numbers that JSON cannot write become the strings
@@ -10,6 +11,7 @@ that JSON cannot hold, or that is nested so deep that no reader follows, becomes
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import math
@@ -87,6 +89,9 @@ def _as_text(value: Any) -> str:
 
 
 def _write_array(array: np.ndarray[Any, Any], depth: int) -> Any:
+    if array.ndim == 3 and array.dtype.kind == "u":
+        data = base64.b64encode(array.tobytes()).decode("ascii")
+        return {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}
     if array.dtype.kind in "iub" or (array.dtype.kind == "f" and np.isfinite(array).all()):
         return array.tolist()
     return to_json(array.tolist(), depth)
@@ -115,10 +120,12 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         options = [a for a in get_args(hint) if a is not type(None)]
+        if all(get_origin(a) is np.ndarray for a in options):  # arrays of several types say which they are
+            options = options[:1]
         return _reader(options[0]) if len(options) == 1 else lambda data: _decode(_pick(options, data), data)
     if origin is np.ndarray:
         dtype = np.dtype(get_args(get_args(hint)[1])[0])
-        return lambda data: data if isinstance(data, np.ndarray) else _read_array(data, dtype)
+        return lambda data: data if isinstance(data, np.ndarray) else read_array(data, dtype)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         readers = {name: _reader(of) for name, of in _hints(hint).items()}
         as_it_is = {name for name, reader in readers.items() if reader is _unchanged}
@@ -143,7 +150,10 @@ def _unchanged(data: Any) -> Any:
     return data
 
 
-def _read_array(data: Any, dtype: Any) -> Any:
+def read_array(data: Any, dtype: Any) -> Any:
+    """Return the array that `to_json` wrote as `data`; `dtype` is what a list of numbers becomes."""
+    if isinstance(data, Mapping):
+        return np.frombuffer(base64.b64decode(data["data"]), data["dtype"]).reshape(data["shape"])
     return np.array([float(v) if isinstance(v, str) else v for v in data], dtype=dtype)
 
 

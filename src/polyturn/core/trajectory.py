@@ -11,6 +11,7 @@ derived. One segment is one training sample. A segment that branched from anothe
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,6 +27,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
 from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
+from polyturn.core.routing import blank_like, routes_array
 from polyturn.core.task import Task
 
 
@@ -51,6 +53,8 @@ class Span(Record):
     """The weights that sampled the tokens; None unless sampled."""
     weights: NDArray[np.float32] | None = None
     """[len(ids)] weight in the loss; None means 1 where sampled and 0 elsewhere."""
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """[len(ids), L, K] the experts that each token went to, whoever wrote it (`core/routing.py`); None: not known."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", ids_array(self.ids))
@@ -68,11 +72,14 @@ class Span(Record):
                 raise AlignmentError(
                     f"this {self.source.value} span has a weight other than 0; only sampled tokens can be trained"
                 )
+        if self.routed_experts is not None:
+            object.__setattr__(self, "routed_experts", routes_array(self.routed_experts))
+            self._check("routed experts", self.routed_experts)
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def _check(self, name: str, array: Floats) -> None:
+    def _check(self, name: str, array: NDArray[Any]) -> None:
         if self.source is not SpanSource.SAMPLED and name == "logprobs":
             raise AlignmentError(f"this {self.source.value} span has logprobs; only sampled tokens have them")
         if len(array) != len(self.ids):
@@ -85,6 +92,11 @@ class Span(Record):
             return self.weights
         value = 1.0 if self.source is SpanSource.SAMPLED else 0.0
         return np.full(len(self.ids), value, dtype=np.float32)
+
+
+def without_routes(span: Span) -> Span:
+    """Return the span as it is known without the experts that its tokens went to."""
+    return span if span.routed_experts is None else dataclasses.replace(span, routed_experts=None)
 
 
 class Branch(NamedTuple):
@@ -146,6 +158,16 @@ class Segment(Record):
         """[T] the policy version of each sampled token, -1 elsewhere."""
         blank = [np.full(len(s), -1 if s.policy_version is None else s.policy_version, np.int32) for s in self.spans]
         return _join(blank, np.int32)
+
+    @property
+    def routed_experts(self) -> Any | None:
+        """[T, L, K] the experts of each token (`core/routing.py`); None where none is known of any."""
+        known = next((s.routed_experts for s in self.spans if s.routed_experts is not None), None)
+        if known is None:
+            return None
+        return routes_array(
+            np.concatenate([blank_like(known, len(s)) if s.routed_experts is None else s.routed_experts for s in self.spans])
+        )
 
 
 _Scalar = TypeVar("_Scalar", np.int32, np.float32, np.bool_)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from polyturn.core.errors import EngineError
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, joined_routes
 
 _STRIDE = 0x9E3779B97F4A7C15
 _MAX_VAIN = 16
@@ -28,6 +28,7 @@ def continued(request: GenerateRequest, parts: Sequence[Completion]) -> Generate
         request,
         prompt_ids=np.concatenate([request.prompt_ids, *ids]),
         sampling=dataclasses.replace(sampling, max_tokens=sampling.max_tokens - sum(map(len, ids)), seed=seed),
+        routed_from=request.routed_from + sum(len(p.routed_experts) for p in parts if p.routed_experts is not None),
     )
 
 
@@ -49,12 +50,7 @@ def before_banned(request: GenerateRequest, parts: Sequence[Completion]) -> Comp
             f"request {request.request_id!r} sampled the banned id {int(part.token_ids[0])} {_MAX_VAIN} times in a row; the "
             "model wants to write what only an image or a template may (greedy decoding cannot turn away from it)"
         )
-    return dataclasses.replace(
-        part,
-        token_ids=part.token_ids[:count],
-        logprobs=None if part.logprobs is None else part.logprobs[:count],
-        policy_versions=tuple((start, version) for start, version in part.policy_versions if start < max(count, 1)),
-    )
+    return part.head(count, part.finish_reason)
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
@@ -72,6 +68,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
         logprobs=np.concatenate(logprobs) if len(logprobs) == len(parts) else None,
         finish_reason=parts[-1].finish_reason,
         policy_versions=version_runs(runs, current=0) if runs else parts[-1].policy_versions,
+        routed_experts=joined_routes(parts),
         info={"prefilled_tokens": sum(part.info.get("prefilled_tokens", 0) for part in parts), "parts": len(parts)},
     )
 

@@ -204,5 +204,6 @@ class EpisodeState:
             prompt_ids=history.context,
             sampling=asked,
             media=history.builder.media,
+            routed_from=history.builder.num_routed,
         )
         return request, budget.cut_by

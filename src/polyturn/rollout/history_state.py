@@ -28,7 +28,7 @@ from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
 from polyturn.core.messages import Message, Origin, to_openai
-from polyturn.core.trajectory import Span, SpanRef
+from polyturn.core.trajectory import Span, SpanRef, without_routes
 from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.stop_strings import Stopped
 
@@ -265,19 +265,22 @@ class HistoryState:
         self._response_tokens += turn.num_tokens
         self.turns.append(turn)
         if self.events is not None:
-            spans = [self.builder.span(ref) for ref in turn.spans]
+            # Routes go beside the spans, because they are also those of tokens before them.
+            spans = [without_routes(self.builder.span(ref)) for ref in turn.spans]
             figures = (completion.finish_reason, completion.policy_versions, dict(completion.info))
-            self._happened("sampled", message, text, spans, *figures, ended.stop, ended.num_dropped, index, cut_by)
+            ends = (ended.stop, ended.num_dropped, index, cut_by)
+            self._happened("sampled", message, text, spans, *figures, *ends, completion.routed_experts)
         return turn
 
     def _resampled(self, message: Message, text: str, spans: Sequence[Span], *rest: Any) -> None:
-        finish, versions, info, stop, num_dropped, index, cut_by = rest
+        finish, versions, info, stop, num_dropped, index, cut_by, *routes = rest
         given = [span.logprobs for span in spans if span.logprobs is not None]
         completion = Completion(
             token_ids=np.concatenate([span.ids for span in spans]),
             logprobs=np.concatenate(given) if given else None,
             finish_reason=FinishReason(finish),
             policy_versions=tuple((start, version) for start, version in versions),
+            routed_experts=routes[0] if routes else None,
             info=info,
         )
         self.sample(message, text, Stopped(completion, stop, num_dropped), index=index, cut_by=StopReason(cut_by))

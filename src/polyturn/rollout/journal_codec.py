@@ -26,12 +26,14 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import Media
 from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.core.reward import Reward
+from polyturn.core.serde import read_array, to_json
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Branch, Segment, Span, SpanRef, SpanSource, ToolResult, Trajectory, Turn
 
 _REF = "#record"
 _AS_IS = frozenset({int, float, bool, type(None)})
 _ARRAYS: dict[str, type[Any]] = {"#int32": np.int32, "#float32": np.float32}
+_ROUTES = "#routes"
 _LONG = 128
 """Texts of this many characters, such as an image, are records of their own."""
 
@@ -113,6 +115,8 @@ class JournalCodec:
             return value.value
         if kind is np.ndarray and value.dtype in _ARRAYS.values():
             return {f"#{value.dtype.name}": pack(value)}
+        if kind is np.ndarray and value.ndim == 3 and value.dtype.kind == "u":
+            return {_ROUTES: to_json(value)}
         if isinstance(value, np.generic):
             return value.item()
         raise SnapshotError(f"a conversation holds {value!r:.80} ({kind.__name__}), which JSON cannot write")
@@ -143,6 +147,8 @@ class JournalCodec:
         if isinstance(value, dict):
             if _REF in value:
                 return self._records[value[_REF]]
+            if _ROUTES in value:
+                return read_array(value[_ROUTES], None)
             for name, dtype in _ARRAYS.items():
                 if name in value:
                     return unpack(value[name], dtype)
@@ -212,6 +218,7 @@ def _write_span(book: JournalCodec, span: Span) -> dict[str, Any]:
         "logprobs": pack(span.logprobs),
         "version": span.policy_version,
         "weights": pack(span.weights),
+        "routed": book.encode(span.routed_experts),
     }
 
 
@@ -223,6 +230,7 @@ def _read_span(book: JournalCodec, data: dict[str, Any]) -> Span:
         logprobs=unpack(data["logprobs"], np.float32),
         policy_version=data["version"],
         weights=unpack(data["weights"], np.float32),
+        routed_experts=book.decode(data.get("routed")),
     )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.generation import Completion, FinishReason, GenerateRequest, joined_routes
 from polyturn.core.protocols import Engine
 from polyturn.tokens.codec import Codec
 
@@ -47,12 +47,15 @@ async def generate_until(engine: Engine, request: GenerateRequest, *, stops: Seq
         sampling = dataclasses.replace(request.sampling, max_tokens=size, seed=None if seed is None else seed + held)
         prompt = request.prompt_ids if whole is None else np.concatenate([request.prompt_ids, whole.token_ids])
         name = f"{request.request_id}+{held}"
-        piece = await engine.generate(dataclasses.replace(request, request_id=name, prompt_ids=prompt, sampling=sampling))
+        routes = None if whole is None else whole.routed_experts
+        known = request.routed_from + (0 if routes is None else len(routes))
+        asked = dataclasses.replace(request, request_id=name, prompt_ids=prompt, sampling=sampling, routed_from=known)
+        piece = await engine.generate(asked)
         whole = piece if whole is None else _joined(whole, piece)
         found = find_stop(whole.token_ids.tolist(), stops, codec)
         if found is not None:
             kept, stop = found
-            return Stopped(_head(whole, kept), stop, len(whole.token_ids) - kept)
+            return Stopped(whole.head(kept, FinishReason.STOP), stop, len(whole.token_ids) - kept)
         if piece.finish_reason is not FinishReason.LENGTH or len(whole.token_ids) >= limit or not len(piece.token_ids):
             return Stopped(whole, None, 0)
 
@@ -89,15 +92,6 @@ def _joined(first: Completion, second: Completion) -> Completion:
         logprobs=logprobs,
         finish_reason=second.finish_reason,
         policy_versions=(*first.policy_versions, *versions),
+        routed_experts=joined_routes([first, second]),
         info=first.info,
-    )
-
-
-def _head(completion: Completion, kept: int) -> Completion:
-    return dataclasses.replace(
-        completion,
-        token_ids=completion.token_ids[:kept],
-        logprobs=None if completion.logprobs is None else completion.logprobs[:kept],
-        finish_reason=FinishReason.STOP,
-        policy_versions=tuple(run for run in completion.policy_versions if run[0] < max(kept, 1)),
     )

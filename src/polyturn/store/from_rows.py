@@ -9,7 +9,7 @@ in one way, of which the columns are an arrangement. Reads what `to_rows.py` wro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,8 @@ def _segments(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[tuple[
         parent = None if segment["parent_segment"] is None else (segment["parent_segment"], segment["parent_length"])
         segments.append({"spans": [], "media": [], "agent": segment["agent"], "parent": parent})
     places = []
+    routed = row.get("routed_spans") or ()  # older files have no such column
+    routes = dict(zip(routed, _routes(row, [row["spans"][i]["length"] for i in routed]), strict=True))
     for span in row["spans"]:
         of, length = segments[span["segment"]]["spans"], span["length"]
         places.append((span["segment"], len(of)))
@@ -96,12 +98,21 @@ def _segments(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[tuple[
                 "logprobs": take("logprobs", length, is_there=span["has_logprobs"]),
                 "policy_version": span["policy_version"],
                 "weights": take("weights", length, is_there=span["has_weights"]),
+                "routed_experts": routes.get(len(places) - 1),
             }
         )
     for medium in row["media"]:
         source = read_json(medium["source"])
         segments[medium["segment"]]["media"].append({"kind": medium["kind"], "source": source})
     return segments, places
+
+
+def _routes(row: Mapping[str, Any], lengths: Sequence[int]) -> Iterator[Any]:
+    """Yield the experts of each span that has any, [length, layers, k]."""
+    if lengths:
+        layers, k, itemsize = row["routes_shape"]
+        flat = np.frombuffer(row["routed_experts"], np.uint8 if itemsize == 1 else np.uint16).reshape(-1, layers, k)
+        yield from np.split(flat, np.cumsum(lengths)[:-1])
 
 
 def _messages(row: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:

@@ -116,6 +116,12 @@ _ARRAYS: dict[str, pa.DataType] = {
     "policy_logprobs": pa.float32(),
     "trained_weights": pa.float32(),
 }
+_ROUTES: dict[str, pa.DataType] = {
+    "routed_experts": pa.large_binary(),
+    "routes_shape": pa.list_(pa.int32()),
+    "routed_spans": pa.list_(pa.int32()),
+}
+"""Of a mixture of experts: the bytes of all routes joined, [layers, k, bytes a number], and which spans have any."""
 _JSON = {"task": pa.string(), "reward_info": pa.string(), "metrics": pa.string()}
 
 SCHEMA = pa.schema(
@@ -124,6 +130,7 @@ SCHEMA = pa.schema(
         **_JSON,
         **{name: pa.list_(pa.struct(fields)) for name, fields in NESTED.items()},
         **{name: pa.list_(kind) for name, kind in _ARRAYS.items()},
+        **_ROUTES,
     },
     metadata={METADATA_KEY: VERSION},
 )

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from polyturn.core.arrays import Floats
 from polyturn.core.messages import Message
-from polyturn.core.trajectory import SpanSource, Trajectory
+from polyturn.core.trajectory import Span, SpanSource, Trajectory
 from polyturn.store.codec import as_json, clean
 from polyturn.store.schema import INDEX, MAX_QUESTION, NESTED, SCHEMA, StoredTrajectory
 
@@ -47,6 +47,7 @@ def to_table(rows: Sequence[StoredTrajectory]) -> pa.Table:
     columns["advantages"] = _optional([row.trained.advantages for row in rows])
     columns["policy_logprobs"] = _optional([row.trained.policy_logprobs for row in rows])
     columns["trained_weights"] = _optional([row.trained.weights for row in rows])
+    columns |= _routes(spans)
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
@@ -208,6 +209,18 @@ def _arrays(rows: Sequence[Sequence[Any]], dtype: type[Any]) -> pa.Array:
     values = np.concatenate(flat) if flat else np.empty(0, dtype)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values.astype(dtype, copy=False)))
+
+
+def _routes(rows: Sequence[Sequence[Span]]) -> dict[str, pa.Array]:
+    """Return the columns of the experts that tokens went to, null where a row has none."""
+    routed = [[i for i, span in enumerate(spans) if span.routed_experts is not None] for spans in rows]
+    arrays = [[span.routed_experts for span in spans if span.routed_experts is not None] for spans in rows]
+    shapes = [[*of[0].shape[1:], of[0].itemsize] if of else None for of in arrays]
+    return {
+        "routed_experts": pa.array([b"".join(a.tobytes() for a in of) if of else None for of in arrays], pa.large_binary()),
+        "routes_shape": pa.array(shapes, pa.list_(pa.int32())),
+        "routed_spans": pa.array([which or None for which in routed], pa.list_(pa.int32())),
+    }
 
 
 def _optional(rows: Sequence[Floats | None]) -> pa.Array:

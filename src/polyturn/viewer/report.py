@@ -21,6 +21,7 @@ import yaml
 from polyturn.core.contained import read_contained
 from polyturn.core.errors import DataError, one_line
 from polyturn.core.printable import printable
+from polyturn.core.routing import has_route
 from polyturn.core.trajectory import SpanSource
 from polyturn.store.bounded import BoundedFile
 from polyturn.store.parquet_store import FOLDER, list_parts
@@ -277,6 +278,9 @@ def _segment(record: StoredTrajectory, number: int, texts: TokenTexts) -> str:
         note = f"{turn}{_count(len(span), 'token')}, {reason}"
         if span.source is SpanSource.SAMPLED and span.logprobs is not None and len(span):
             note += f"; mean logprob {float(np.mean(span.logprobs)):.3f}, policy version {span.policy_version}"
+        if span.routed_experts is not None:
+            layers, k = span.routed_experts.shape[1:]
+            note += f"; experts known of {int(has_route(span.routed_experts).sum())} tokens ({k} in each of {layers} layers)"
         text = printable("".join(shown))
         parts.append(f'<span class="{span.source.value}" title="{escape(note)}">{escape(text)}</span>')
         if left <= 0:

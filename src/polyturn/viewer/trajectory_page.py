@@ -15,6 +15,7 @@ import numpy as np
 
 from polyturn.core.media import Source
 from polyturn.core.messages import Message
+from polyturn.core.routing import has_route
 from polyturn.core.serde import to_json
 from polyturn.core.trajectory import SpanSource, ToolResult, Trajectory, Turn
 from polyturn.store.schema import StoredTrajectory
@@ -87,6 +88,7 @@ def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, start: i
                 "start": at,
                 "length": len(span),
                 "version": span.policy_version,
+                "routed": 0 if span.routed_experts is None else int(has_route(span.routed_experts).sum()),
                 "why": why(record.trajectory, segment, span, trained, split=record.split),
             }
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,24 @@ def test_logprobs_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory
     with ParquetStore(folder) as store:
         store.add(TrajectoryGroup(id="g0", task=TASK, trajectories=(recorded,)), step=0, split="train")
     assert open_store(folder).trajectory("g0/0").same_as(recorded)
+
+
+def test_the_experts_of_each_token_come_back_and_a_file_without_them_is_read(tmp_path: Path) -> None:
+    one = trajectory()
+    routes = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
+    spans = (replace(one.segments[0].spans[0], routed_experts=routes), *one.segments[0].spans[1:])
+    spans = (*spans[:2], replace(spans[2], routed_experts=routes[:1]))
+    routed = replace(one, segments=(Segment(spans=spans), *one.segments[1:]))
+    store = ParquetStore(tmp_path)
+    for step, member in enumerate((routed, one)):
+        store.add(TrajectoryGroup(id="g0", task=TASK, trajectories=(member,)), step=step, split="train")
+    store.close()
+    found = open_store(tmp_path).trajectories()
+    assert [a.same_as(b) for a, b in zip(found, (routed, one), strict=True)] == [True, True]
+    for part in tmp_path.rglob("*.parquet"):
+        old = pq.read_table(part).drop_columns(["routed_experts", "routes_shape", "routed_spans"])
+        pq.write_table(old, part)
+    assert list(open_store(tmp_path).trajectories())[1].same_as(one)
 
 
 def test_each_flush_is_a_part_and_a_reopened_store_goes_on_after_the_last(tmp_path: Path) -> None:

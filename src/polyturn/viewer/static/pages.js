@@ -318,6 +318,7 @@ function describe(piece, data) {
     rows.push(["advantage", short(segment.advantages?.[at] ?? null)], ["policy version", short(span.version)], ...from);
     if (turn?.score !== undefined && turn.score !== null) rows.push(["score of the turn", short(turn.score)]);
   }
+  if (span.routed) rows.push(["experts known", `of ${span.routed} of its span's ${span.length} tokens`]);
   const sentence = segment.notes[t] ?? span.why;
   return [el("h2", {}, "Token"), el("p", { class: "why" }, sentence.charAt(0).toUpperCase() + sentence.slice(1) + "."), el("dl", {}, ...rows.flatMap(([k, v]) => [el("dt", {}, k), el("dd", {}, String(v))]))];
 }
