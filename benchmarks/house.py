@@ -24,7 +24,8 @@ script compare with one another.
 
 `lines` are all lines of the files, comments and blanks included, as `wc -l` counts. `keys` are the leaf paths of a
 configuration: keys of a section that is not itself a section; a section that may stand in a list or under any name counts
-once. `plugin_keys` are those that only one kind of a plug-in takes, counted apart. Of both, a section that stands in
+once. `plugin_keys` are options of parts that are chosen by a name (an engine, a loss, an estimator, an environment, …),
+counted apart; the part itself is one key, its name, or its section where it has none. Of both, a section that stands in
 several places (optimizers, sources of tasks, models, engines, sampling) is one class with the same keys everywhere, and
 counts once, where its path is shortest; `key_paths` counts the keys of all places, those of plug-ins too. `circles` are
 the sets of modules that import one another, directly or through others, by package: imports at the top and under
@@ -203,7 +204,14 @@ def keys() -> Keys:
     found = sorted(zip(names, leaves, strict=True), key=lambda one: (one[0].count("."), one[0]), reverse=True)
     firsts = {row.declared: (name, bool(row.of)) for name, row in found}
     of_plugins = {name for name, is_of_plugin in firsts.values() if is_of_plugin}
-    return Keys(sorted({name for name, _ in firsts.values()} - of_plugins), sorted(of_plugins), sorted(set(names)))
+    of_runs = {name for name, _ in firsts.values()} - of_plugins
+    of_runs |= {row.key for row in rows if not row.of and _is_part(row.key, names, of_plugins)}
+    return Keys(sorted(of_runs), sorted(of_plugins), sorted(set(names)))
+
+
+def _is_part(section: str, names: Sequence[str], of_plugins: set[str]) -> bool:
+    inside = [name for name in names if name.startswith(f"{section}.")]
+    return bool(inside) and all(name in of_plugins for name in inside)
 
 
 # The traced run.

@@ -115,7 +115,7 @@ def test_a_server_takes_new_weights_in_flight_and_nothing_that_was_sampled_is_lo
             "engine.update=in_flight",
         ),
         *("train.max_staleness=2", "train.oversample=1", "train.leftover=carry", "train.replay=0.5"),
-        *("algorithm.correction={reject: {seq_mean_k1: [0.5, 2.0]}}", "warm_start.conversations=null"),
+        *("algorithm.loss.correction={reject: {seq_mean_k1: [0.5, 2.0]}}", "warm_start.conversations=null"),
         *("model.init.max_position_embeddings=2048", "rollout.limits={max_turns: 2, max_tokens_per_turn: 512}"),
     )
     assert called.code == 0, called.err

@@ -14,7 +14,7 @@ from support.runs import call_command, write_tiny_run
 
 RUN = ["train.steps=2", "evaluation.data=null", "warm_start.conversations=null"]
 LORA = "model.lora={rank: 2, alpha: 4}"
-CORRECTION = "algorithm.correction={reject: {token_k1: 5.0, seq_mean_k3: 0.5}, veto: 1.0e-4}"
+CORRECTION = "algorithm.loss.correction={reject: {token_k1: 5.0, seq_mean_k3: 0.5}, veto: 1.0e-4}"
 
 
 def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
@@ -82,7 +82,7 @@ def test_a_teacher_teaches_without_any_reward(tmp_path):
     train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.05")
     teacher = next((tmp_path / "first/runs/tiny").glob("checkpoints/step-*/model"))
     assert AutoModelForCausalLM.from_pretrained(teacher) is not None
-    distill = [f"algorithm.distill={{teacher: {teacher}, estimator: k3+}}", "algorithm.loss=none"]
+    distill = [f"algorithm.loss.distill={{teacher: {teacher}, estimator: k3+}}", "algorithm.loss=none"]
     steps = train(tmp_path / "second", *distill, "train.steps=6", "train.optim.lr=0.01")
     kl = [s["policy/kl_to_teacher"] for s in steps]
     assert np.mean(kl[-2:]) < 0.5 * kl[0]
@@ -100,13 +100,13 @@ def test_the_reference_may_be_another_model(tmp_path):
     ("overrides", "message"),
     [
         (["algorithm.loss=gspoo"], "Did you mean 'gspo'"),
-        (["algorithm.loss=sapo", "algorithm.loss_kwargs={tau_neg: 0}"], "both must be above 0"),
+        (["algorithm.loss=sapo", "algorithm.loss={tau_neg: 0}"], "both must be above 0"),
         (["algorithm.loss=none"], "there is nothing to learn from"),
         (["algorithm.kl.target=0.1"], "its coef is 0"),
         (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k4"], "'k4'"),
         (["model.reference=somewhere"], "no KL term reads it"),
-        (["algorithm.correction={}", "algorithm.old_logprobs=engine"], "set old_logprobs to 'trainer'"),
-        (["algorithm.correction={reject: {seq_k1: 2.0}}"], "no rejection by 'seq_k1'"),
+        (["algorithm.loss.correction={}", "algorithm.old_logprobs=engine"], "set old_logprobs to 'trainer'"),
+        (["algorithm.loss.correction={reject: {seq_k1: 2.0}}"], "no rejection by 'seq_k1'"),
         (["model.lora={target_modules: [query]}"], "its linear modules are"),
     ],
 )

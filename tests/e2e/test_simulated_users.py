@@ -116,7 +116,7 @@ def test_turns_are_trained_with_what_comes_of_them(tmp_path: Path, judge: str) -
     scheduler = [
         "rollout.scheduler=plugins.py:LooksAhead",
         f"rollout.scheduler_kwargs={{judge: {{base_url: {judge!r}, model: judge}}, num_repeat_rollouts: 2, window: 1}}",
-        "algorithm={advantage: mt_grpo, advantage_kwargs: {outcome_weight: 0}}",
+        "algorithm={advantage: {name: mt_grpo, outcome_weight: 0}}",
     ]
     with (tmp_path / "plugins.py").open("a") as plugins:
         plugins.write("\n\nfrom polyturn.rollout.schedulers import Lookahead\n\n\n")

@@ -86,7 +86,7 @@ def policy_of(dtype: torch.dtype, tokens: int, targets: int | None = None, mode:
     return local_policy(
         copy.deepcopy(MODEL).to(dtype),
         optim=OptimSettings(),
-        loss=LossSettings(aggregation=mode, kl_coef=0.1, entropy_coef=0.01, clip_high=0.28),
+        loss=LossSettings(aggregation=mode, kl_coef=0.1, entropy_coef=0.01, policy_loss_kwargs={"clip_high": 0.28}),
         layout=LayoutSettings(max_tokens_per_batch=tokens, max_targets_per_batch=targets),
         reference=True,
     )

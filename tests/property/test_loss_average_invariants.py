@@ -59,7 +59,7 @@ class Parameters:
         loss = policy_losses.resolve(name)
         selection = selection_of(loss, kwargs={})
         self._marks = None if selection is None else mark(samples, selection, seed=seed)
-        self._loss = bind(loss, offered={}, kwargs={})
+        self._loss = bind(loss, kwargs={})
 
     def terms(self, chosen: Sequence[int]) -> list[torch.Tensor]:
         """Return for each of the chosen samples [n] the terms of its trained tokens, as one micro-batch computes them."""

@@ -229,7 +229,7 @@ def exact_policy(mode: str, segment_weight: str) -> ModelPolicy:
     return local_policy(
         model,
         optim=OptimSettings(),
-        loss=LossSettings(aggregation=mode, segment_weight=segment_weight, clip_high=0.28),
+        loss=LossSettings(aggregation=mode, segment_weight=segment_weight, policy_loss_kwargs={"clip_high": 0.28}),
         layout=LayoutSettings(max_tokens_per_batch=64),
     )
 

@@ -114,7 +114,7 @@ async def test_the_rewards_are_what_the_config_says(tmp_path: Path):
 
 
 def test_estimators_get_their_options(tmp_path: Path):
-    bound = build.build_estimator(place(tmp_path, "algorithm.norm_by_std=false"))
+    bound = build.build_estimator(place(tmp_path, "algorithm.advantage.norm_by_std=false"))
     assert isinstance(bound, functools.partial) and bound.func is grpo and bound.keywords == {"norm_by_std": False}
 
 

@@ -28,10 +28,10 @@ def options(folder: Path, *overrides: str) -> dict[str, Any]:
     return dict(build.build_estimator(place(folder, *overrides)).keywords)
 
 
-def test_an_estimator_gets_what_it_has_a_parameter_for_and_its_own_options_win(tmp_path: Path) -> None:
-    gae = ("algorithm.advantage=gae", "algorithm.lam=0.9")
-    assert options(tmp_path, *gae, "algorithm.advantage_kwargs={gamma: 0.8}") == {"lam": 0.9, "gamma": 0.8}
-    assert options(tmp_path, "algorithm.advantage=gdpo", "algorithm.norm_by_std=false") == {
+def test_an_estimator_gets_its_own_options(tmp_path: Path) -> None:
+    gae = ("algorithm.advantage=gae", "algorithm.advantage.lam=0.9")
+    assert options(tmp_path, *gae, "algorithm.advantage={gamma: 0.8}") == {"lam": 0.9, "gamma": 0.8}
+    assert options(tmp_path, "algorithm.advantage=gdpo", "algorithm.advantage.norm_by_std=false") == {
         "norm_by_std": False,
         "weights": {"outcome": 1.0, "tool_step": 1.0},
     }
@@ -41,10 +41,10 @@ def test_an_estimator_gets_what_it_has_a_parameter_for_and_its_own_options_win(t
     ("overrides", "words"),
     [
         (["train.group_size=1"], r"train\.group_size is 1 and the estimator 'grpo' compares"),
-        (["algorithm.advantage_kwargs={norm_by_sdt: false}"], "Did you mean 'norm_by_std'"),
+        (["algorithm.advantage={norm_by_sdt: false}"], r"Did you mean 'algorithm\.advantage\.norm_by_std'"),
         (["algorithm.advantage=gdpo", "algorithm.kl={place: reward, coef: 0.1}"], r"kl\.place to loss"),
-        (["algorithm.advantage=grpo_passk", "algorithm.advantage_kwargs={k: 3}"], r"k is 3 in groups of 3 .*from 1 to 2"),
-        (["algorithm.advantage=grpo_passk", "algorithm.advantage_kwargs={k: 0}"], r"k is 0 in groups of 3"),
+        (["algorithm.advantage=grpo_passk", "algorithm.advantage={k: 3}"], r"k is 3 in groups of 3 .*from 1 to 2"),
+        (["algorithm.advantage=grpo_passk", "algorithm.advantage={k: 0}"], r"k is 0 in groups of 3"),
     ],
 )
 def test_what_cannot_work_is_said(tmp_path: Path, overrides: list[str], words: str) -> None:

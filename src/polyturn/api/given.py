@@ -299,12 +299,12 @@ class _Reader:
             ConfigError: no key has that name, or several have.
         """
         values: dict[str, Any] = {}
-        for name, value in given.items():
-            *above, last = path_of(name)
-            at = values
-            for part in above:
-                at = at.setdefault(part, {})
-            merge(at, {last: self.plain(value)})
+        paths = {name: path_of(name) for name in given}
+        for name, path in sorted(paths.items(), key=lambda one: len(one[1])):  # the name of a part before its options
+            tree = self.plain(given[name])
+            for part in reversed(path):
+                tree = {part: tree}
+            merge(values, tree)
         return values
 
 

@@ -19,6 +19,8 @@ FIRST = ("", "train")
 """Sections whose keys have their last name to themselves, where other sections have one of that name too."""
 INNER = ("train.optim", "train.distributed", "rollout.limits", "rollout.sampling")
 """Sections within sections whose keys go by their last name; those of others are written whole."""
+PARTS = ("algorithm.advantage", "algorithm.loss")
+"""Of these, the arguments whose names no other key has."""
 ELSEWHERE: Mapping[str, str] = {
     "reward_funcs": "reward=right, a function of one trajectory",
     "train_dataset": "tasks=dataset",
@@ -62,15 +64,16 @@ ELSEWHERE: Mapping[str, str] = {
 def _keys() -> Mapping[str, tuple[str, ...]]:
     """Return the keys of a run by their last names; sections go by their whole name alone."""
     found: dict[str, list[str]] = {}
+    of_parts: dict[str, list[str]] = {}
     for row in schema_table(RunConfig):
         if "<" in row.key or "[" in row.key:
             continue
         above, _, last = row.key.rpartition(".")
-        if "." in above and above not in INNER:
+        if "." in above and above not in (*INNER, *PARTS):
             continue
         if row.type != "section" or "." not in row.key:
-            found.setdefault(last, []).append(row.key)
-    return {name: tuple(keys) for name, keys in found.items()}
+            (of_parts if above in PARTS else found).setdefault(last, []).append(row.key)
+    return {name: tuple(dict.fromkeys(keys)) for name, keys in (of_parts | found).items()}
 
 
 OWN = ("model", "tasks", "eval_tasks", "tools", "interaction", "reward", "scheduler", "engine", "config", "resume", "ray")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.loss import build_correction, build_policy_loss, kl_controller
 from polyturn.build.parts import Parts
+from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_class import CallShape, check_function
 from polyturn.core.stand_in import as_ours
@@ -29,28 +30,23 @@ def build_estimator(place: ConfigSource) -> Any:
 
     config = place.config
     algorithm = config.algorithm
-    estimator: Any = advantages.resolve(algorithm.advantage, base=place.base, key="algorithm.advantage")
-    where = f"algorithm.advantage {algorithm.advantage!r}"
+    name, arguments = algorithm.advantage.name, arguments_of(algorithm.advantage)
+    estimator: Any = advantages.resolve(name, base=place.base, key="algorithm.advantage")
+    where = f"algorithm.advantage {name!r}"
     if isinstance(estimator, type) or not callable(estimator):
         check_function(estimator, OF_GROUP, where=where)
     estimator = as_ours("estimator", estimator)
     has_penalties = algorithm.kl_in("reward").coef > 0
     check_estimator(
         estimator,
-        name=algorithm.advantage,
+        name=name,
         group_size=config.train.group_size,
-        kwargs=algorithm.advantage_kwargs,
+        kwargs=arguments,
         has_penalties=has_penalties,
     )
     weights = DEFAULT_WEIGHTS if config.reward.weights is None else config.reward.weights
-    offered = {
-        "norm_by_std": algorithm.norm_by_std,
-        "gamma": algorithm.gamma,
-        "lam": algorithm.lam,
-        "weights": {**weights, **({"overlong": 1.0} if config.reward.overlong.buffer else {})},
-    }
-    known = {name: value for name, value in offered.items() if value is not None}
-    bound = bind_estimator(estimator, offered=known, kwargs=algorithm.advantage_kwargs)
+    offered = {"weights": {**weights, **({"overlong": 1.0} if config.reward.overlong.buffer else {})}}
+    bound = bind_estimator(estimator, offered=offered, kwargs=arguments)
     check_function(bound, OF_BATCH if traits_of(estimator).scope == "batch" else OF_GROUP, where=where)
     return bound
 
@@ -94,7 +90,7 @@ def require_scores(parts: Parts, estimator: Any) -> None:
     if type(context.scheduler) in scores_none:
         config = parts.place.config
         raise ConfigError(
-            f"the estimator {config.algorithm.advantage!r} needs scores of turns, and this run has neither tools nor "
+            f"the estimator {config.algorithm.advantage.name!r} needs scores of turns, and this run has neither tools nor "
             f"interactions, and the scheduler {config.rollout.scheduler!r} scores none; set rollout.interactions or "
             "rollout.tools, take a scheduler that scores turns such as gym, or an estimator of outcomes such as grpo"
         )
@@ -105,7 +101,7 @@ def drops_zero_variance(place: ConfigSource, estimator: Any) -> bool:
     from polyturn.algorithms.advantages import traits_of
 
     algorithm, group_size = place.config.algorithm, place.config.train.group_size
-    if group_size == 1 or algorithm.distill is not None:  # a teacher has something to say about every trajectory
+    if group_size == 1 or algorithm.loss.distill is not None:  # a teacher has something to say about every trajectory
         return False
     if algorithm.drop_zero_variance is not None:
         return algorithm.drop_zero_variance

@@ -30,7 +30,7 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | None:
     if not traits_of(estimator).needs_values:
         if critic.warmup or critic.path is not None:
             raise ConfigError(
-                f"algorithm.critic is set and the estimator {config.algorithm.advantage!r} uses no critic; set "
+                f"algorithm.critic is set and the estimator {config.algorithm.advantage.name!r} uses no critic; set "
                 "algorithm.advantage to gae, turn_gae or bilevel_gae, or drop the critic"
             )
         return None

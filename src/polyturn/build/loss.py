@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyturn.algorithms.options import CorrectionSettings, KlOptions
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.model import load_frozen
+from polyturn.config.models import AlgorithmConfig
+from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
 from polyturn.core.plugin_class import CallShape, check_function
 from polyturn.core.signature import required
@@ -26,15 +28,17 @@ def build_policy_loss(place: ConfigSource) -> PolicyLoss:
     """Return the policy loss that the configuration names."""
     from polyturn.algorithms.losses import policy_losses
 
-    loss = policy_losses.resolve(place.config.algorithm.loss, base=place.base, key="algorithm.loss")
+    name = place.config.algorithm.loss.name
+    loss = policy_losses.resolve(name, base=place.base, key="algorithm.loss")
     if (adapted := as_ours("loss", loss)) is not loss:
         return adapted  # type: ignore[no-any-return]
-    check_function(
-        loss,
-        dataclasses.replace(_LOSS, names=required(loss)[_LOSS.num :]),
-        where=f"algorithm.loss {place.config.algorithm.loss!r}",
-    )
+    check_function(loss, dataclasses.replace(_LOSS, names=required(loss)[_LOSS.num :]), where=f"algorithm.loss {name!r}")
     return loss
+
+
+def loss_arguments(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Return the arguments of the policy loss that the configuration sets."""
+    return arguments_of(algorithm.loss, but=("correction", "distill"))
 
 
 def kl_controller(kl: KlOptions) -> KlController:
@@ -63,12 +67,12 @@ def build_teacher(place: ConfigSource, model: PreTrainedModel) -> PreTrainedMode
     Raises:
         ConfigError: it cannot be loaded, or there is nothing to learn from at all.
     """
-    algorithm = place.config.algorithm
-    if algorithm.distill is None:
-        if algorithm.loss == "none":
-            raise ConfigError("algorithm.loss is none and algorithm.distill is not set: there is nothing to learn from")
+    loss = place.config.algorithm.loss
+    if loss.distill is None:
+        if loss.name == "none":
+            raise ConfigError("algorithm.loss is none and algorithm.loss.distill is not set: there is nothing to learn from")
         return None
-    return load_frozen(place, algorithm.distill.teacher, like=model, dtype=algorithm.distill.dtype)
+    return load_frozen(place, loss.distill.teacher, like=model, dtype=loss.distill.dtype)
 
 
 def build_correction(place: ConfigSource) -> CorrectionSettings | None:
@@ -78,13 +82,11 @@ def build_correction(place: ConfigSource) -> CorrectionSettings | None:
         ConfigError: it would compare the engine with itself, or its bounds cannot be.
     """
     algorithm = place.config.algorithm
-    correction = algorithm.correction
-    if correction is None:
-        return None
-    if algorithm.old_logprobs == "engine":
+    correction = algorithm.loss.correction
+    if correction is not None and algorithm.old_logprobs == "engine":
         raise ConfigError(
-            "algorithm.correction compares the trainer's log-probabilities with the engine's, and algorithm.old_logprobs is "
-            "'engine', which takes these for those; set old_logprobs to 'trainer', or drop the correction"
+            "algorithm.loss.correction compares the trainer's log-probabilities with the engine's, and "
+            "algorithm.old_logprobs is 'engine', which takes these for those; set old_logprobs to 'trainer', or drop the "
+            "correction"
         )
-
     return correction

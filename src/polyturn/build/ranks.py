@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.critic import critic_model, critic_options
-from polyturn.build.loss import build_policy_loss, build_reference, build_teacher
+from polyturn.build.loss import build_policy_loss, build_reference, build_teacher, loss_arguments
 from polyturn.build.model import build_codec, build_media, build_model
 from polyturn.build.parts import Parts
 from polyturn.config.models import RunConfig
@@ -52,16 +52,14 @@ def policy_options(
     from polyturn.training.loss_terms import LossSettings
 
     algorithm, train = place.config.algorithm, place.config.train
+    distill = algorithm.loss.distill
     if place.config.model.gradient_checkpointing:
         checkpoint_activations(model)
     return {
         "optim": spec.optim.over(spec.steps),
         "loss": LossSettings(
             policy_loss=build_policy_loss(place),
-            policy_loss_kwargs=algorithm.loss_kwargs,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.clip_dual,
+            policy_loss_kwargs=loss_arguments(algorithm),
             aggregation=algorithm.aggregate,
             segment_weight=algorithm.segment_weight,
             norm_length=algorithm.norm_length,
@@ -69,8 +67,8 @@ def policy_options(
             kl_estimator=algorithm.kl_in("loss").name,
             entropy_coef=algorithm.entropy_coef,
             is_engine_old=algorithm.old_logprobs == "engine",
-            distill_coef=0.0 if algorithm.distill is None else algorithm.distill.coef,
-            distill_estimator="k1+" if algorithm.distill is None else algorithm.distill.estimator,
+            distill_coef=0.0 if distill is None else distill.coef,
+            distill_estimator="k1+" if distill is None else distill.estimator,
         ),
         "layout": LayoutSettings(
             max_tokens_per_batch=spec.max_tokens_per_batch,

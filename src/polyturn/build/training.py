@@ -148,7 +148,7 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
             temperature=config.rollout.sampling.temperature,
             loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=place.base),
             min_members=members_needed(estimator, group_size=train.group_size),
-            drop_small_groups=algorithm.distill is None,  # a teacher has something to say about every trajectory
+            drop_small_groups=algorithm.loss.distill is None,  # a teacher has something to say about every trajectory
             drop_zero_variance=drops_zero_variance(place, estimator),
             drop_truncated=algorithm.drop_truncated,
             is_stale=train.max_staleness > 0,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -205,9 +205,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _named(model: type, path: KeyPath, at: Any) -> Any:
     """Return a section that was written as its name alone, `env: a:B`, with the key `name`; all else as it is."""
-    if not isinstance(at, str) or len(path) != 1 or (key := schema.keys_of(model).get(str(path[0]))) is None:
+    if not isinstance(at, str):
         return at
-    sections = [a for a in get_args(key.annotation) if schema.is_model(a)]
+    annotation: Any = model
+    for step in path:
+        annotation = schema.child(schema.meant(annotation, {}), step)
+    sections = [member for member in schema.unwrap(annotation) if schema.is_model(member)]
     return {"name": at} if any("name" in schema.keys_of(section) for section in sections) else at
 
 
@@ -240,8 +243,10 @@ def _override(model: type, sources: Sources, override: str) -> None:
         else:
             raise ConfigError(f"the override {override!r}: {dotted(path)} is {at!r}, which has no keys to set")
         path = (*path, step)
-        if is_last and isinstance(value, dict) and isinstance(at, dict) and isinstance(at.get(step), dict):
-            merge(at[step], value)
+        below = at.get(step) if isinstance(at, dict) else None
+        if is_last and isinstance(value, dict) and isinstance(below := _named(model, path, below), dict):
+            merge(below, value)
+            at[step] = below
         elif is_last:
             at[step] = value
         else:

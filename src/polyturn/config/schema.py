@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, g
 from pydantic import BaseModel, TypeAdapter
 from pydantic_core import PydanticUndefined
 
+from polyturn.config.retired import RETIRED
 from polyturn.core.entry_points import offered
 from polyturn.core.errors import did_you_mean
 
@@ -170,25 +171,6 @@ def child(annotation: Any, key: str | int) -> Any:
     return Any
 
 
-RETIRED: Mapping[str, str] = {
-    "algorithm.kl_coef": "write algorithm.kl: {coef: …}",
-    "algorithm.kl_estimator": "write algorithm.kl: {estimator: …}",
-    "algorithm.kl_target": "write algorithm.kl: {target: …}",
-    "algorithm.kl_horizon": "write algorithm.kl: {horizon: …}",
-    "algorithm.kl_in_reward": "write algorithm.kl: {place: reward, coef: …}, in a list where the loss has a KL term too",
-    "model.lora.rank_stabilized": "multiply model.lora.alpha by the square root of the rank, which scales the update alike",
-    "train.distributed.strategy": "leave it out: ranks train with torch's FSDP2, and Megatron is not built "
-    "(docs/guides/scale.md says why)",
-    "policies.<name>.train": "a run trains one policy, the one of the section model; let that one play several parts "
-    "(seats: [policy, policy], model: policy), or train the other in a run of its own",
-    "policies.<name>.model.gradient_checkpointing": "leave it out: this policy is not trained, so it has no backward pass",
-    "policies.<name>.model.processor": "leave it out: this policy is shown text only",
-    "policies.<name>.model.reference": "leave it out: this policy is not trained, so no KL term reads a reference",
-    "engine.in_process": "leave it out: engine.kind: sglang starts a server beside the trainer (engine.launch)",
-}
-"""Keys that earlier configurations have, as in the table of keys, and what stands in their place."""
-
-
 def with_choices(annotation: Any, value: Any) -> Any:
     """Return `value` with the words that YAML reads as truth values, such as `off`, where a key offers them."""
     if isinstance(value, Mapping):
@@ -217,7 +199,7 @@ def _unknown(annotation: Any, value: Any, path: KeyPath, row: str, everywhere: l
         known = keys_of(of) if is_model(of) else None
         for key, inner in value.items():
             if known is not None and key not in known:
-                if not takes_more(of):
+                if not takes_more(of) or f"{row}{key}" in RETIRED:
                     hint = _of_another_kind(annotation, of, str(key), value, path)
                     hint = hint or _hint(str(key), known, path, f"{row}{key}", everywhere)
                     yield Unknown((*path, key), inner, hint)
@@ -378,7 +360,8 @@ def _rows(model: type, prefix: str, above: tuple[type, ...], instance: Any) -> I
         if inner and not doc:
             doc = (inner[0][1].__doc__ or "").strip().partition("\n")[0]
         is_section = bool(inner) and inner[0][0] == key
-        kind = "section" if is_section else type_name(found.annotation)
+        is_part = any(hasattr(of, "PART") for _, of in inner)
+        kind = "name | section" if is_part else "section" if is_section else type_name(found.annotation)
         yield KeyInfo(key, kind, _default_text(found, is_section), doc, declared=_declaration(model, name))
         places: dict[str, list[type]] = {}
         for at, of in inner:
@@ -398,10 +381,12 @@ def _rows_of_kinds(sections: Sequence[type], prefix: str, above: tuple[type, ...
     tables = {section: list(_rows(section, prefix, (*above, section), instance)) for section in sections}
     common = set.intersection(*({row.key for row in rows} for rows in tables.values()))
     by = _told_apart_by(sections)
+    part = getattr(sections[0], "PART", "")
     for row in tables[sections[0]]:
         if row.key in common:
             types = dict.fromkeys(r.type for rows in tables.values() for r in rows if r.key == row.key)
-            yield row._replace(type=" | ".join(types))
+            of = "" if row.key == f"{prefix}name" else part
+            yield row._replace(type=" | ".join(types), of=row.of or of)
     for section, rows in tables.items():
         kinds = ", ".join(kinds_of(section).get(by, ())) or "another"
         yield from (row if row.of else row._replace(of=kinds) for row in rows if row.key not in common)

@@ -3,7 +3,8 @@
     sources.merge({"train": {"steps": 5}}, "in run.yaml")
     sources.of(("train", "steps"))   ->  " (in run.yaml)"
 
-Mappings merge key by key; every other value replaces the one below it.
+Mappings merge key by key; a mapping above a text keeps that as its name (`loss: gspo` below `loss: {clip_low: 0.1}`); every
+other value replaces the one below it.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
         mine = into.get(key)
         if isinstance(mine, dict) and isinstance(value, Mapping):
             merge(mine, value)
+        elif isinstance(mine, str) and isinstance(value, Mapping):
+            into[key] = {"name": mine, **_copy(value)}
         else:
             into[key] = _copy(value)
 

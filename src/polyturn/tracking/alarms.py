@@ -203,7 +203,7 @@ def _rules(t: AlarmThresholds) -> tuple[_Rule, ...]:
             "policy/entropy",
             lambda value, early: early > 0 and value < t.entropy_share * early,
             f"below {t.entropy_share:.0%} of its early median {{early}}: the policy hardly explores any more",
-            "lower train.optim.lr, raise algorithm.clip_high or set algorithm.entropy_coef",
+            "lower train.optim.lr, raise algorithm.loss.clip_high or set algorithm.entropy_coef",
         ),
         _Rule(
             "length_collapse",

@@ -31,13 +31,9 @@ class LossSettings:
     """The loss: sum over tokens of coef * (policy_loss + kl_coef * kl - entropy_coef * entropy + distill_coef * distill)."""
 
     policy_loss: PolicyLoss = ppo_clip
-    """What a token contributes; it is offered the clips below, by their names."""
+    """What a token contributes."""
     policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Options of its own."""
-    clip_low: float | None = None
-    """None takes the loss's own bound; those of a sequence's ratio are far narrower than those of a token's."""
-    clip_high: float | None = None
-    dual_clip: float | None = None
+    """Its options, such as clip_low and clip_high."""
     aggregation: str = "token-mean"
     """One of `algorithms.aggregate.MODES`."""
     segment_weight: str = "per_token"
@@ -70,11 +66,11 @@ class LossSettings:
             )
         if self.old_logprobs not in ("sample", "rollout"):
             raise ConfigError(f"loss.old_logprobs is {self.old_logprobs!r}; it must be 'sample' or 'rollout'")
-        low, high = self.clip_low or 0.0, self.clip_high or 0.0
-        if not 0 <= low <= 1 or not high >= 0:
-            raise ConfigError(f"the clip range is [1 - {low}, 1 + {high}]; it must hold 1 and stay above 0")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"dual_clip is {self.dual_clip}; it must be above 1, or None")
+        low, high, dual = (self.policy_loss_kwargs.get(name) for name in ("clip_low", "clip_high", "dual_clip"))
+        if not 0 <= (low or 0.0) <= 1 or not (high or 0.0) >= 0:
+            raise ConfigError(f"the clip range is [1 - {low or 0.0}, 1 + {high or 0.0}]; it must hold 1 and stay above 0")
+        if dual is not None and dual <= 1:
+            raise ConfigError(f"dual_clip is {dual}; it must be above 1, or None")
         kl_estimators.resolve(self.kl_estimator)
         kl_estimators.resolve(self.distill_estimator)
 
@@ -130,9 +126,8 @@ class PolicyTerms:
             raise ConfigError(f"kl_coef is {settings.kl_coef} and there is no reference policy; pass reference=True")
         if settings.distill_coef and teacher is None:
             raise ConfigError(f"distill_coef is {settings.distill_coef} and there is no teacher; pass one")
-        clips = {"clip_low": settings.clip_low, "clip_high": settings.clip_high, "dual_clip": settings.dual_clip}
         self._settings = settings
-        self._policy_loss = bind(settings.policy_loss, offered=clips, kwargs=settings.policy_loss_kwargs)
+        self._policy_loss = bind(settings.policy_loss, kwargs=settings.policy_loss_kwargs)
         self._teacher = teacher
         self._kl = kl_estimators.resolve(settings.kl_estimator)
         self._distill = kl_estimators.resolve(settings.distill_estimator)

@@ -10,6 +10,7 @@ import yaml
 
 from polyturn.algorithms.advantages import advantages, bind_estimator, traits_of
 from polyturn.config.models import AlgorithmConfig
+from polyturn.config.parts import arguments_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("## Advantages")[2].partition("\n## ")[0]
@@ -35,7 +36,7 @@ def test_its_docstring_names_its_source(name: str) -> None:
 @pytest.mark.parametrize("line", re.findall(r"^algorithm: (\{.*\})$", SECTION, re.M))
 def test_every_line_of_configuration_is_taken(line: str) -> None:
     config = AlgorithmConfig(**yaml.safe_load(line))
-    bind_estimator(advantages.resolve(config.advantage), offered={}, kwargs=config.advantage_kwargs)
+    bind_estimator(advantages.resolve(config.advantage.name), offered={}, kwargs=arguments_of(config.advantage))
 
 
 def test_the_shown_estimators_work() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn.algorithms.losses import MAX_LOG_RATIO, bind, policy_losses, selection_of
+from polyturn.algorithms.losses import MAX_LOG_RATIO, bind, policy_losses, selection_of, takes_option
 from polyturn.algorithms.losses.covariance import choose_largest, choose_within, covariance
 from polyturn.core.errors import ConfigError
 
@@ -107,7 +107,9 @@ def defined(name: str, new, old, adv, t, marks, frozen) -> float:
 
 
 def of_library(name: str, new, old, adv, marks):
-    loss = bind(policy_losses.resolve(name), offered={"clip_low": LOW, "clip_high": HIGH}, kwargs={})
+    found = policy_losses.resolve(name)
+    bounds = {n: v for n, v in (("clip_low", LOW), ("clip_high", HIGH)) if takes_option(found, n)}
+    loss = bind(found, kwargs=bounds)
     leaf = torch.tensor(new, requires_grad=True)
     sequence = torch.tensor([SEQUENCES.index(sequence_of(t)) for t in range(len(new))])
     return leaf, loss(leaf, torch.tensor(old), torch.tensor(adv), sequence, torch.tensor(marks))
@@ -199,12 +201,8 @@ def test_bounds_that_nobody_set_are_those_of_the_loss(name):
     """A sequence's ratio stays within a thousandth; under the bounds of a token's nothing would ever be clipped."""
     new, old, adv, marks = (torch.tensor(a) for a in arrays(7))
     sequence = torch.tensor([SEQUENCES.index(sequence_of(t)) for t in range(12)])
-    unset, plain = (
-        bind(policy_losses.resolve(name), offered=offered, kwargs={})(new, old, adv, sequence, marks).loss_T
-        for offered in ({"clip_low": None, "clip_high": None, "dual_clip": None}, {})
-    )
-    assert torch.equal(unset, plain)
-    given = bind(policy_losses.resolve(name), offered={"clip_low": 0.01, "clip_high": 0.01}, kwargs={})
+    plain = bind(policy_losses.resolve(name), kwargs={})(new, old, adv, sequence, marks).loss_T
+    given = bind(policy_losses.resolve(name), kwargs={"clip_low": 0.01, "clip_high": 0.01})
     assert not torch.equal(given(new, old, adv, sequence, marks).loss_T, plain)
 
 
@@ -213,9 +211,9 @@ def test_a_loss_of_ones_own_that_asks_for_bounds_gets_the_usual_ones():
         return clip_low, clip_high, dual_clip, wide
 
     bare = torch.zeros(1)
-    unset = bind(own, offered={"clip_low": None, "clip_high": None, "dual_clip": None}, kwargs={})
+    unset = bind(own, kwargs={})
     assert unset(bare, bare, bare, bare) == (0.2, 0.28, None, 3.0)
-    given = bind(own, offered={"clip_low": 0.1, "clip_high": None, "dual_clip": 3.0}, kwargs={"wide": 1.0})
+    given = bind(own, kwargs={"clip_low": 0.1, "dual_clip": 3.0, "wide": 1.0})
     assert given(bare, bare, bare, bare) == (0.1, 0.28, 3.0, 1.0)
 
 
@@ -223,9 +221,9 @@ def test_options_go_to_the_loss_or_to_its_selection():
     loss = policy_losses.resolve("clip_cov")
     assert selection_of(loss, kwargs={"clip_cov_ratio": 0.5}) is not None
     assert selection_of(policy_losses.resolve("ppo_clip"), kwargs={}) is None
-    bind(loss, offered={}, kwargs={"clip_cov_ratio": 0.5, "clip_low": 0.1})
+    bind(loss, kwargs={"clip_cov_ratio": 0.5, "clip_low": 0.1})
     with pytest.raises(ConfigError, match=r"no option 'clip_cov_ration'.*clip_cov_ratio"):
-        bind(loss, offered={}, kwargs={"clip_cov_ration": 0.5})
-    of_sapo = bind(policy_losses.resolve("sapo"), offered={}, kwargs={"tau_pos": 0})
+        bind(loss, kwargs={"clip_cov_ration": 0.5})
+    of_sapo = bind(policy_losses.resolve("sapo"), kwargs={"tau_pos": 0})
     with pytest.raises(ConfigError, match="tau_pos 0"):
         of_sapo(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.zeros(1))

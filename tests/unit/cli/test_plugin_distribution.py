@@ -140,7 +140,7 @@ def test_an_engine_an_estimator_a_loss_and_a_tracker_of_a_distribution_train(con
         config,
         "engine={kind: babbler, kwargs: {first: 20}}",
         "algorithm.advantage=centred",
-        "algorithm.advantage_kwargs={scale: 2.0}",
+        "algorithm.advantage={scale: 2.0}",
         "algorithm.loss=doubled",
         "tracking=[{name: notes, file: notes.txt}]",
         "train.steps=2",

@@ -240,9 +240,7 @@ def test_a_policy_loss_of_whole_sequences_sees_a_row_per_sample() -> None:
 
 
 def test_a_policy_loss_reads_the_clips_of_the_run() -> None:
-    native = losses.bind(
-        algos.as_policy_loss(algos.compute_policy_loss_vanilla), offered={"clip_low": 0.1, "clip_high": 0.3}, kwargs={}
-    )
+    native = losses.bind(algos.as_policy_loss(algos.compute_policy_loss_vanilla), kwargs={"clip_low": 0.1, "clip_high": 0.3})
     new, old, gain = torch.tensor([0.5, -0.5]), torch.zeros(2), torch.tensor([1.0, -1.0])
     assert native(new, old, gain, torch.zeros(2)).loss_T.tolist() == pytest.approx([-1.3, 0.9])
 

@@ -38,8 +38,8 @@ def native(values: dict[str, Any], key: str) -> Any:
 MAPPED: list[tuple[str, str, Any]] = [
     ("trainer.val_before_train=False", "evaluation.before", False),
     # the loss
-    (f"{ACTOR}.policy_loss.loss_mode=mine.py:loss", "algorithm.loss", "mine.py:loss"),
-    (f"{ACTOR}.policy_loss.loss_mode=clip_cov", "algorithm.loss", "clip_cov"),
+    (f"{ACTOR}.policy_loss.loss_mode=mine.py:loss", "algorithm.loss.name", "mine.py:loss"),
+    (f"{ACTOR}.policy_loss.loss_mode=clip_cov", "algorithm.loss.name", "clip_cov"),
     (f"{ACTOR}.policy_loss.loss_mode=gspo", "algorithm.aggregate", "seq-mean-token-mean"),
     # many turns
     ("actor_rollout_ref.model.enable_gradient_checkpointing=True", "model.gradient_checkpointing", True),
@@ -105,10 +105,10 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ACTOR}.ppo_mini_batch_size=128", "train.minibatches", 8),
     (f"{ACTOR}.ppo_mini_batch_size=300", "train.minibatches", 4),
     (f"{ACTOR}.grad_clip=0.5", "train.optim.max_grad_norm", 0.5),
-    (f"{ACTOR}.clip_ratio=0.1", "algorithm.clip_low", 0.1),
-    (f"{ACTOR}.clip_ratio_low=0.1", "algorithm.clip_low", 0.1),
-    (f"{ACTOR}.clip_ratio_high=0.28", "algorithm.clip_high", 0.28),
-    (f"{ACTOR}.clip_ratio_c=4.0", "algorithm.clip_dual", 4.0),
+    (f"{ACTOR}.clip_ratio=0.1", "algorithm.loss.clip_low", 0.1),
+    (f"{ACTOR}.clip_ratio_low=0.1", "algorithm.loss.clip_low", 0.1),
+    (f"{ACTOR}.clip_ratio_high=0.28", "algorithm.loss.clip_high", 0.28),
+    (f"{ACTOR}.clip_ratio_c=4.0", "algorithm.loss.dual_clip", 4.0),
     (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", "algorithm.aggregate", "seq-mean-token-sum"),
     (f"{ACTOR}.entropy_coeff=0.01", "algorithm.entropy_coef", 0.01),
     (f"{ACTOR}.use_kl_loss=True", "algorithm.kl.coef", 0.001),
@@ -116,16 +116,16 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ACTOR}.kl_loss_type=mse", "algorithm.kl.estimator", "k2"),
     (f"{ACTOR}.kl_loss_type=low_var_kl+", "algorithm.kl.estimator", "k3+"),
     (f"{ACTOR}.loss_scale_factor=3000", "algorithm.norm_length", 3000),
-    (f"{ACTOR}.tis_imp_ratio_cap=2.5", "algorithm.correction", {"weight": "token", "cap": 2.5}),
+    (f"{ACTOR}.tis_imp_ratio_cap=2.5", "algorithm.loss.correction", {"weight": "token", "cap": 2.5}),
     ("actor_rollout_ref.model.lora_rank=8", "model.lora.rank", 8),
     (
         "algorithm.rollout_correction.rollout_is=sequence",
-        "algorithm.correction",
+        "algorithm.loss.correction",
         {"weight": "sequence", "cap": 2.0, "normalize": False},
     ),
     (
         "algorithm.rollout_correction.rollout_rs=geometric",
-        "algorithm.correction",
+        "algorithm.loss.correction",
         {"weight": "none", "reject": {"seq_mean_k1": 2.0}},
     ),
     (f"{ACTOR}.optim.lr=1e-5", "train.optim.lr", 1e-5),
@@ -138,14 +138,14 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ACTOR}.optim.lr_scheduler_type=cosine", "train.optim.schedule", "cosine"),
     (f"{ACTOR}.optim.min_lr_ratio=0.1", "train.optim.min_lr_ratio", 0.1),
     # algorithm, trainer, model
-    ("algorithm.adv_estimator=grpo", "algorithm.advantage", "grpo"),
-    ("algorithm.adv_estimator=opo", "algorithm.advantage", "opo"),
-    ("algorithm.adv_estimator=rloo_vectorized", "algorithm.advantage", "rloo"),
-    ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.advantage", "reinforce_plus_plus"),
-    ("algorithm.adv_estimator=remax", "algorithm.advantage", "remax"),
-    ("algorithm.adv_estimator=gae", "algorithm.advantage_kwargs", {"outcome": "end"}),
+    ("algorithm.adv_estimator=grpo", "algorithm.advantage.name", "grpo"),
+    ("algorithm.adv_estimator=opo", "algorithm.advantage.name", "opo"),
+    ("algorithm.adv_estimator=rloo_vectorized", "algorithm.advantage.name", "rloo"),
+    ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.advantage.name", "reinforce_plus_plus"),
+    ("algorithm.adv_estimator=remax", "algorithm.advantage.name", "remax"),
+    ("algorithm.adv_estimator=gae", "algorithm.advantage.outcome", "end"),
     ("algorithm.use_kl_in_reward=True", "algorithm.kl.coef", 0.001),
-    ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.norm_by_std", False),
+    ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.advantage.norm_by_std", False),
     ("algorithm.filter_groups.enable=True", "algorithm.drop_zero_variance", True),
     ("algorithm.rollout_correction.bypass_mode=True", "algorithm.old_logprobs", "engine"),
     ("trainer.total_epochs=15", "train.epochs", 15),
@@ -362,9 +362,9 @@ def test_what_belongs_to_gae_moves_with_it_and_else_stays_away():
     written = ["critic.optim.lr=2e-5", "critic.cliprange_value=0.3", "trainer.critic_warmup=4", "algorithm.lam=0.95"]
     made = translated("algorithm.adv_estimator=gae", *(f"++{w}" for w in written)).native["algorithm"]
     assert made["critic"] == {"optim": {"lr": 2e-5, "max_grad_norm": 1.0}, "clip": 0.3, "warmup": 4}
-    assert (made["gamma"], made["lam"]) == (1.0, 0.95)
+    assert made["advantage"] == {"name": "gae", "gamma": 1.0, "lam": 0.95, "outcome": "end"}
     other = translated("algorithm.adv_estimator=grpo", *(f"++{w}" for w in written)).native["algorithm"]
-    assert "critic" not in other and "lam" not in other
+    assert "critic" not in other and "lam" not in other["advantage"]
 
 
 def test_a_kl_penalty_of_the_reward_may_follow_a_target():
@@ -420,7 +420,7 @@ def test_the_base_makes_a_native_configuration():
     made = translated("data.train_files=train.parquet")
     config = load_values(RunConfig, made.native, origin=made.origin).config
     assert config.rollout.limits.max_turns == 1, "nobody but the model speaks"
-    assert config.algorithm.clip_high == 0.2 and config.train.optim.betas == (0.9, 0.999)
+    assert config.algorithm.loss.clip_high == 0.2 and config.train.optim.betas == (0.9, 0.999)
     assert config.reward.weights == {"outcome": 1.0} and not config.algorithm.drop_zero_variance
 
 
@@ -664,7 +664,7 @@ def test_rejections_bring_their_own_bounds():
         "algorithm.rollout_correction.rollout_rs_threshold='0.5_3.0,0.1'",
         "+algorithm.rollout_correction.rollout_token_veto_threshold=1e-4",
     )
-    assert native(made.native, "algorithm.correction") == {
+    assert native(made.native, "algorithm.loss.correction") == {
         "weight": "none",
         "reject": {"token_k1": [0.5, 3.0], "seq_max_k3": 0.1},
         "veto": 1e-4,

@@ -444,7 +444,8 @@ import sys
 from pathlib import Path
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
-load_config(RunConfig, None, ["model.path=x", "train.optim.lr=1e-3", "algorithm.correction={cap: 3}", "model.lora.rank=4"])
+load_config(RunConfig, None, ["model.path=x", "train.optim.lr=1e-3",
+    "algorithm.loss={correction: {cap: 3}}", "model.lora.rank=4"])
 print(sorted({"torch", "transformers"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -13,11 +13,9 @@ import pytest
 import polyturn
 
 ROOT = Path(__file__).parents[3]
-MAX_KEYS = 222
+MAX_KEYS = 203
 """The goal is 150."""
 MAX_SHARED = 4
-DECLARED_TWICE = {("AlgorithmConfig", "LossSettings")}
-"""Classes that still repeat one another."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ def test_no_two_classes_of_options_declare_the_same_fields() -> None:
                 }
     assert {"ToolOptions", "SftOptions", "EmbeddedOptions", "LossSettings"} <= set(declared)
     shared = {pair: declared[pair[0]] & declared[pair[1]] for pair in itertools.combinations(sorted(declared), 2)}
-    assert {pair for pair, fields in shared.items() if len(fields) > MAX_SHARED} == DECLARED_TWICE
+    assert {pair for pair, fields in shared.items() if len(fields) > MAX_SHARED} == set()
 
 
 def _default(value: ast.expr) -> str:

@@ -65,5 +65,5 @@ def test_an_alarm_says_what_the_value_and_where_to_look() -> None:
     (alarm,) = alarms.feed(1, {"policy/entropy": 0.0412})
     assert alarm.message == (
         "step 1: policy/entropy is 0.0412, for 1 steps in a row below 20% of its early median 1: the policy hardly explores "
-        "any more; lower train.optim.lr, raise algorithm.clip_high or set algorithm.entropy_coef"
+        "any more; lower train.optim.lr, raise algorithm.loss.clip_high or set algorithm.entropy_coef"
     )

@@ -114,7 +114,7 @@ def test_a_policy_loss_of_ones_own_is_told_its_options_and_which_tokens_belong_t
         told.append((clip_low, sequence_T.tolist()))
         return TokenLoss(-scale * advantages_T * logprobs_T, {})
 
-    once, twice = (policy(policy_loss=mine, policy_loss_kwargs={"scale": scale}, clip_low=0.1) for scale in (1.0, 2.0))
+    once, twice = (policy(policy_loss=mine, policy_loss_kwargs={"scale": scale, "clip_low": 0.1}) for scale in (1.0, 2.0))
     losses = [p.forward_backward(samples()).metrics["loss/total"].value for p in (once, twice)]
     assert losses[1] == pytest.approx(2 * losses[0]) and losses[0] != 0
     assert {clip for clip, _ in told} == {0.1}
@@ -325,4 +325,4 @@ def test_missing_pieces_are_named():
     with pytest.raises(UnknownNameError, match="'k4'"):
         LossSettings(kl_estimator="k4")
     with pytest.raises(ConfigError, match="dual_clip is 1"):
-        LossSettings(dual_clip=1.0)
+        LossSettings(policy_loss_kwargs={"dual_clip": 1.0})

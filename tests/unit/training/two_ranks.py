@@ -103,7 +103,7 @@ def compare(tp):
     row, rows = dist.get_rank() // tp, dist.get_world_size() // tp
     options = {
         "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, max_skipped=1),
-        "loss": LossSettings(kl_coef=0.1, entropy_coef=0.01, clip_high=0.28, distill_coef=0.1),
+        "loss": LossSettings(kl_coef=0.1, entropy_coef=0.01, policy_loss_kwargs={"clip_high": 0.28}, distill_coef=0.1),
         "layout": LayoutSettings(max_tokens_per_batch=20),
         "reference": True,
     }

@@ -112,7 +112,7 @@ def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: 
     for name in kwargs:
         if not has_parameter(estimator, name) and not takes_any_keyword(estimator):
             options = [n for n in inspect.signature(estimator).parameters if n not in inputs]
-            raise ConfigError(f"algorithm.advantage_kwargs: the estimator takes no {name!r}.{did_you_mean(name, options)}")
+            raise ConfigError(f"algorithm.advantage: the estimator takes no {name!r}.{did_you_mean(name, options)}")
     bound = {**{k: v for k, v in offered.items() if has_parameter(estimator, k)}, **kwargs}
     return functools.partial(estimator, **bound) if bound else estimator
 
@@ -134,7 +134,7 @@ def check_estimator(
     drawn = None if traits.draws is None else (kwargs or {}).get(traits.draws)
     if drawn is not None and not (isinstance(drawn, int) and 1 <= drawn < group_size):
         raise ConfigError(
-            f"algorithm.advantage_kwargs.{traits.draws} is {drawn!r} in groups of {group_size} (train.group_size); it must "
+            f"algorithm.advantage.{traits.draws} is {drawn!r} in groups of {group_size} (train.group_size); it must "
             f"be a number from 1 to {group_size - 1}"
         )
     if group_size < traits.min_group:

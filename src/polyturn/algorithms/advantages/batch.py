@@ -147,4 +147,4 @@ def check_outcome(outcome: str) -> None:
         ConfigError: it is none of `OUTCOMES`.
     """
     if outcome not in OUTCOMES:
-        raise ConfigError(f"algorithm.advantage_kwargs.outcome is {outcome!r}.{did_you_mean(outcome, OUTCOMES)}")
+        raise ConfigError(f"algorithm.advantage.outcome is {outcome!r}.{did_you_mean(outcome, OUTCOMES)}")

@@ -130,14 +130,12 @@ def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     return (sums_B / count_B)[row_T]
 
 
-def bind(loss: PolicyLoss, *, offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> PolicyLoss:
+def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
     """Return `loss` with its options, to be called as (logprobs_T, old_logprobs_T, advantages_T, sequence_T, marks_T).
 
     Args:
         loss: The policy loss.
-        offered: What every loss may use; it gets those that it has a parameter for. None leaves a loss its own default,
-            and one that has none `USUAL_CLIPS`.
-        kwargs: Options of its own, which win.
+        kwargs: Its options. A bound that it asks for and has no default of is one of `USUAL_CLIPS` where it is left out.
 
     Raises:
         ConfigError: neither it nor its selection has a parameter for one of `kwargs`.
@@ -149,8 +147,7 @@ def bind(loss: PolicyLoss, *, offered: Mapping[str, Any], kwargs: Mapping[str, A
             options = [n for n in known if not n.endswith(("_T", "_N")) and n != "rng"]
             raise ConfigError(f"the policy loss takes no option {name!r}.{did_you_mean(name, options)}")
     own = kwargs if takes_any_keyword(loss) else {k: v for k, v in kwargs.items() if has_parameter(loss, k)}
-    given = {k: v for k, v in offered.items() if v is not None and has_parameter(loss, k)}
-    bound = {**{k: v for k, v in USUAL_CLIPS.items() if k in offered and is_required(loss, k)}, **given, **own}
+    bound = {**{k: v for k, v in USUAL_CLIPS.items() if is_required(loss, k)}, **own}
     needs_sequences = has_parameter(loss, "sequence_T")
 
     def call(

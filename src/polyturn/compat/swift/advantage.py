@@ -3,8 +3,7 @@
     rewards [1, 1], [0, 1] with reinforce_plus_plus    none 0, 0, -0.5, 0.5    group ±0.70701    batch ±1.22444
 
     algorithm:
-      advantage: polyturn.compat.swift.advantage:estimate
-      advantage_kwargs: {estimator: reinforce_plus_plus, scale_rewards: batch}
+      advantage: {name: "polyturn.compat.swift.advantage:estimate", estimator: reinforce_plus_plus, scale_rewards: batch}
 
 Statistics are over trajectories, unbiased, with 1e-4 added; one that was cut into several samples counts once, and its
 tokens have its advantage. Native estimators take other constants, and whiten over tokens where their sources do.
@@ -51,7 +50,7 @@ def estimate(
     """
     for name, known, key in ((estimator, ESTIMATORS, "estimator"), (scale_rewards, SCALES, "scale_rewards")):
         if name not in known:
-            raise ConfigError(f"algorithm.advantage_kwargs.{key} is {name!r}.{did_you_mean(name, known)}")
+            raise ConfigError(f"algorithm.advantage.{key} is {name!r}.{did_you_mean(name, known)}")
     if scale_rewards == "gdpo" and estimator != "reinforce_plus_plus":
         return spread(batch, [a.tolist() for a in _gdpo(batch, reward_weights or {})])
     totals = [group.totals for group in batch]

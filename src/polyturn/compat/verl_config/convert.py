@@ -147,7 +147,7 @@ def clip(s: Source) -> None:
         key = f"{both}_{side}"
         is_meant = key in s.written or both not in s.written
         value = s.get(key if is_meant else both, s.get(both, 0.2))
-        s.put(f"algorithm.clip_{side}", value, by=key if is_meant else both)
+        s.put(f"algorithm.loss.clip_{side}", value, by=key if is_meant else both)
 
 
 def grad_clip(s: Source) -> None:
@@ -291,7 +291,7 @@ def advantage(s: Source) -> None:
     name = str(s.get(key, "grpo"))
     found = names.get(name, name)
     if found in advantages or ":" in found:
-        _put_function(s, "algorithm.advantage", found, by=key)
+        _put_function(s, "algorithm.advantage.name", found, by=key)
     else:
         s.refuse(key, f"there is no such estimator; {_OWN}.{did_you_mean(name, advantages)}")
     if not s.get("algorithm.filter_groups.enable"):
@@ -313,7 +313,7 @@ def policy_loss(s: Source) -> None:
         known = sorted({"vanilla", *policy_losses})
         s.refuse(key, f"there is no such policy loss; {_OWN}.{did_you_mean(name, known)}")
         return
-    _put_function(s, "algorithm.loss", name, by=key)
+    _put_function(s, "algorithm.loss.name", name, by=key)
     if name in _MEANS_OF_SEQUENCES:
         s.put("algorithm.aggregate", "seq-mean-token-mean", by=key)
     section = key.removesuffix("loss_mode")
@@ -322,8 +322,8 @@ def policy_loss(s: Source) -> None:
     if name in policy_losses:  # the section holds the options of every loss
         own |= {k: v for k in ("tau_pos", "tau_neg") if (v := s.get(f"{ACTOR}.{k}")) is not None}
         own = {k: v for k, v in own.items() if takes_option(policy_losses.resolve(name), k)}
-    if own:
-        s.put("algorithm.loss_kwargs", own, by=key)
+    for option, value in own.items():
+        s.put(f"algorithm.loss.{option}", value, by=key)
 
 
 def _put_function(s: Source, native_key: str, name: str, *, by: str) -> None:

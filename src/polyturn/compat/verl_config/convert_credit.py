@@ -20,10 +20,10 @@ def discount(s: Source) -> None:
     """Set the discounts of estimators that have any, and where gae finds the reward: on the last token."""
     name = s.get("algorithm.adv_estimator")
     if name in ("gae", "reinforce_plus_plus"):
-        s.put("algorithm.gamma", s.number("algorithm.gamma", 1.0), by="algorithm.gamma")
+        s.put("algorithm.advantage.gamma", s.number("algorithm.gamma", 1.0), by="algorithm.gamma")
     if name == "gae":
-        s.put("algorithm.lam", s.number("algorithm.lam", 1.0), by="algorithm.lam")
-        s.put("algorithm.advantage_kwargs", {"outcome": "end"}, by="algorithm.adv_estimator")
+        s.put("algorithm.advantage.lam", s.number("algorithm.lam", 1.0), by="algorithm.lam")
+        s.put("algorithm.advantage.outcome", "end", by="algorithm.adv_estimator")
 
 
 def critic(s: Source) -> None:

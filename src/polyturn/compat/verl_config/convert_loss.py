@@ -76,11 +76,11 @@ def correction(s: Source) -> None:
             )
             return
         by = "rollout_is" if "cap" in found else "rollout_rs"
-        s.put("algorithm.correction", found, by=f"{CORRECTION}.{by}")
+        s.put("algorithm.loss.correction", found, by=f"{CORRECTION}.{by}")
     elif (cap := s.get(f"{ACTOR}.tis_imp_ratio_cap", -1)) not in _NOTHING and float(cap) > 0:
-        s.put("algorithm.correction", {"weight": "token", "cap": float(cap)}, by=f"{ACTOR}.tis_imp_ratio_cap")
+        s.put("algorithm.loss.correction", {"weight": "token", "cap": float(cap)}, by=f"{ACTOR}.tis_imp_ratio_cap")
     elif s.get("algorithm.rollout_is") and s.get("algorithm.rollout_is_threshold") is not None:
-        s.put("algorithm.correction", _of_first_release(s), by="algorithm.rollout_is")
+        s.put("algorithm.loss.correction", _of_first_release(s), by="algorithm.rollout_is")
 
 
 def _weight(s: Source, key: str, name: str, threshold: Any) -> dict[str, Any]:

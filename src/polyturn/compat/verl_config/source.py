@@ -1,6 +1,6 @@
 """Source: what a converter reads of another framework's configuration, and the native one that it writes.
 
-    found {"actor_rollout_ref.actor.clip_ratio": 0.2}   ->   native {"algorithm": {"clip_low": 0.2}}, and who decided it
+    found {"actor_rollout_ref.actor.clip_ratio": 0.2}   ->   native {"algorithm": {"loss": {"clip_low": 0.2}}}, and who
 
 Separate from the converters, which are one function a key: they see a configuration through this alone.
 """
@@ -62,12 +62,17 @@ class Source:
         return value
 
     def put(self, native_key: str, value: Any, *, by: str) -> None:
-        """Set a native key, decided by the verl key `by`."""
+        """Set a native key, decided by the verl key `by`; the name of a part and its options in any order."""
         *above, last = native_key.split(".")
         at = self.native
         for part in above:
+            if isinstance(at.get(part), str):
+                at[part] = {"name": at[part]}
             at = at.setdefault(part, {})
-        at[last] = value
+        if isinstance(at.get(last), dict) and isinstance(value, str):
+            at[last]["name"] = value
+        else:
+            at[last] = value
         self.origin[tuple(native_key.split("."))] = by
 
     def put_path(self, native_key: str, value: Any, *, by: str) -> None:

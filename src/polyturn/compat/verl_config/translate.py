@@ -17,6 +17,8 @@ from polyturn.compat.verl_config.convert import CONVERTERS
 from polyturn.compat.verl_config.overrides import leaves
 from polyturn.compat.verl_config.source import Source
 from polyturn.compat.verl_config.table import KeyRule, Table, is_of_verl, release_keys, table
+from polyturn.config.models import AlgorithmConfig
+from polyturn.config.schema import child, keys_of, meant, takes_more
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
 
 
@@ -108,6 +110,7 @@ def translate(
     for path, value in own:
         source.put(".".join(path), value, by=f"polyturn.{'.'.join(path)}")
     _places_on_servers(source, {path for path, _ in own})
+    _without_unread(source, {path for path, _ in own})
     return Translation(
         native=source.native,
         origin={path: f"{key}{tree.where(key)}" for path, key in source.origin.items()},
@@ -125,6 +128,18 @@ def _places_on_servers(source: Source, own: Collection[Sequence[Any]]) -> None:
         by, number = source.origin.pop(slots), engine.pop("num_slots")
         if "max_in_flight" not in engine:
             source.put("engine.max_in_flight", number, by=by)
+
+
+def _without_unread(source: Source, own: Collection[Sequence[Any]]) -> None:
+    """Leave out the arguments of an estimator and a loss that the named one has none of, and say that it reads over them."""
+    for name in ("advantage", "loss"):
+        part, annotation = source.native.get("algorithm", {}).get(name), child(AlgorithmConfig, name)
+        of = meant(annotation, part) if isinstance(part, dict) else None
+        for key in [] if of is None or takes_more(of) else [k for k in part if k not in keys_of(of)]:
+            if (path := ("algorithm", name, key)) not in own:
+                by = source.origin.pop(path)
+                source.notes[by] = f"{part.get('name')} does not read it"
+                del part[key]
 
 
 def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:

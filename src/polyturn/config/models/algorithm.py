@@ -1,45 +1,47 @@
-"""The section `algorithm`: from rewards to a loss. Credit, clipping, KL terms, off-policy correction, distillation.
+"""The section `algorithm`: from rewards to a loss. Credit, policy loss, KL terms.
 
-    algorithm: {advantage: grpo, loss: ppo_clip, clip_high: 0.28, correction: {cap: 2.0}}
+    algorithm: {advantage: {name: gae, lam: 0.95}, loss: {clip_high: 0.28, correction: {cap: 2.0}}, kl: {coef: 0.01}}
 
 Names are those of the estimators and losses in `algorithms/`; `build` looks them up.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from polyturn.algorithms.estimator_options import EstimatorOptions, GroupOptions, NamedEstimatorOptions
+from polyturn.algorithms.loss_options import LossOptions, NamedLossOptions, PpoOptions
 from polyturn.algorithms.options import CorrectionSettings, DistillSettings, KlOptions
 from polyturn.config.models.base import Section
+from polyturn.config.parts import BY_NAME, OwnPart
 from polyturn.training.options import CriticSettings
+
+
+class OwnEstimator(OwnPart):
+    """How rewards become advantages: an estimator of your own. Further keys are its arguments."""
+
+    PART: ClassVar[str] = EstimatorOptions.PART
+
+
+class OwnLoss(OwnPart):
+    """What a token contributes: a policy loss of your own. Further keys are its arguments."""
+
+    PART: ClassVar[str] = LossOptions.PART
+
+    correction: CorrectionSettings | None = None
+    """Weigh and reject tokens by how far the engine that sampled them was from the policy that is trained; null does not."""
+    distill: DistillSettings | None = None
+    """Learn from a teacher's log-probabilities, beside the loss; null does not."""
 
 
 class AlgorithmConfig(Section):
     """From rewards to a loss."""
 
-    advantage: str = "grpo"
-    """How rewards become advantages: an estimator of docs/algorithms.md, or `file.py:function`."""
-    advantage_kwargs: dict[str, Any] = {}
-    """Arguments of the estimator; it is told norm_by_std, gamma and lam where it has such parameters."""
-    norm_by_std: bool = True
-    """Divide the group's advantages by their standard deviation; false is Dr. GRPO."""
-    gamma: float | None = Field(None, ge=0, le=1)
-    """Discount of later rewards, per token or per turn as the estimator counts; null takes the estimator's default."""
-    lam: float | None = Field(None, ge=0, le=1)
-    """Weight of later steps in generalised advantage estimation; null takes the estimator's default."""
+    advantage: Annotated[NamedEstimatorOptions | OwnEstimator, BY_NAME] = GroupOptions()
     critic: CriticSettings = CriticSettings()
-    loss: str = "ppo_clip"
-    """What a token contributes: a registered policy loss, or `file.py:function`."""
-    loss_kwargs: dict[str, Any] = {}
-    """Arguments of the loss; it is told clip_low, clip_high and dual_clip where it has such parameters."""
-    clip_low: float | None = Field(None, ge=0)
-    """The ratio is clipped below 1 - clip_low; null takes the loss's own bound, 0.2 for ppo_clip."""
-    clip_high: float | None = Field(None, ge=0)
-    """The ratio is clipped above 1 + clip_high; null takes the loss's own bound, 0.28 for ppo_clip."""
-    clip_dual: float | None = Field(None, gt=1)
-    """Bound of the loss at negative advantages, as a multiple of them; null is none."""
+    loss: Annotated[NamedLossOptions | OwnLoss, BY_NAME] = PpoOptions()
     aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     """How the losses of tokens become one number."""
     segment_weight: Literal["per_token", "per_trajectory"] = "per_token"
@@ -57,10 +59,6 @@ class AlgorithmConfig(Section):
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """The denominator of the ratio where a step takes several updates or is stale: computed by the trainer before the step,
     or the engine's own, which saves a forward pass and is right where engine and trainer agree (the embedded one does)."""
-    correction: CorrectionSettings | None = None
-    """Weigh and reject tokens by how far the engine that sampled them was from the policy that is trained; null does not."""
-    distill: DistillSettings | None = None
-    """Learn from a teacher's log-probabilities; null does not."""
     drop_truncated: bool = False
     """Leave trajectories out of the loss that a limit ended; they still count in the statistics of their group."""
     drop_zero_variance: bool | None = None

@@ -244,8 +244,10 @@ def betas(s: Source) -> None:
 def clip(s: Source) -> None:
     """Set the range of the ratio."""
     low = s.number("epsilon", 0.2)
-    s.put("algorithm.clip_low", low, by="epsilon")
-    s.put("algorithm.clip_high", s.number("epsilon_high", low), by="epsilon_high" if s.get("epsilon_high") else "epsilon")
+    s.put("algorithm.loss.clip_low", low, by="epsilon")
+    s.put(
+        "algorithm.loss.clip_high", s.number("epsilon_high", low), by="epsilon_high" if s.get("epsilon_high") else "epsilon"
+    )
 
 
 def as_list(value: Any) -> list[Any]:

@@ -51,11 +51,11 @@ def advantage(s: Source) -> None:
     elif scale == "gdpo" and s.get("kl_in_reward"):
         s.refuse("scale_rewards", "gdpo reads the reward functions apart, so kl_in_reward has no effect there; leave it out")
     elif (name, scale) in (("grpo", "group"), ("grpo", "none"), ("rloo", "none")):
-        s.put("algorithm.advantage", name, by="advantage_estimator")
+        s.put("algorithm.advantage.name", name, by="advantage_estimator")
         if scale == "none" and name == "grpo":
-            s.put("algorithm.norm_by_std", False, by=by)
+            s.put("algorithm.advantage.norm_by_std", False, by=by)
         elif name == "grpo":
-            s.put("algorithm.advantage_kwargs", {"eps": 1e-4}, by=by)
+            s.put("algorithm.advantage.eps", 1e-4, by=by)
     else:
         kwargs: dict[str, Any] = {"estimator": name, "scale_rewards": scale}
         if scale == "gdpo":
@@ -63,8 +63,9 @@ def advantage(s: Source) -> None:
             names += ["gym_reward"] if s.get("use_gym_env", s.get("gym_env") is not None) else []
             weights = _as_list(s.get("reward_weights")) or [1.0] * len(names)
             kwargs["reward_weights"] = dict(zip(names, map(float, weights), strict=False))
-        s.put("algorithm.advantage", _ESTIMATE, by="advantage_estimator")
-        s.put("algorithm.advantage_kwargs", kwargs, by=by)
+        s.put("algorithm.advantage.name", _ESTIMATE, by="advantage_estimator")
+        for option, value in kwargs.items():
+            s.put(f"algorithm.advantage.{option}", value, by=by)
 
 
 def kl_in_reward(s: Source) -> None:
@@ -93,15 +94,16 @@ def loss_type(s: Source) -> None:
     if name in ("cispo", "sapo"):
         if level != "token":
             s.refuse("importance_sampling_level", f"{name} has ratios of tokens; leave it at token")
-        s.put("algorithm.loss", name, by="loss_type")
+        s.put("algorithm.loss.name", name, by="loss_type")
     elif (loss := _LEVELS[level]) is not None:
-        s.put("algorithm.loss", loss, by="importance_sampling_level")
+        s.put("algorithm.loss.name", loss, by="importance_sampling_level")
     if name == "cispo":  # here epsilon_high is the bound of the weight itself, and there is no lower one
         high = s.number("epsilon_high", s.number("epsilon", 0.2))
-        s.put("algorithm.clip_low", 1.0, by="loss_type")
-        s.put("algorithm.clip_high", max(high - 1.0, 0.0), by="loss_type")
-    if name == "sapo" and (taus := {k: s.number(k, 1.0) for k in ("tau_pos", "tau_neg") if s.get(k) is not None}):
-        s.put("algorithm.loss_kwargs", taus, by="loss_type")
+        s.put("algorithm.loss.clip_low", 1.0, by="loss_type")
+        s.put("algorithm.loss.clip_high", max(high - 1.0, 0.0), by="loss_type")
+    for option in ("tau_pos", "tau_neg") if name == "sapo" else ():
+        if s.get(option) is not None:
+            s.put(f"algorithm.loss.{option}", s.number(option, 1.0), by="loss_type")
 
 
 def correction(s: Source) -> None:
@@ -122,7 +124,7 @@ def correction(s: Source) -> None:
         found["negative_bound"] = s.number("off_policy_sequence_mask_delta", 0.0)
     if len(found) > 1:
         by = "off_policy_sequence_mask_delta" if mode is None else "rollout_importance_sampling_mode"
-        s.put("algorithm.correction", found, by=by)
+        s.put("algorithm.loss.correction", found, by=by)
 
 
 def lora(s: Source) -> None:
@@ -161,8 +163,8 @@ def ref_model(s: Source) -> None:
 def teacher(s: Source) -> None:
     """Set the model to distil from."""
     if (name := s.get("teacher_model")) is not None:
-        _model(s, "algorithm.distill.teacher", str(name), by="teacher_model")
-        s.put("algorithm.distill.coef", s.number("teacher_kl_coef", 1.0), by="teacher_model")
+        _model(s, "algorithm.loss.distill.teacher", str(name), by="teacher_model")
+        s.put("algorithm.loss.distill.coef", s.number("teacher_kl_coef", 1.0), by="teacher_model")
 
 
 def _model(s: Source, native: str, name: str, *, by: str) -> None:

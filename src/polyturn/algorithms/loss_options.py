@@ -1,0 +1,110 @@
+"""What can be chosen about the policy loss: the arguments of each of ours, and what any loss takes.
+
+    loss: {name: ppo_clip, clip_high: 0.28, correction: {cap: 2.0}}      PpoOptions
+    loss: {name: sapo, tau_neg: 1.1}                                     SapoOptions
+
+A null argument is the default of the loss's function, which alone says it. Separate from `losses/`, because a configuration
+is read where torch is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from polyturn.algorithms.options import CorrectionSettings, DistillSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """What a token contributes: the policy loss, by its name."""
+
+    PART: ClassVar[str] = "any loss"
+    """What these are the options of."""
+
+    correction: CorrectionSettings | None = None
+    """Weigh and reject tokens by how far the engine that sampled them was from the policy that is trained; null does not."""
+    distill: DistillSettings | None = None
+    """Learn from a teacher's log-probabilities, beside the loss; null does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipOptions(LossOptions):
+    """A loss whose ratio is clipped."""
+
+    name: Literal["cispo", "gspo", "gspo_sequence", "geo_mean"]
+    """A registered policy loss, or `file.py:function`."""
+    clip_low: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped below 1 - clip_low; null takes the loss's own bound, 0.2 for ppo_clip."""
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped above 1 + clip_high; null takes the loss's own bound, 0.28 for ppo_clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PpoOptions(LossOptions):
+    """The clipped loss of PPO."""
+
+    name: Literal["ppo_clip", "dapo"] = "ppo_clip"
+    """A registered policy loss, or `file.py:function`."""
+    clip_low: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped below 1 - clip_low; null takes the loss's own bound, 0.2 for ppo_clip."""
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped above 1 + clip_high; null takes the loss's own bound, 0.28 for ppo_clip."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the loss at negative advantages, as a multiple of them; null is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipCovOptions(LossOptions):
+    """PPO that leaves out tokens of large covariance."""
+
+    name: Literal["clip_cov"]
+    """A registered policy loss, or `file.py:function`."""
+    clip_low: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped above 1 + clip_high."""
+    clip_cov_ratio: float | None = None
+    """The share of all tokens that is left out, drawn from those between the two bounds."""
+    clip_cov_lb: float | None = None
+    """The lower bound of their covariance."""
+    clip_cov_ub: float | None = None
+    """The upper bound of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlCovOptions(LossOptions):
+    """A KL penalty on tokens of the largest covariance."""
+
+    name: Literal["kl_cov"]
+    """A registered policy loss, or `file.py:function`."""
+    kl_cov_ratio: float | None = None
+    """The share of all tokens that is penalised."""
+    ppo_kl_coef: float | None = None
+    """Weight of the penalty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SapoOptions(LossOptions):
+    """The soft gate of SAPO."""
+
+    name: Literal["sapo"]
+    """A registered policy loss, or `file.py:function`."""
+    tau_pos: float | None = None
+    """How fast the gate closes for tokens to be made likelier."""
+    tau_neg: float | None = None
+    """The same for tokens to be made less likely; above tau_pos for stability."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainLossOptions(LossOptions):
+    """A loss without arguments; `none` leaves that of a teacher, or none at all."""
+
+    name: Literal["policy_gradient", "gpg", "none"]
+    """A registered policy loss, or `file.py:function`."""
+
+
+NamedLossOptions = PpoOptions | ClipOptions | ClipCovOptions | KlCovOptions | SapoOptions | PlainLossOptions
+"""Those of our losses; the first of them is what a configuration without a name has."""

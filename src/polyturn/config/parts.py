@@ -1,0 +1,60 @@
+"""Parts of a run: written by their names alone, or as a name with options.
+
+    loss: gspo                                            loss: {name: gspo}
+    loss: {name: gspo, clip_high: 4.0e-4}                 the options are those of this loss
+
+The options of each of our parts are a dataclass beside it, which `name` tells from the others. What somebody else wrote is
+an `OwnPart`, whose further keys are its arguments. Options say with `PART` what they are of; their keys are listed and
+counted apart from those that every run has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from polyturn.config import schema
+
+
+class OwnPart(BaseModel):
+    """A part that another package or a file of yours has. Further keys are its arguments."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True, protected_namespaces=())
+
+    name: str
+    """A registered name, `package.module:Attr` or `file.py:Attr`."""
+
+
+class ByName:
+    """In an annotation of several options: read a text as the name, and take the options that the name is of."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def tag(value: Any) -> str:
+            of = type(value) if schema.is_model(type(value)) else schema.meant(source, value)
+            return cast(str, of.__name__)
+
+        choices = {member.__name__: handler.generate_schema(member) for member in schema.unwrap(source)}
+        return core_schema.no_info_before_validator_function(
+            _with_name, core_schema.tagged_union_schema(choices, discriminator=tag)
+        )
+
+
+BY_NAME = ByName()
+
+
+def _with_name(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def arguments_of(part: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
+    """Return what a part is called with: its own options that are set, other than those named in `but`."""
+    if isinstance(part, OwnPart):
+        given = {name: getattr(part, name) for name in type(part).model_fields if name != "name"} | (part.model_extra or {})
+    else:
+        given = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.name != "name"}
+        given = {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in given.items() if name not in but}

@@ -1,0 +1,83 @@
+"""Parts written by their names: which options each has, how they are merged, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from polyturn.algorithms.advantages import advantages
+from polyturn.algorithms.estimator_options import NamedEstimatorOptions
+from polyturn.algorithms.loss_options import LossOptions, NamedLossOptions
+from polyturn.algorithms.losses import policy_losses, takes_option
+from polyturn.config.load import load_config
+from polyturn.config.models import AlgorithmConfig, RunConfig
+from polyturn.config.parts import arguments_of
+from polyturn.config.schema import keys_of, kinds_of
+from polyturn.core.errors import ConfigError
+
+OWN = {field.name for field in dataclasses.fields(LossOptions)} | {"name"}
+
+
+def algorithm(*overrides: str, path: Path | None = None) -> AlgorithmConfig:
+    return load_config(RunConfig, path, ["model.path=x", *overrides]).config.algorithm
+
+
+def test_a_part_is_written_by_its_name_or_with_options() -> None:
+    assert algorithm("algorithm.loss=gspo").loss == algorithm("algorithm.loss={name: gspo}").loss
+    found = algorithm("algorithm.loss={name: gspo, clip_low: 0.1}", "algorithm.advantage={name: 'mine.py:fn', wide: 2}")
+    assert arguments_of(found.loss) == {"clip_low": 0.1} and arguments_of(found.advantage) == {"wide": 2}
+    assert AlgorithmConfig(loss="gspo").loss.name == "gspo"  # type: ignore[arg-type]
+
+
+def test_options_laid_over_a_name_keep_it(tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text("algorithm: {loss: gspo}\n")
+    (tmp_path / "run.yaml").write_text("defaults: below.yaml\nalgorithm: {loss: {clip_low: 0.1}}\n")
+    loss = algorithm("algorithm.loss.clip_high=0.2", path=tmp_path / "run.yaml").loss
+    assert (loss.name, arguments_of(loss)) == ("gspo", {"clip_low": 0.1, "clip_high": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.advantage={name: gae, lma: 0.9}", "Did you mean 'algorithm.advantage.lam'"),
+        ("algorithm.advantage={name: gae, lam: x}", "algorithm.advantage.lam is 'x'"),
+        ("algorithm.advantage.lam=0.9", "It is for algorithm.advantage.name gae or turn_gae or bilevel_gae"),
+        ("algorithm.loss={name: 'mine.py:f', correction: {cap: -1}}", "algorithm.loss.correction.cap is -1"),
+        ("algorithm.loss=5", "algorithm.loss is 5"),
+        ("algorithm.clip_low=0.1", r"no key any more; write algorithm.loss: {name: ppo_clip, clip_low: …}"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        algorithm(override)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def named(union: Any) -> dict[str, type]:
+    return {name: options for options in get_args(union) for name in kinds_of(options)["name"]}
+
+
+def test_the_options_of_a_loss_are_the_arguments_of_its_function() -> None:
+    found = named(NamedLossOptions)
+    assert sorted(found) == sorted(policy_losses)
+    for name, options in found.items():
+        loss = policy_losses.resolve(name)
+        arguments = {n for n, p in inspect.signature(loss).parameters.items() if p.kind is p.KEYWORD_ONLY} - {
+            "sequence_T",
+            "marks_T",
+        }
+        assert arguments <= set(keys_of(options)), name
+        assert all(takes_option(loss, key) for key in set(keys_of(options)) - OWN), name
+
+
+def test_the_options_of_an_estimator_are_the_arguments_of_its_function() -> None:
+    found = named(NamedEstimatorOptions)
+    ours = [name for name in advantages if advantages.resolve(name).__module__.startswith("polyturn.algorithms")]
+    assert sorted(found) == sorted(ours)
+    for name, options in found.items():
+        parameters = inspect.signature(advantages.resolve(name)).parameters.values()
+        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(keys_of(options)) - {"name"}, name
