@@ -6,9 +6,11 @@ Every test compares with one run that was never stopped: the same steps, the sam
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -164,26 +166,79 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path, 
     check_is_like(run, whole)
 
 
-def test_a_warm_start_that_is_interrupted_goes_on_where_it_was(tmp_path: Path):
-    settings = ["train.steps=1", "warm_start.steps=300", "warm_start.batch_size=2", "engine.deterministic=true"]
-    whole = write_tiny_run(tmp_path / "whole")
-    assert call("train", whole, *settings).code == 0
-    config = write_tiny_run(tmp_path / "parts")
-    run = tmp_path / "parts" / "runs" / "tiny"
-    process = Forked("train", config, *settings)
-    process.wait_until((run / "sft_metrics.jsonl").is_file)
-    process.send_signal(signal.SIGINT)
-    code, err = process.wait(120), process.err
-    assert code == 130, err
-    assert re.search(r"of the warm start; go on with: \S*polyturn train", err) and "Traceback" not in err
-    assert Checkpoints(run / "warm_start").latest() is not None
-    called = call("train", config, *settings, "--resume")
-    assert called.code == 0, called.err
+WARM = ["train.steps=1", "warm_start.steps=300", "warm_start.batch_size=2", "engine.deterministic=true"]
+
+
+def check_warm_start_is_like(run: Path, whole: Path) -> None:
     steps = [json.loads(line)["step"] for line in (run / "sft_metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 301)), "every step once"
     assert not (run / "warm_start").exists()
-    left, expected = weights(run), weights(tmp_path / "whole" / "runs" / "tiny")
+    left, expected = weights(run), weights(whole)
     assert all(torch.equal(left[name], expected[name]) for name in expected), "the weights are the same to the bit"
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run whose warm start was never stopped."""
+    folder = tmp_path_factory.mktemp("warmed")
+    called = call("train", write_tiny_run(folder), *WARM)
+    assert called.code == 0, called.err
+    return folder / "runs" / "tiny"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_warm_start_that_is_interrupted_goes_on_where_it_was(tmp_path: Path, warmed: Path, number: signal.Signals):
+    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
+    settings = [*WARM, "train.checkpoint_every=0.001s"]
+    process = Forked("train", config, *settings)
+    process.wait_until(lambda: Checkpoints(run / "warm_start").latest() is not None)
+    process.send_signal(number)
+    code, err = process.wait(120), process.err
+    if number == signal.SIGINT:
+        assert code == 130, err
+        assert re.search(r"of the warm start; go on with: \S*polyturn train", err) and "Traceback" not in err
+    called = call("train", config, *settings, "--resume")
+    assert called.code == 0, called.err
+    check_warm_start_is_like(run, warmed)
+
+
+def test_supervised_training_that_is_interrupted_goes_on_in_its_folder(tmp_path: Path, warmed: Path):
+    config = write_tiny_run(tmp_path)
+    run = tmp_path / "runs" / "tiny-sft"
+    process = Forked("sft", config, *WARM)
+    process.wait_until((run / "sft_metrics.jsonl").is_file)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 143, process.err
+    (again,) = re.findall(r"go on with: (.*)", process.err)
+    called = call(*shlex.split(again)[1:])
+    assert called.code == 0, called.err
+    steps = [json.loads(line)["step"] for line in (run / "sft_metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 301)) and sorted(p.name for p in run.parent.iterdir()) == ["tiny-sft"]
+    assert (run / "model" / "config.json").is_file() and not (run / "warm_start").exists()
+
+
+@pytest.mark.parametrize("place", ["polyturn.build:build_trainer", "polyturn.training.weight_sync:SharedWeights.start"])
+def test_a_signal_between_warm_start_and_training_leaves_a_checkpoint(
+    tmp_path: Path, warmed: Path, place: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Where nothing is on disk yet, and the event loop of training may not have begun."""
+    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
+    module, _, path = place.partition(":")
+    owner = importlib.import_module(module)
+    for name in path.split(".")[:-1]:
+        owner = getattr(owner, name)
+    called = getattr(owner, path.rpartition(".")[2])
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return called(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, path.rpartition(".")[2], interrupted)
+        stopped = call("train", config, *WARM)
+    assert stopped.code == 130, stopped.err
+    assert call("train", config, *WARM, "--resume").code == 0
+    check_warm_start_is_like(run, warmed)
 
 
 def test_the_model_that_is_left_loads_with_transformers_alone(whole: Path):

@@ -13,7 +13,6 @@ import functools
 import gc
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from polyturn.core.errors import CheckpointError, EngineLostError, PolyturnError
 from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
 from polyturn.tracking.plot import plot_learning_curve
-from polyturn.training.checkpoint import Checkpoints
+from polyturn.training.checkpoint import WARM_START, Checkpoints, SavingClock
 from polyturn.training.loop import Trainer
 from polyturn.training.observer import RunObserver
 from polyturn.training.process_group import GroupTeam
@@ -208,10 +207,11 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         team,
         logging_to(folder / "log.txt"),
         RunObserver(folder, total_steps=config.train.steps, console=stderr_console(), also=also) as observer,
+        options.signals() as signals,
     ):
         warm = Spent()
         if latest is None:
-            warm = warm_start(parts, observer, folder=folder, again=line, signals=options.signals)
+            warm = warm_start(parts, observer, signals, folder=folder, again=line)
         trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)
         trainer.update.revise = options.revise
         if latest is not None:
@@ -229,8 +229,7 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
         gc.collect()
         gc.freeze()
         try:
-            with options.signals() as signals:
-                state = run_loop(_until_done(trainer, parts, signals, again=line))
+            state = run_loop(_until_done(trainer, parts, signals, again=line))
         finally:
             gc.unfreeze()
     best = trainer.checkpoints.best() if state.best > 0 else None
@@ -275,21 +274,21 @@ class Spent(NamedTuple):
 
 
 def warm_checkpoints(folder: Path) -> Checkpoints:
-    """Return where a warm start that is interrupted leaves its checkpoint; it is gone once the warm start is complete."""
-    return Checkpoints(folder / "warm_start", keep=1)
+    """Return the checkpoint of a warm start that is under way; the first one of training takes its place."""
+    return Checkpoints(folder / WARM_START, keep=1)
 
 
-def warm_start(
-    parts: build.Parts,
-    observer: RunObserver,
-    *,
-    folder: Path,
-    again: str,
-    signals: Callable[[], Signals] = Signals,
-) -> Spent:
-    """Train on the conversations of `warm_start`, if any; go on where an interrupted run left off.
+def warm_start(parts: build.Parts, observer: RunObserver, signals: Signals, *, folder: Path, again: str) -> Spent:
+    """Train on the conversations of `warm_start`, if any; go on where a run that ended in the middle of it left off.
 
-    SIGINT and SIGTERM end it after the step under way with a checkpoint, and the process with 128 + their number.
+    A signal ends it after the step under way with a checkpoint, and the process with 128 + its number.
+
+    Args:
+        parts: Of the run.
+        observer: Is told every step.
+        signals: What notes an interruption.
+        folder: The run's.
+        again: The command that goes on with it.
     """
     sft = parts.place.config.warm_start
     if sft.steps == 0:
@@ -302,25 +301,35 @@ def warm_start(
         policy.load_state_dict(saved["policy"])
         first = int(saved["step"])
         logger.info("warm start: going on at step %d", first)
-    with signals() as noted:
-        steps = run_sft(
-            policy,
-            samples,
-            sft,
-            seed=parts.place.config.seed,
-            on_step=lambda step, m: observer.on_sft(step, sft.steps, m),
-            first_step=first,
-            should_stop=lambda: bool(noted.received),
-        )
+    clock = SavingClock(parts.place.config.train.checkpoint_every_s)
+
+    def save(step: int) -> None:
+        if isinstance(policy.backend, RankedBackend):
+            policy.backend.gather()
+        with clock.saving():
+            checkpoints.save(step, {"policy": policy.state_dict(), "step": step}, export=build.exporter(parts))
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        observer.on_sft(step, sft.steps, metrics)
+        if clock.is_due():
+            save(step)
+
+    steps = run_sft(
+        policy,
+        samples,
+        sft,
+        seed=parts.place.config.seed,
+        on_step=on_step,
+        first_step=first,
+        should_stop=lambda: bool(signals.received),
+    )
     observer.end_sft()
     if isinstance(policy.backend, RankedBackend):
         policy.backend.gather()  # training starts from the whole weights
-    if noted.received:
-        state = {"policy": policy.state_dict(), "step": steps}
-        checkpoints.save(steps, state, export=build.exporter(parts))
+    if signals.received:
+        save(steps)
         logger.warning("interrupted at step %d of the warm start; go on with: %s", steps, again)
-        raise SystemExit(128 + noted.received[0])
-    shutil.rmtree(checkpoints.folder, ignore_errors=True)
+        raise SystemExit(128 + signals.received[0])
     return Spent(steps, policy.train_seconds)
 
 
@@ -333,7 +342,7 @@ async def _until_done(trainer: Trainer, parts: build.Parts, signals: Signals, *,
     loop = asyncio.get_running_loop()
     signals.on_signal = lambda: loop.call_soon_threadsafe(task.cancel)
     if signals.received:
-        task.cancel()
+        loop.call_soon(task.cancel)  # once it has begun, so that it leaves a checkpoint
     try:
         return await task
     except asyncio.CancelledError:

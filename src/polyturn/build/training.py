@@ -51,7 +51,7 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
 
 def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: TrainObserver) -> Trainer:
     """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
-    from polyturn.training.checkpoint import Checkpoints
+    from polyturn.training.checkpoint import WARM_START, Checkpoints
     from polyturn.training.hf import plain_weights
     from polyturn.training.journal_file import FOLDER, JournalFile
     from polyturn.training.loop import Trainer
@@ -85,7 +85,10 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Trai
         ),
         saving=Saving(
             checkpoints=Checkpoints(
-                folder / "checkpoints", keep=train.keep_checkpoints, keep_every=train.keep_checkpoint_every
+                folder / "checkpoints",
+                keep=train.keep_checkpoints,
+                keep_every=train.keep_checkpoint_every,
+                former=folder / WARM_START,
             ),
             export=exporter(parts, adapter_only=True),
             freeze=functools.partial(_frozen_export, parts),
@@ -118,16 +121,10 @@ def _loop_settings(config: RunConfig, update: Update) -> LoopSettings:
         eval_limit_during=evaluation.limit_during,
         stop_at=evaluation.stop_at,
         patience=evaluation.patience,
-        **_checkpoint_cadence(train.checkpoint_every),
+        checkpoint_every=train.checkpoint_every if isinstance(train.checkpoint_every, int) else 0,
+        checkpoint_every_s=train.checkpoint_every_s,
         needs_checkpoints=train.on_checkpoint_error == "stop",
     )
-
-
-def _checkpoint_cadence(every: int | str) -> dict[str, Any]:
-    """Return `train.checkpoint_every`, steps or a time such as "10m", as settings of the loop."""
-    if isinstance(every, int):
-        return {"checkpoint_every": every}
-    return {"checkpoint_every_s": float(every[:-1]) * {"s": 1, "m": 60, "h": 3600}[every[-1]]}
 
 
 def build_update(parts: Parts, policy: ModelPolicy) -> Update:

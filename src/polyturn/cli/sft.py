@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from polyturn import build
 from polyturn.api.console import stderr_console
 from polyturn.api.folders import new_run_folder, open_place
-from polyturn.api.training import warm_start
+from polyturn.api.signals import Signals
+from polyturn.api.training import warm_checkpoints, warm_start
 from polyturn.cli.console import Output, command
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
@@ -16,18 +18,23 @@ from polyturn.training.observer import RunObserver
 
 
 def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> None:
-    """Train on the conversations of the config at `path`, and write the model."""
+    """Train on the conversations of the config at `path`, and write the model.
+
+    A `checkpoint` that is the folder of such a run, interrupted before its end, lets that run go on.
+    """
     place, resolved = open_place(path, overrides)
     if place.config.warm_start.steps == 0:
         raise ConfigError("warm_start.steps is 0: there is nothing to train; set it, for instance warm_start.steps=200")
-    parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
-    folder = new_run_folder(Path(place.config.out) / f"{place.config.name}-sft")
+    interrupted = checkpoint if checkpoint is not None and warm_checkpoints(checkpoint).latest() is not None else None
+    parts = build.build_parts(place, checkpoint=None if interrupted else build.model_folder(checkpoint))
+    folder = interrupted or new_run_folder(Path(place.config.out) / f"{place.config.name}-sft")
     write_resolved(resolved, folder / "config.yaml", base=place.base)
     out = Output()
-    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        again = command("sft", path, *overrides, "--checkpoint", folder / "warm_start")
-        steps = warm_start(parts, observer, folder=folder, again=again).steps
+    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer, Signals() as signals:
+        again = command("sft", path, *overrides, "--checkpoint", folder)
+        steps = warm_start(parts, observer, signals, folder=folder, again=again).steps
     saved = build.exporter(parts)(folder / "model")
+    shutil.rmtree(warm_checkpoints(folder).folder, ignore_errors=True)
     out.fact("steps", steps)
     out.fact("metrics", folder / "sft_metrics.jsonl")
     out.fact("model", saved)

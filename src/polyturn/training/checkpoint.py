@@ -14,7 +14,9 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,26 @@ from polyturn.core.errors import CheckpointError
 
 STATE = "state.pt"
 MODEL = "model"
+WARM_START = "warm_start"
+"""The folder, in a run's, of the checkpoint of a warm start that is under way."""
 _BEST = "best"
 _FORMER, _GONE = ".former-", ".gone-"
+_MAX_SAVING = 50
+"""Checkpoints by time keep at least so many times apart what writing one takes, so that they cost 2 % at most."""
 
 
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0) -> None:
-        """Keep the newest `keep` ones, the best one, and those of every `keep_every` steps for good; 0 keeps none so."""
+    def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, former: Path | None = None) -> None:
+        """Keep the newest `keep` ones, the best one, and those of every `keep_every` steps for good; 0 keeps none so.
+
+        The folder `former`, of checkpoints that a run goes on from until there is one here, is removed with the first.
+        """
         self.folder = folder
         self._keep = keep
         self._keep_every = keep_every
+        self._former = former
 
     def save(self, step: int, state: Mapping[str, Any], *, export: Callable[[Path], object], is_best: bool = False) -> Path:
         """Write the checkpoint of `step` and return its folder; older ones beyond `keep` go, the best one stays.
@@ -76,6 +86,8 @@ class Checkpoints:
         if is_best:
             self.mark_best(step)
         self._prune()
+        if self._former is not None:
+            shutil.rmtree(self._former, ignore_errors=True)
         return final
 
     def mark_best(self, step: int) -> None:
@@ -137,6 +149,33 @@ class Checkpoints:
             stays = self._keep_every and step and step % self._keep_every == 0
             if old != best and not stays:
                 _discard(old)
+
+
+class SavingClock:
+    """Says when the next checkpoint is due by time."""
+
+    def __init__(self, every_s: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Let one be due every `every_s` seconds, or later where writing one takes long; None lets none be due."""
+        self._every_s = every_s
+        self._clock = clock
+        self._saved, self._saving_s = clock(), 0.0
+        """When the latest checkpoint was written, and how long that held up training."""
+
+    def is_due(self) -> bool:
+        """Return whether it is time to save."""
+        if self._every_s is None:
+            return False
+        return self._clock() - self._saved >= max(self._every_s, _MAX_SAVING * self._saving_s)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Note that a checkpoint is being written meanwhile."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._saved = self._clock()
+            self._saving_s = self._saved - began
 
 
 class Saver:

@@ -32,7 +32,7 @@ from polyturn.data.sampler import TaskSampler
 from polyturn.evaluation.evaluate import EvalResult, EvalSet, evaluate
 from polyturn.evaluation.report import is_success, report
 from polyturn.rollout.pool import RolloutPool
-from polyturn.training.checkpoint import Checkpoints, Saver
+from polyturn.training.checkpoint import Checkpoints, Saver, SavingClock
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.optim import on_cpu
 from polyturn.training.producer import Producer
@@ -41,9 +41,6 @@ from polyturn.training.state import Data, EngineLink, LoopSettings, LoopState, S
 from polyturn.training.update import StepResult, Update
 
 logger = logging.getLogger(__name__)
-
-_MAX_SAVING = 50
-"""Checkpoints by time keep at least so many times apart what writing one takes, so that they cost 2 % at most."""
 
 
 class Trainer:
@@ -80,9 +77,7 @@ class Trainer:
         self._pending: list[int] = []
         self._training: list[int] = []
         """Tickets of the groups that are being trained on."""
-        self._clock = clock
-        self._saved, self._saving_s = clock(), 0.0
-        """When the latest checkpoint was written, and how long that held up training."""
+        self._saving_clock = SavingClock(settings.checkpoint_every_s, clock=clock)
         self._replay = Replay(max_staleness=settings.max_staleness, seed=settings.seed)
 
     @property
@@ -96,9 +91,9 @@ class Trainer:
         Raises:
             TrainingError, RolloutError: training cannot go on.
         """
-        await self._engine.channel.start(self.state.step)
-        await self._engine.snapshots.start(self.state.step)
         try:
+            await self._engine.channel.start(self.state.step)
+            await self._engine.snapshots.start(self.state.step)
             if self.state.step == 0:
                 self._save()
                 if self.settings.eval_before:
@@ -267,8 +262,7 @@ class Trainer:
         settings, state = self.settings, self.state
         if settings.checkpoint_every and state.step % settings.checkpoint_every == 0:
             return True
-        limit_s = settings.checkpoint_every_s
-        return limit_s is not None and self._clock() - self._saved >= max(limit_s, _MAX_SAVING * self._saving_s)
+        return self._saving_clock.is_due()
 
     def _is_best(self, results: Mapping[str, EvalResult]) -> bool:
         """Return whether the weights as they are now did better than all before, and remember it if they did."""
@@ -336,12 +330,8 @@ class Trainer:
 
     def _save(self, *, is_best: bool = False, in_thread: bool = True) -> None:
         """Save the run as it is; in a thread where the policy's copy can be exported beside training."""
-        began = self._clock()
-        try:
+        with self._saving_clock.saving():
             self._save_now(is_best=is_best, in_thread=in_thread)
-        finally:
-            self._saved = self._clock()
-            self._saving_s = self._saved - began
 
     def _save_now(self, *, is_best: bool, in_thread: bool) -> None:
         policy = on_cpu(self.policy.state_dict())

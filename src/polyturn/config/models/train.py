@@ -59,7 +59,8 @@ class TrainConfig(Section):
     """Groups of earlier steps that are trained on again beside the new ones, as a share of these, within max_staleness."""
     checkpoint_every: int | str = "10m"
     """Steps between checkpoints, or the time between them as 30s, 10m or 2h, further apart where writing one takes more than
-    a fiftieth of it; 0 saves only at the start, at the end, and when the run is interrupted by anything but kill -9."""
+    a fiftieth of it; 0 saves only at the start, at the end, and when the run is interrupted by anything but kill -9. A warm
+    start is saved by time alone."""
     keep_checkpoints: int = Field(2, ge=1)
     """How many of the newest ones stay; the best one always does."""
     keep_checkpoint_every: int = Field(0, ge=0)
@@ -77,6 +78,12 @@ class TrainConfig(Section):
         if not is_fine:
             raise ValueError("write a number of steps, or a time such as 30s, 10m or 2h")
         return value
+
+    @property
+    def checkpoint_every_s(self) -> float | None:
+        """Return the seconds between checkpoints; None where steps are counted."""
+        every = self.checkpoint_every
+        return None if isinstance(every, int) else float(every[:-1]) * {"s": 1, "m": 60, "h": 3600}[every[-1]]
 
     @model_validator(mode="after")
     def _asynchrony(self) -> TrainConfig:
