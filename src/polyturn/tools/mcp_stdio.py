@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -18,6 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from polyturn.core.errors import one_line
 from polyturn.core.secret import hide
 from polyturn.infra.process import dies_with_parent, end_async
 
@@ -28,6 +30,8 @@ EXIT_GRACE_S = 1.0
 POLL_S = 0.01
 EXIT_POLL_S = 0.2
 NUM_WORDS_BYTES = 4096
+_MAX_READ = 1 << 16
+"""Bytes of a line of a wrong shape up to which it is read; in a longer one its id is looked for at both ends."""
 _ID_FIRST = re.compile(rb'^\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)')
 _ID_LAST = re.compile(rb'"id"\s*:\s*(\d+)\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
 
@@ -132,10 +136,11 @@ async def _read(stdout: asyncio.StreamReader, to_session: Any, words: StderrTail
                 if isinstance(line, bytes):
                     try:
                         message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    except ValueError:
-                        logger.debug("an MCP server wrote a line that is no message: %r", line[:200])
-                        await asyncio.sleep(0)  # a flood of them must not keep the event loop
-                        continue
+                    except ValueError as problem:
+                        if (message := _misshapen(line, problem)) is None:
+                            logger.debug("an MCP server wrote a line that is no message: %r", line[:200])
+                            await asyncio.sleep(0)  # a flood of them must not keep the event loop
+                            continue
                 await to_session.send(SessionMessage(message))
     except (anyio.BrokenResourceError, anyio.ClosedResourceError, ConnectionError):
         pass  # the session is gone
@@ -155,8 +160,6 @@ async def _line(stdout: asyncio.StreamReader) -> Any:
 
 async def _skip(stdout: asyncio.StreamReader, num_bytes: int) -> Any:
     """Leave out the rest of a line that is too long; return the error that the request behind it is answered with."""
-    import mcp.types as types
-
     chunk = await stdout.readexactly(num_bytes)
     head, total = chunk[:256], 0
     while True:
@@ -171,10 +174,29 @@ async def _skip(stdout: asyncio.StreamReader, num_bytes: int) -> Any:
     found = _ID_FIRST.match(head) or _ID_LAST.search(tail + rest)
     if found is None:
         return b""  # nobody can be told, so the connection ends
-    reason = f"the answer of {total + len(rest)} bytes is too large; ask for less at once"
-    return types.JSONRPCError(
-        jsonrpc="2.0", id=int(found[1]), error=types.ErrorData(code=types.INTERNAL_ERROR, message=reason)
-    )
+    return _error(int(found[1]), f"the answer of {total + len(rest)} bytes is too large; ask for less at once")
+
+
+def _misshapen(line: bytes, problem: ValueError) -> Any:
+    """Return the error that a request is answered with whose answer has a wrong shape; None for a line that answers none."""
+    try:
+        told = json.loads(line) if len(line) <= _MAX_READ else None
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(told, dict):
+        number = None if "method" in told else told.get("id")
+    else:
+        found = _ID_FIRST.match(line[:256]) or _ID_LAST.search(line[-256:])
+        number = None if found is None else int(found[1])
+    if not isinstance(number, int | str):
+        return None
+    return _error(number, f"the answer is not what the protocol has for one: {one_line(problem)}")
+
+
+def _error(number: int | str, message: str) -> Any:
+    import mcp.types as types
+
+    return types.JSONRPCError(jsonrpc="2.0", id=number, error=types.ErrorData(code=types.INTERNAL_ERROR, message=message))
 
 
 async def _write(stdin: asyncio.StreamWriter, from_session: Any, to_session: Any) -> None:

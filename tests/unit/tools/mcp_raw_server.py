@@ -11,7 +11,7 @@ from pathlib import Path
 if (marker := os.environ.get("DEAD_IF")) and Path(marker).exists():
     sys.exit("licence expired\nask the vendor")
 sys.stderr.write("starting up\n")
-TOOLS = ("pid", "count", "hang", "freeze", "child", "noise", "large", "quit", "pattern", "listed", "flood", "refuse")
+TOOLS = ("pid", "count", "hang", "freeze", "child", "noise", "large", "quit", "pattern", "listed", "flood", "refuse", "misshapen")
 NEVER_FOUND = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}}}
 """What an answer's check takes longer for than anyone lives."""
 num_calls = num_listed = 0
@@ -57,6 +57,10 @@ for line in sys.stdin:
     elif method == "tools/call" and asked["params"]["name"] != "hang":
         if asked["params"]["name"] == "refuse":
             send(id=number, error={"code": -1, "message": "no " * 1_000_000})
+            continue
+        if asked["params"]["name"] == "misshapen":
+            sys.stdout.write(asked["params"]["arguments"]["line"].replace("NUMBER", json.dumps(number)) + "\n")
+            sys.stdout.flush()
             continue
         text = call(asked["params"]["name"], asked["params"].get("arguments") or {})
         result = {"content": [{"type": "text", "text": text}]}

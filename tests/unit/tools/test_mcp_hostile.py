@@ -67,6 +67,34 @@ async def test_a_pattern_of_a_server_is_never_looked_for_in_its_answers() -> Non
     await server.close("e")
 
 
+MISSHAPEN = [
+    '{"jsonrpc": "2.0", "id": NUMBER}',
+    '{"jsonrpc": "2.0", "id": NUMBER, "result": [1]}',
+    '{"jsonrpc": "2.0", "id": NUMBER, "result": "done"}',
+    '{"jsonrpc": "2.0", "id": NUMBER, "result": null}',
+    '{"jsonrpc": "2.0", "id": "NUMBER", "error": "no"}',
+    '{"result": {}, "id": NUMBER, "jsonrpc": "1.0"}',
+    '{"id": NUMBER, "jsonrpc": "2.0", "error": {"message": "no code"}}',
+    '{"jsonrpc": "2.0", "id": NUMBER, "result": {"content": "done"}}',
+    '{"jsonrpc": "2.0", "id": NUMBER, "result": {"content": [{"type": "picture"}]}}',
+    '{"jsonrpc": "2.0", "id": NUMBER, "result": {}}',
+    '{"jsonrpc": "2.0", "id": NUMBER, "result": "' + "x" * 100_000 + '"}',
+    '{"jsonrpc": "2.0", "result": ["' + "x" * 100_000 + '"], "id": NUMBER}',
+]
+
+
+async def test_an_answer_of_a_wrong_shape_fails_its_call_at_once() -> None:
+    """The deadline of each call is longer than any test may take."""
+    server = McpServer("s", RAW, session="episode")
+    server.open("e")
+    ask = asker(server)
+    for line in MISSHAPEN:
+        with pytest.raises(ToolError, match="Tool call failed: "):
+            await ask("misshapen", timeout_s=3600.0, line=line)
+    assert await ask("pid"), "the connection goes on"
+    await server.close("e")
+
+
 async def test_a_flood_of_messages_is_told_once_and_keeps_nobody_from_going_on(caplog: pytest.LogCaptureFixture) -> None:
     server = McpServer("s", RAW, session="episode")
     server.open("e")
