@@ -236,8 +236,10 @@ class Endless(Env):
     """Never done, and counts how often it was closed."""
 
     closed: list[Any] = []  # noqa: RUF012
+    is_reset = asyncio.Event()
 
     async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
+        self.is_reset.set()
         return "Go.", {}, ""
 
     async def step(self, action: Any) -> tuple[str, float, bool, dict[str, Any]]:
@@ -298,9 +300,10 @@ async def test_a_close_that_raises_does_not_cost_the_trajectory(
 
 
 async def test_an_environment_is_closed_where_the_episode_is_cancelled(endless: list[Any]) -> None:
-    context = scripted_context(["a"], scheduler=SwiftScheduler("gym_scheduler"), latency_s=5.0)
+    Endless.is_reset = asyncio.Event()
+    context = scripted_context(["a"], scheduler=SwiftScheduler("gym_scheduler"), latency_s=3600.0)
     running = asyncio.create_task(run_episode(context, task(**ROW), id="e"))
-    await asyncio.sleep(0.2)
+    await Endless.is_reset.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

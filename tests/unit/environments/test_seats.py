@@ -31,6 +31,7 @@ from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.update import Update, UpdateSettings
 
+MADE: list[int] = []
 CLOSED: list[int] = []
 
 
@@ -42,6 +43,7 @@ class HighCard:
 
     def reset(self, *, seed: int) -> Seated:
         self.named: list[int] = []
+        MADE.append(1)
         return Seated(seat=0, observation="You are player 0. Say '[1]' or '[2]'.")
 
     def step(self, action: str) -> Seated:
@@ -222,14 +224,16 @@ async def test_an_opponent_behind_an_endpoint_sees_its_own_side_of_the_game() ->
 
 async def test_one_environment_is_made_and_closed_once_whatever_ends_the_episode() -> None:
     CLOSED.clear()
+    MADE.clear()
     await game("[2]", "[1]")
     await game("[2]")  # the script ends: the engine fails
     assert CLOSED == [1, 1]
     stage = Stage(adapter=adapter(), players=(None, None))
-    context = scripted_context(lambda request: "[1]", scheduler=EnvScheduler({"cards:High": stage}), latency_s=5.0)
+    context = scripted_context(lambda request: "[1]", scheduler=EnvScheduler({"cards:High": stage}), latency_s=3600.0)
     task = at_stage(split="train", score="sum")(adapter().tasks(split="train", seeds=range(1))[0])
     running = asyncio.create_task(run_episode(context, task, id="cancelled"))
-    await asyncio.sleep(0.1)
+    while len(MADE) < 3:  # noqa: ASYNC110 (a thread makes it)
+        await asyncio.sleep(0.01)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

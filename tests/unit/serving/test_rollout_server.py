@@ -32,6 +32,7 @@ from support.scripted_scheduler import ScriptedScheduler, plan_context, random_p
 
 PLUGIN = """
 import asyncio
+from pathlib import Path
 import polyturn
 from polyturn.rollout.schedulers import schedulers
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
@@ -45,8 +46,9 @@ class Again(MultiTurnScheduler):
         mode = episode.task.extra.get("mode")
         if mode == "break":
             raise ValueError("the tool is on fire")
-        if mode == "sleep":
-            await asyncio.sleep(30)
+        if mode == "hang":
+            (Path(episode.task.extra["begun"]) / episode.task.id).touch()
+            await asyncio.Event().wait()
         turn.info["seen"] = turn.index
         return Reply.of([{"role": "user", "content": "Again!"}])
 """
@@ -176,13 +178,14 @@ def test_pushed_weights_are_served(server: str):
         client.push_weights({"model.embed_tokens.weight": torch.zeros(2, 2)}, version=3)
 
 
-def test_sigterm_lets_episodes_go_after_their_grace(flags: list[str]):
+def test_sigterm_lets_episodes_go_after_their_grace(flags: list[str], tmp_path: Path):
     replies: list[object] = []
     arguments = ("serve", "--port", 0, "--grace", 1, *flags, "rollout.sampling.temperature=0")
-    with served(*arguments) as (_, url):
-        asking = threading.Thread(target=lambda: replies.extend(RolloutClient(url).infer(requests(2, mode="sleep"))))
+    hanging = requests(2, mode="hang", begun=str(tmp_path))
+    with served(*arguments) as (run, url):
+        asking = threading.Thread(target=lambda: replies.extend(RolloutClient(url).infer(hanging)))
         asking.start()
-        asking.join(2)
+        run.wait_until(lambda: {p.name for p in tmp_path.iterdir()} == {"u0", "u1"})
     asking.join()
     assert [r.error for r in replies] == ["the server was stopped before the episode was over"] * 2  # type: ignore[attr-defined]
 
