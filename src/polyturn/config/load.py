@@ -11,6 +11,7 @@ an environment variable stays the expression that was configured, also when it g
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from polyturn.core.secret import masked
 from polyturn.infra.yaml_file import read_yaml
 
 __all__ = ["Loaded", "load_config", "load_values", "schema_table", "write_resolved"]
+
+logger = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -83,7 +86,7 @@ def load_config(
         sources.merge(defaults, "from the built-in defaults")
     if path is not None:
         for file, read in _read_chain(_file(path), ()):
-            sources.merge(read, f"in {file}")
+            sources.merge(_with_effect(model, read, file) if _is_of_run(file) else read, f"in {file}")
     if values:
         sources.merge(values, "given in Python")
     for override in overrides:
@@ -201,6 +204,15 @@ def _read(path: Path) -> dict[str, Any]:
         what = "is a folder, not a config file" if path.is_dir() else "does not exist"
         raise ConfigError(f"the config {str(path)!r} {what}.{did_you_mean(path.name, near) if near else ' Check the path.'}")
     return read_yaml(path)
+
+
+def _with_effect(model: type, read: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return a run's own configuration without the keys of other kinds of a section, which had no effect on it."""
+    kept: dict[str, Any] = schema.without_other_kinds(model, read, of_run=True)
+    known = {path for path, _ in leaves(kept, ())}
+    if left_out := [dotted(path) for path, _ in leaves(read, ()) if path not in known]:
+        logger.info("%s: left out, because another kind has them and they had no effect: %s", file, ", ".join(left_out))
+    return kept
 
 
 def _named(model: type, path: KeyPath, at: Any) -> Any:

@@ -270,19 +270,25 @@ def _told_apart_by(sections: Sequence[type]) -> str:
     return ""
 
 
-def without_other_kinds(annotation: Any, value: Any) -> Any:
+def without_other_kinds(annotation: Any, value: Any, *, of_run: bool = False) -> Any:
     """Return `value` without the keys that are null and that only another kind of the section has.
 
     So an override takes a key out of a file: `engine.kind=embedded engine.launch=null`.
+
+    Args:
+        annotation: The section, or the sections that it may be.
+        value: What is set.
+        of_run: Leave such keys out whatever they are: a run's own configuration may be of a time when one section had the
+            keys of all kinds, those without an effect among them.
     """
     of = meant(annotation, value)
     if isinstance(value, list):
-        return [without_other_kinds(child(of, index), inner) for index, inner in enumerate(value)]
+        return [without_other_kinds(child(of, index), inner, of_run=of_run) for index, inner in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
     others = {key for m in unwrap(annotation) if is_model(m) and is_model(of) for key in keys_of(m).keys() - keys_of(of)}
-    kept = {key: inner for key, inner in value.items() if inner is not None or key not in others}
-    return {key: without_other_kinds(child(of, key), inner) for key, inner in kept.items()}
+    kept = {key: inner for key, inner in value.items() if key not in others or not (of_run or inner is None)}
+    return {key: without_other_kinds(child(of, key), inner, of_run=of_run) for key, inner in kept.items()}
 
 
 def default_tree(model: type) -> dict[str, Any]:

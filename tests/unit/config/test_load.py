@@ -410,6 +410,27 @@ def test_a_key_of_another_kind_is_refused_with_its_kind(overrides: list[str], sa
     assert len(str(problem.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("engine", [{"kind": "embedded", "num_slots": 8}, {"kind": "vllm", "timeout_s": 5.0, "launch": {}}])
+def test_the_configuration_of_an_older_run_loads_though_it_has_the_keys_of_every_kind(
+    tmp_path: Path, engine: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when one section had them all, so that those of other kinds were written down without an effect."""
+    caplog.set_level("INFO")
+    every = {"urls": [], "kwargs": {}, "max_in_flight": 256, "order": "longest_first", "weights": "auto", "launch": None}
+    every |= {"weights_folder": None, "prefill_chunk": 256, "process": "auto", "deterministic": False}
+    values = {"model": {"path": "tiny"}, "engine": {**every, **engine}}
+    folder = tmp_path / "run"
+    write_resolved(values, folder / "config.yaml")
+    loaded = load_config(RunConfig, folder)
+    now = loaded.config.engine
+    assert all(getattr(now, key) == value for key, value in engine.items() if key != "launch")
+    other = "engine.prefill_chunk" if engine["kind"] == "vllm" else "engine.max_in_flight"
+    assert other in caplog.text
+    (tmp_path / "mine.yaml").write_text((folder / "config.yaml").read_text().partition("\n")[2])
+    with pytest.raises(ConfigError, match=rf"{other}.* It is for engine.kind"):
+        load_config(RunConfig, tmp_path / "mine.yaml")
+
+
 def test_null_takes_a_key_of_another_kind_out_of_a_file() -> None:
     given = {"model": {"path": "x"}, "engine": {"num_slots": 8}}
     loaded = load_config(RunConfig, None, ["engine.kind=vllm", "engine.num_slots=null"], defaults=given)
