@@ -9,8 +9,9 @@ Between blocks both cost a few microseconds a second.
 
 Whose code it is: the functions that call plug-ins say so (`calls_plugins`), and the first frame after the last of them that
 is not the library's is the plug-in's. Code that runs in a task of its own is somebody's if it is neither the library's nor
-an installed package's. Whoever is named was found in the same call twice in a row, and the time in which this process was
-given no processor, so that the thread came late as well, counts for nobody.
+an installed package's. What the library does for a plug-in, and what it asks other packages for meanwhile, is the library's.
+Whoever is named was found in the same call twice in a row; the time in which one of the threads waited for a processor
+counts for nobody.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class LoopWatchdog:
         self._set_mark()
         threading.Thread(
             target=self._watch,
-            args=(loop, threading.get_ident(), self._end),
+            args=(loop, threading.get_ident(), threading.get_native_id(), self._end),
             name="polyturn-watchdog",
             daemon=True,
         ).start()
@@ -131,15 +132,17 @@ class LoopWatchdog:
             return
         self._timer = self._loop.call_later(self.limit_s / 4, self._set_mark)
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, thread: int, end: threading.Event) -> None:
+    def _watch(self, loop: asyncio.AbstractEventLoop, thread: int, native: int, end: threading.Event) -> None:
         """Run in a thread: look at the loop's stack while its mark is too old."""
         looked, lost_s, last_mark, last_culprit = time.monotonic(), 0.0, self._mark, None
+        waited_s = seconds_without_processor(native)
         while not end.wait(self.limit_s / 4) and not loop.is_closed():
             mark, now = self._mark, time.monotonic()
             if mark != last_mark:
                 lost_s, last_mark = 0.0, mark
-            lost_s += max(0.0, now - looked - self.limit_s / 2)
-            looked = now
+            waits_s = seconds_without_processor(native)
+            lost_s += max(0.0, now - looked - self.limit_s / 2, waits_s - waited_s)
+            looked, waited_s = now, waits_s
             if now - mark - lost_s <= self.limit_s:
                 with self._lock:
                     self._count()
@@ -193,21 +196,29 @@ def culprit_of(frame: FrameType | None, loop: asyncio.AbstractEventLoop) -> Culp
         stack.append(frame)
         frame = frame.f_back
     stack.reverse()
-    last = max((i for i, f in enumerate(stack) if f.f_code in _CALLERS), default=None)
-    if last is not None:
-        inner = [f for f in stack[last + 1 :] if not is_stdlib(f.f_code.co_filename)]
-        if inner and is_ours(inner[0].f_code.co_filename):  # it passes calls on, and asks other packages for itself
-            inner = inner[next((i for i, f in enumerate(inner) if _is_an_authors(f)), len(inner)) :]
-    else:
-        below = max((i for i, f in enumerate(stack) if _is_loop(f)), default=len(stack))
-        inner = [f for f in stack[below + 1 :] if not is_stdlib(f.f_code.co_filename)]
-        if not inner or not is_ours(inner[-1].f_code.co_filename):
-            inner = [f for f in inner if _is_an_authors(f)]
-    if not inner or is_ours(inner[-1].f_code.co_filename):
-        return None  # whoever is above only waits for what the library does
+    caller = max((i for i, f in enumerate(stack) if f.f_code in _CALLERS), default=None)
+    below = max((i for i, f in enumerate(stack) if _is_loop(f)), default=len(stack)) if caller is None else caller
+    inner = [f for f in stack[below + 1 :] if not is_stdlib(f.f_code.co_filename)]
+    authors = [i for i, f in enumerate(inner) if _is_an_authors(f)]
+    ours = [i for i, f in enumerate(inner) if is_ours(f.f_code.co_filename)]
+    if ours and ours[-1] > max(authors, default=-1):
+        return None  # whoever is above only waits for what the library does, itself or by other packages
+    if caller is None or ours[:1] == [0]:
+        inner = inner[authors[0] :] if authors else []
+    if not inner:
+        return None
     first, at = inner[0].f_code, inner[-1]
     where = f"{first.co_filename}:{first.co_firstlineno}, now at {at.f_code.co_filename}:{at.f_lineno}"
     return Culprit(first.co_qualname, where, _episode(loop), id(inner[0]))
+
+
+def seconds_without_processor(native_id: int) -> float:
+    """Return how long a thread of this process has been ready to run and was not run; 0 where the system does not say."""
+    try:
+        with open(f"/proc/self/task/{native_id}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _is_an_authors(frame: FrameType) -> bool:

@@ -23,6 +23,7 @@ import dataclasses
 import itertools
 import math
 import random
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,5 +199,7 @@ def load(path: Path) -> Speed:
         ConfigError: there is no such file, or it says something else.
     """
     if not path.is_file():
-        raise ConfigError(f"there is no speed file {path}; `polyturn simulate --fit URL --out {path}` measures one")
+        raise ConfigError(
+            f"there is no speed file {path}; `polyturn simulate --fit URL --out {shlex.quote(str(path))}` measures one"
+        )
     return read_record(path, Speed)

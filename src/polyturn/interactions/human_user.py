@@ -14,6 +14,7 @@ import asyncio
 import functools
 import logging
 import math
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,7 +132,10 @@ class HumanUser(SceneInteraction):
         if self._desk is not None:
             if not self._is_announced:  # once: else a run that waits for a person looks like one that hangs
                 self._is_announced = True
-                logger.warning("conversations wait for a person; answer them with: polyturn answer %s", self._desk.folder)
+                logger.warning(
+                    "conversations wait for a person; answer them with: polyturn answer %s",
+                    shlex.quote(str(self._desk.folder)),
+                )
             return await self._desk.ask(shown, about=about, deadline_s=self._deadline_s)
         terminal = self._terminal or Terminal(sys.stdin, sys.stderr)
         ask = functools.partial(terminal.ask, shown, about=about, deadline_s=self._deadline_s)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -173,7 +174,9 @@ def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / _ABOUT
     if not path.is_file():
         what = "no index" if folder.is_dir() else "nothing"
-        raise ConfigError(f"there is {what} at {folder}; build one with `polyturn data index PASSAGES --out {folder}`")
+        raise ConfigError(
+            f"there is {what} at {folder}; build one with `polyturn data index PASSAGES --out {shlex.quote(str(folder))}`"
+        )
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as problem:

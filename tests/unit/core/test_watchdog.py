@@ -6,11 +6,14 @@ import asyncio
 import inspect
 import threading
 import time
+from types import FunctionType
 from typing import Any
 
 import pytest
 
 import polyturn
+from polyturn.core import watchdog
+from polyturn.core.code_origin import PACKAGES
 from polyturn.core.nesting import is_deep
 from polyturn.core.watchdog import Culprit, LoopWatchdog, calls_plugins
 from polyturn.infra.threads import DaemonThreads
@@ -123,6 +126,51 @@ async def test_nobody_is_named_who_only_waits_for_what_the_library_does(caplog: 
     with LoopWatchdog(limit_s=LIMIT_S).watching():
         await waits()
     assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("is_task", [False, True])
+async def test_nobody_is_named_for_what_the_library_asks_another_package_for(
+    is_task: bool, caplog: pytest.LogCaptureFixture
+):
+    """As the tokenizer for a long text that a plug-in's call is to have encoded."""
+
+    def slow(value: Any) -> bool:
+        time.sleep(4 * LIMIT_S)
+        return False
+
+    package = slow.__code__.replace(co_filename=f"{PACKAGES[0]}transformers/tokenization.py")
+    library = is_deep.__code__
+
+    async def step() -> None:
+        asks(None)
+
+    def asks(value: Any) -> bool:
+        return bool(encode(value))
+
+    encode = FunctionType(package, slow.__globals__, closure=slow.__closure__)
+    asks.__code__ = asks.__code__.replace(co_filename=library.co_filename)
+    calls = CallWithDeadline(name="b", timeout_s=60)
+    with LoopWatchdog(limit_s=LIMIT_S).watching():
+        await (asyncio.create_task(step()) if is_task else calls.run(step))
+    assert warnings(caplog) == []
+
+
+async def test_the_time_in_which_the_loop_waits_for_a_processor_counts_for_nobody(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(watchdog, "seconds_without_processor", lambda native: time.monotonic())
+
+    async def computes() -> None:
+        time.sleep(4 * LIMIT_S)  # noqa: ASYNC251
+
+    with LoopWatchdog(limit_s=LIMIT_S).watching():
+        await CallWithDeadline(name="b", timeout_s=60).run(computes)
+    assert warnings(caplog) == []
+
+
+def test_a_thread_of_this_process_has_waited_for_some_time_and_any_other_for_none():
+    assert watchdog.seconds_without_processor(threading.get_native_id()) >= 0.0
+    assert watchdog.seconds_without_processor(0) == 0.0
 
 
 async def test_the_library_is_never_named_for_what_it_does_between_a_caller_and_a_plug_in(

@@ -11,7 +11,10 @@ from pathlib import Path
 if (marker := os.environ.get("DEAD_IF")) and Path(marker).exists():
     sys.exit("licence expired\nask the vendor")
 sys.stderr.write("starting up\n")
-TOOLS = ("pid", "count", "hang", "freeze", "child", "noise", "large", "quit", "pattern", "listed", "flood", "refuse", "misshapen")
+TOOLS = (
+    *("pid", "count", "hang", "freeze", "child", "noise", "large", "quit", "pattern", "listed", "flood", "refuse"),
+    "misshapen",
+)
 NEVER_FOUND = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}}}
 """What an answer's check takes longer for than anyone lives."""
 num_calls = num_listed = 0
