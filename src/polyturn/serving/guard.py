@@ -15,6 +15,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -23,14 +24,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from polyturn.serving.connection import Connection
 from polyturn.serving.rules import Refusal, RequestPolicy, ServerRules, query_token
 from polyturn.serving.wire import BodyError, dumps, loads_object
 
 logger = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 32 << 10
 _PER_S = 64 << 10
 """Bytes of a body that a second more is given for."""
 
@@ -174,35 +174,6 @@ async def json_object(request: Request) -> dict[str, Any]:
         raise HTTPException(422, str(problem)) from problem
 
 
-class _Patient(H11Protocol):
-    """Closes a connection that does not get through the head of its next request in time."""
-
-    head_s = 20.0
-    max_connections = 1024
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
-            transport.close()
-            return
-        self._deadline = self.loop.call_later(self.head_s, transport.close)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering and self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        elif not is_answering and self._deadline is None:
-            self._deadline = self.loop.call_later(self.head_s, self.transport.close)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        super().connection_lost(exc)
-
-
 def http_config(app: Any, rules: ServerRules, **options: Any) -> uvicorn.Config:
     """Return how uvicorn serves an application under rules.
 
@@ -214,17 +185,15 @@ def http_config(app: Any, rules: ServerRules, **options: Any) -> uvicorn.Config:
         rules: What it is guarded with.
         options: Further ones of uvicorn's.
     """
-    protocol = type("Patient", (_Patient,), {"head_s": rules.head_s, "max_connections": rules.max_connections})
     settings: dict[str, Any] = {
         "log_level": "warning",
         "access_log": False,
         "log_config": None,  # its records go where all others go, and lose their secrets there
         "lifespan": "off",
-        "http": protocol,
+        "http": partial(Connection, rules),
         "ws": "none",
         "proxy_headers": False,
         "server_header": False,
-        "h11_max_incomplete_event_size": MAX_HEAD_BYTES,
     }
     return uvicorn.Config(app, **(settings | options))
 

@@ -1,6 +1,6 @@
 """What every server of ours demands of a request before anything is done for it, in one place and without HTTP's machinery.
 
-    ServerRules(token=…, …)  ->  Gate(rules)  ->  gate.refusal(method, path, headers, address)  ->  None, or why not
+    ServerRules(token=…, …)  ->  RequestPolicy(rules).refusal(method, path, headers, address)  ->  None, or why not
 
     Host is another name than this machine's, on a loopback address    421     (a site that lets its name mean 127.0.0.1)
     a web page of another origin asks                                  403     (a site that posts to 127.0.0.1)
@@ -8,8 +8,8 @@
     no token, or another                                               401
     the client asks too often, or too many requests are answered       429, 503, with Retry-After
 
-Separate from the frameworks so that all servers have the same rules and the rules can be read, and tested, alone: `guard.py`
-puts them in front of ASGI applications, `openai/endpoint.py` in front of aiohttp's.
+Separate from the framework so that the rules can be read, and tested, alone: `guard.py` puts them in front of
+applications, and `connection.py` has those for what is no request yet.
 """
 
 from __future__ import annotations

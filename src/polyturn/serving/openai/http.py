@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.reward import MAX_REWARD, as_score
+from polyturn.serving.connection import LEAVING
 from polyturn.serving.openai.chat_request import BadRequest
 from polyturn.serving.rules import given_tokens
 from polyturn.serving.wire import BodyError, dumps, loads_object
@@ -58,17 +59,24 @@ async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientDisconnect: it left.
     """
-    working, leaving = asyncio.create_task(work), asyncio.ensure_future(request.receive())
+    asking, has_left = asyncio.current_task(), False
+    assert asking is not None
+
+    def leave() -> None:
+        nonlocal has_left
+        has_left = True
+        asking.cancel()
+
+    leaving: set[Callable[[], None]] = request.scope["extensions"][LEAVING]
+    leaving.add(leave)
     try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if has_left and asking.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
     finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait([working])
+        leaving.discard(leave)
 
 
 async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:

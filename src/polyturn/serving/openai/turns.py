@@ -9,6 +9,7 @@ Separate from the session, which knows where a request goes on.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from polyturn.core.generation import FinishReason
 from polyturn.core.messages import Message, Origin
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.open_turn import OpenTurn
-from polyturn.rollout.request_length import TooLongError, check_length
+from polyturn.rollout.request_length import LONG_CHARS, TooLongError, check_length
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
 
 
@@ -46,6 +47,8 @@ async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
     Raises:
         BadRequest: it is too long, or a message or a medium cannot be read.
     """
+    if _is_short(ask):
+        return
     messages = typed_messages(ask.messages)
     try:
         await check_length(messages, tools=ask.tools, codec=episode.codec, limits=episode.limits)
@@ -54,6 +57,17 @@ async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
         raise BadRequest(str(problem), code="context_full", param="messages") from problem
     except DataError as problem:
         raise BadRequest(unrenderable(problem), param="messages") from problem
+
+
+def _is_short(ask: ChatRequest) -> bool:
+    """Return whether a request holds text alone, and so little that it is never counted."""
+    num_chars = len(json.dumps(ask.tools)) if ask.tools else 0
+    for message in ask.messages:
+        if not isinstance(message["content"], str):
+            return False
+        num_chars += len(message["content"]) + len(message.get("reasoning_content", ""))
+        num_chars += sum(len(c["function"]["arguments"]) for c in message.get("tool_calls", ()))
+    return num_chars <= LONG_CHARS
 
 
 def as_told(episode: Episode, turn: OpenTurn, ask: ChatRequest) -> tuple[ChatResponse, dict[str, Any]]:
