@@ -1,7 +1,8 @@
 """BatchStep: one forward pass of the embedded engine over its slots, which prefills or decodes.
 
-    some slot has more than its last token to compute  ->  prefill: a chunk of each of a few, nothing is sampled
-    every slot lacks only its last token               ->  decode: feed that one, and sample the next of each
+    a quarter of the slots, or one that waited, has more than its last token to compute
+                                        ->  prefill: a chunk of each of a few, nothing is sampled
+    otherwise                           ->  decode: feed that one and what is drafted, and sample the next
 
 Separate from the engine, which knows requests and when to run: here are arrays and tensors, and nothing waits.
 """
@@ -25,10 +26,13 @@ from polyturn.engines.model_forward import ModelForward
 from polyturn.engines.sampling import sample
 from polyturn.engines.slot_allocator import PrefixCopy, SlotAllocator
 from polyturn.engines.slots import EngineStats, SlotRequest, Slots
+from polyturn.engines.speculation import MAX_WIDTH, Drafts, Follower
 
 ROWS_PER_THREAD = 8
 """Deterministic mode pads decoding so that each thread gets a multiple of this many rows: with fewer or ragged ones the
 matrix kernels, and with them the rounding, change with the size of the batch (measured on CPUs)."""
+MAX_WAIT = 4
+"""Decoding steps for which a prompt waits for others, while fewer than a quarter of the rows have one to be prefilled."""
 MIN_DENSITY = 0.75
 """SlotRequest slots are moved together when they fill a smaller share of the rows that a decoding step would compute."""
 
@@ -57,6 +61,8 @@ class BatchStep:
         self._prefill_chunk = prefill_chunk
         self._is_alone = is_alone
         self._stats = stats
+        self._drafts = None if is_alone else Drafts()
+        self._num_waited = 0
         self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads() if is_alone else 1
         num_slots, max_context = slots.ids.shape
         # A padded step computes rows beyond the last slot too.
@@ -70,10 +76,19 @@ class BatchStep:
         if not len(rows):
             return []
         todo = self._slots.known[rows] - self._slots.cached[rows] - 1
-        if not todo.any():
-            return self._decode(rows)
-        self._prefill(rows[todo > 0], todo[todo > 0])
+        is_ready = todo == 0
+        if is_ready.all() or self._may_wait(num_ready=int(is_ready.sum()), num_rows=len(rows)):
+            return self._decode(rows[is_ready])
+        self._prefill(rows[~is_ready], todo[~is_ready])
         return []
+
+    def _may_wait(self, *, num_ready: int, num_rows: int) -> bool:
+        """Return whether prompts wait for others to be prefilled with, while the rows that are ready decode."""
+        if self._is_alone or 4 * num_ready < 3 * num_rows or self._num_waited == MAX_WAIT:
+            self._num_waited = 0
+            return False
+        self._num_waited += 1
+        return True
 
     def copy(self, copies: Sequence[PrefixCopy]) -> None:
         """Copy the keys and values of prefixes from slot to slot."""
@@ -126,60 +141,113 @@ class BatchStep:
         self._stats.prefill_steps += 1
 
     def _decode(self, rows: NDArray[np.int64]) -> list[Ended]:
-        """Feed the last known token of every running slot and sample the next."""
+        """Feed the last known token of every running slot, and drafts of the next ones; sample what comes behind each."""
+        start = time.perf_counter()
         slots = self._slots
         extent_rows = int(rows[-1]) + 1
         if len(rows) < MIN_DENSITY * extent_rows and extent_rows > ROWS_PER_THREAD:
             rows = self._compact(rows)
             extent_rows = len(rows)
-        cached = slots.cached[rows]
+        drafts = self._draft(rows)
+        cached, width = slots.cached[rows], drafts.shape[1] + 1
+        is_real = np.column_stack([np.ones(len(rows), np.bool_), drafts >= 0])
         logits = self._model.decode(
             rows,
-            slots.ids[rows, cached],
-            cached,
+            np.column_stack([slots.ids[rows, cached], np.maximum(drafts, 0)]),
+            np.where(is_real, cached[:, None] + np.arange(width), 0),
+            is_real=is_real,
             num_rows=_round_up(extent_rows, self._row_multiple),
             offsets=slots.rope_offset[rows],
         )
         self._stats.decode_steps += 1
-        return self._sample(rows, logits)
+        tokens, logprobs = self._sample(rows, logits, is_real)
+        ended = self._keep(rows, drafts, tokens, logprobs)
+        if self._drafts is not None:
+            self._drafts.took(is_real.size, time.perf_counter() - start)
+        return ended
 
-    def _sample(self, rows: NDArray[np.int64], logits: Tensor) -> list[Ended]:
-        """Sample a token for each of `rows`; return those that end with it."""
+    def _draft(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [n, k] what each of `rows` is expected to say next, -1 behind its end."""
+        if self._drafts is None:
+            return np.empty((len(rows), 0), np.int64)
+        room = (self._slots.limit[rows] - self._slots.known[rows] - 1).tolist()
+        drafts: list[list[int]] = []
+        for row, most in zip(rows.tolist(), room, strict=True):
+            running = self._slots.running[row]
+            assert running is not None
+            if running.follower is None:
+                running.follower = Follower(self._drafts, running.keys.tolist())
+            drafts.append(running.follower.drafted(min(most, MAX_WIDTH - 1)))
+        longest = self._drafts.width([len(draft) for draft in drafts]) - 1
+        width = min(longest, max(map(len, drafts)))
+        return np.array([(draft + [-1] * width)[:width] for draft in drafts], np.int64).reshape(len(rows), width)
+
+    def _sample(
+        self, rows: NDArray[np.int64], logits: Tensor, is_real: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Sample behind each real position of `rows`; return [n, Q] tokens (-1 elsewhere) and their logprobs."""
         start = time.perf_counter()
         slots = self._slots
         if len(logits) > len(rows):
             logits = logits[self._model.tensor(rows)]
-        running = [slots.running[row] for row in rows.tolist()]
-        uniform = np.array([r.uniform.random() for r in running if r is not None], np.float64)
+        which = np.nonzero(is_real)[0]
+        owners = rows[which]
+        running = [r for row in rows.tolist() if (r := slots.running[row]) is not None]
+        uniform = [u for r, num in zip(running, is_real.sum(axis=1).tolist(), strict=True) for u in r.uniforms(num)]
         with torch.inference_mode():
-            tokens_B, logprobs_B = sample(
-                logits,
-                temperature=self._model.tensor(slots.temperature[rows]),
-                top_p=self._model.tensor(slots.top_p[rows]),
-                top_k=self._model.tensor(slots.top_k[rows]),
-                uniform=self._model.tensor(uniform),
-                banned=self._banned(running, logits.shape[1]),
+            sampled = sample(
+                logits.flatten(0, 1) if is_real.all() else logits[self._model.tensor(is_real)],
+                temperature=self._model.tensor(slots.temperature[owners]),
+                top_p=self._model.tensor(slots.top_p[owners]),
+                top_k=self._model.tensor(slots.top_k[owners]),
+                uniform=self._model.tensor(np.array(uniform)),
+                banned=self._banned([running[i] for i in which.tolist()], logits.shape[-1]),
             )
-        tokens = tokens_B.cpu().numpy()
-        known = slots.known[rows]
-        slots.ids[rows, known] = tokens
-        slots.logprobs[rows, known] = logprobs_B.cpu().numpy()
-        slots.cached[rows] = known
-        slots.known[rows] = known + 1
-        has_stopped = (slots.stop[rows] == tokens[:, None]).any(axis=1)
-        has_ended = has_stopped | (known + 1 >= slots.limit[rows])
-        self._stats.decoded_tokens += len(rows)
-        ended: list[Ended] = []
-        for index in np.flatnonzero(has_ended).tolist():
-            last = running[index]
-            assert last is not None
-            ended.append((last, FinishReason.STOP if has_stopped[index] else FinishReason.LENGTH))
+        tokens, logprobs = np.full(is_real.shape, -1, np.int64), np.zeros(is_real.shape, np.float32)
+        tokens[is_real], logprobs[is_real] = sampled.tokens.cpu().numpy(), sampled.logprobs.cpu().numpy()
         self._stats.sampling_s += time.perf_counter() - start
+        return tokens, logprobs
+
+    def _keep(
+        self,
+        rows: NDArray[np.int64],
+        drafts: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+    ) -> list[Ended]:
+        """Keep the samples before which every draft was right, up to a stop token; return the requests that end."""
+        slots = self._slots
+        num_right = (tokens[:, :-1] == drafts).cumprod(axis=1).sum(axis=1)
+        is_stop = (tokens[:, :, None] == slots.stop[rows][:, None]).any(axis=2)
+        first_stop = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1), tokens.shape[1])
+        num_kept = np.minimum(num_right, first_stop) + 1
+        row, step = np.nonzero(np.arange(tokens.shape[1]) < num_kept[:, None])
+        known = slots.known[rows]
+        slots.ids[rows[row], known[row] + step] = tokens[row, step]
+        slots.logprobs[rows[row], known[row] + step] = logprobs[row, step]
+        slots.cached[rows] = known + num_kept - 1
+        slots.known[rows] = known + num_kept
+        self._stats.decoded_tokens += len(row)
+        self._stats.drafted_tokens += int((drafts >= 0).sum())
+        self._stats.accepted_tokens += len(row) - len(rows)
+        has_stopped = first_stop < num_kept
+        has_ended = has_stopped | (slots.known[rows] >= slots.limit[rows])
+        ended: list[Ended] = []
+        for index, num in enumerate(num_kept.tolist()):
+            running = slots.running[rows[index]]
+            assert running is not None
+            del running.unused[:num]
+            if running.follower is not None:
+                running.follower.extend(tokens[index, :num].tolist())
+            if has_ended[index]:
+                if running.follower is not None:
+                    running.follower.end()
+                ended.append((running, FinishReason.STOP if has_stopped[index] else FinishReason.LENGTH))
         return ended
 
-    def _banned(self, running: list[SlotRequest | None], vocab: int) -> Tensor | None:
+    def _banned(self, running: list[SlotRequest], vocab: int) -> Tensor | None:
         """Return [B, V] which tokens are not to be drawn; None if all are allowed."""
-        banned = [() if r is None else r.request.sampling.banned_token_ids for r in running]
+        banned = [r.request.sampling.banned_token_ids for r in running]
         if not any(banned):
             return None
         mask = np.zeros((len(banned), vocab), np.bool_)

@@ -7,8 +7,9 @@ event loop that also runs tools and interactions. Every session owns a slot of t
                <---- in cache ---->  <- not yet ->          known - cached = 1: ready to decode
                                                             known - cached > 1: needs prefill, of all but the last token
 
-So prefill never samples and there is one place that does: a decoding step feeds the last known token of every running
-slot and samples the next one. A weight update falls between two steps, because a step never awaits.
+So prefill never samples and there is one place that does: a decoding step feeds the last known token of every slot that is
+ready, with what `speculation` drafts behind it, and samples the next. A weight update falls between two steps, because a
+step never awaits.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 from polyturn.core.errors import ConfigError, EngineError, did_you_mean, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.engines import slot_attention
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.batch_step import BatchStep
 from polyturn.engines.media import ShownPrompts
@@ -68,9 +70,9 @@ class EmbeddedEngine:
             max_context: The longest prompt plus completion; None takes the model's own limit.
             prefill_chunk: The longest piece of one prompt in one forward pass.
             deterministic: Make a seeded request's bits independent of other requests: prompts are prefilled one at a
-                time, decoding is padded to 8 rows a thread, nothing is copied between sessions. Set torch's number of
-                threads before, and give it as many slots as there are live sessions: a session whose cache was dropped
-                is computed in other pieces, and rounds differently.
+                time, decoding is padded to 8 rows a thread, nothing is drafted, nothing is copied between sessions. Set
+                torch's number of threads before, and give it as many slots as there are live sessions: a session whose
+                cache was dropped is computed in other pieces, and rounds differently.
             share_prefixes: Copy the keys and values of a prefix that another slot holds; off when deterministic.
             keep_kv_on_update: What `update_weights` does to the cache unless told otherwise. False drops all of it, and
                 running requests recompute theirs, so every logprob is exactly that of one version of the weights. True
@@ -88,6 +90,9 @@ class EmbeddedEngine:
                 raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
         self._accepts = accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None)
         self.module = share_parameters(model)
+        text = self.module.config.get_text_config()
+        if text._attn_implementation == "sdpa":
+            text._attn_implementation = slot_attention.NAME
         self._shown = None if media is None else ShownPrompts(model, media)
         self.stats = stats = EngineStats()
         self.version = version

@@ -73,25 +73,27 @@ class ModelForward:
         ids: NDArray[Any],
         positions: NDArray[np.int64],
         *,
+        is_real: NDArray[np.bool_],
         num_rows: int,
         offsets: NDArray[Any],
     ) -> Tensor:
-        """Feed one token to each of some slots and return the logits of the next, [num_rows, V]: row i is slot i.
+        """Feed tokens to some slots and return the logits of each one's successor, [num_rows, Q, V]: row i is slot i.
 
         Args:
             rows: [n] the slots, below `num_rows`.
-            ids: [n] their tokens.
-            positions: [n] where they stand.
+            ids: [n, Q] their tokens: the last known one, and those drafted behind it.
+            positions: [n, Q] where they stand; 0 for padding.
+            is_real: [n, Q] False for padding.
             num_rows: How many rows are computed; those that are not in `rows` are thrown away.
             offsets: [n] what is added to the positions to get those that the model counts.
         """
-        fed, at, rope = (np.zeros((num_rows, 1), np.int64) for _ in range(3))
-        write_slots = np.full((num_rows, 1), self.cache.trash, np.int64)
-        at[rows, 0], fed[rows, 0], write_slots[rows, 0] = positions, ids, rows
-        rope[rows, 0] = positions + offsets
+        fed, at, rope = (np.zeros((num_rows, ids.shape[1]), np.int64) for _ in range(3))
+        write_slots = np.full(fed.shape, self.cache.trash, np.int64)
+        at[rows], fed[rows], write_slots[rows] = positions, ids, np.where(is_real, rows[:, None], self.cache.trash)
+        rope[rows] = positions + offsets[:, None]
         extent = self._extent(positions)
         self.cache.aim(rows=None, write_slots=self.tensor(write_slots), positions=self.tensor(at), extent=extent)
-        logits: Tensor = self._forward(self._module, fed, at, extent, rope, {}).logits[:, -1]
+        logits: Tensor = self._forward(self._module, fed, at, extent, rope, {}).logits
         return logits
 
     def tensor(self, array: NDArray[Any]) -> Tensor:

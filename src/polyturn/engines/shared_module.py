@@ -8,11 +8,14 @@ gradients and hooks' state; the twin is in eval mode, wants no gradients, and se
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
 
 from torch import nn
 
+M = TypeVar("M", bound=nn.Module)
 
-def share_parameters(model: nn.Module) -> nn.Module:
+
+def share_parameters(model: M) -> M:
     """Return a copy of `model`'s structure whose parameters and buffers use the same memory.
 
     Parameters become new, gradient-free `Parameter` objects over the same storage (tied ones stay tied); buffers, also
