@@ -15,7 +15,10 @@ import pytest
 from cluster_run import assert_each_call_ran_once, metrics_of, write_run
 from transformers import AutoModelForCausalLM
 
+from polyturn import build
+from polyturn.api.folders import open_place
 from polyturn.cli.main import main
+from polyturn.training.hf import save_model
 from support.forked import Forked, run_forked
 from support.runs import call_command
 
@@ -32,10 +35,18 @@ def command(*arguments):
     return [sys.executable, "-m", "polyturn", *map(str, arguments)]
 
 
+def from_a_folder(config):
+    """Write the model that `config` would make at random to a folder, and return what has a run read it from there."""
+    place, _ = open_place(config, [])
+    tokenizer = build.build_codec(place).tokenizer
+    folder = save_model(build.build_model(place, tokenizer), config.parent / "model", tokenizer=tokenizer)
+    return [f"model.path={folder}", "model.init=null", "model.train_tokenizer=null"]
+
+
 @pytest.mark.timeout(240)
 def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
     config = write_run(tmp_path)
-    two_steps = ["name=two", "train.steps=2", "train.layout=packed", *CRITIC, *STEERED_KL]
+    two_steps = ["name=two", "train.steps=2", "train.layout=packed", *CRITIC, *STEERED_KL, *from_a_folder(config)]
     done = run_forked("train", config, "--nproc", 2, *two_steps, env=ENVIRONMENT)
     assert done.returncode == 0, done.err
     steps = metrics_of(tmp_path / "runs" / "two")
@@ -46,6 +57,7 @@ def test_two_ranks_train_and_each_tool_call_runs_once(tmp_path):
     )
     assert steps[0]["policy/kl_coef"] == 0.01 > steps[1]["policy/kl_coef"], "the weight of the KL follows its target"
     assert_each_call_ran_once(tmp_path, "two")
+    assert done.err.count("MB of the weights in") >= 1, "each rank reads its part of the model's files"
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ class ConfigSource:
     """The objects that the configuration names by their labels; they are there as long as this is."""
     is_plan: bool = False
     """Nothing will be sampled or trained: the weights of a large model are not read."""
+    reads_parts: bool = False
+    """This is a rank, which reads its part of a model's files once the model is in shards."""
     adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
     """The environments that were made so far, by name: what gives tasks, tools and a scheduler is one object. A copy in
     another process makes its own."""

@@ -22,7 +22,7 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | None:
         ConfigError: its model cannot be loaded, or has another vocabulary.
     """
     from polyturn.algorithms.advantages import traits_of
-    from polyturn.training.critic import Critic, first_weights, local_critic
+    from polyturn.training.critic import Critic, local_critic
     from polyturn.training.ranked import RankedBackend
 
     place, config = parts.place, parts.place.config
@@ -36,8 +36,7 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | None:
         return None
     options = critic_options(place)
     if parts.team is not None:
-        start = first_weights(parts.model) if critic.path is None else None
-        backend = RankedBackend(parts.team, "critic", layout=options["layout"], start=start)
+        backend = RankedBackend(parts.team, "critic", layout=options["layout"])
         return Critic(backend, settings=options["settings"])
     model = parts.model if critic.path is None else critic_model(place, like=parts.model)
     return local_critic(model, media=parts.context.media, **options)

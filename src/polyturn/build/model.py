@@ -61,6 +61,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Load the model's weights, or make random ones from `model.init`; put in the adapter that `model.lora` describes.
 
+    On a rank (`place.reads_parts`) a folder's weights are left there until the model is in shards.
+
     Raises:
         ConfigError: it cannot be loaded, or the adapter does not fit it.
     """
@@ -108,9 +110,12 @@ def load_frozen(place: ConfigSource, path: str, *, like: PreTrainedModel, dtype:
     """Load a model that is only scored, onto the device of `like`; in its own words, not in the adapter's."""
     from polyturn.training import hf
 
-    found = hf.load_model(folder_or_name(path, place.base), dtype=_dtype(dtype or place.config.model.dtype))
+    load = hf.load_unread if place.reads_parts else hf.load_model
+    found = load(folder_or_name(path, place.base), dtype=_dtype(dtype or place.config.model.dtype))
     kernels = place.config.model
     hf.choose_kernels(found, attention=kernels.attn_implementation, liger=kernels.liger)
+    if place.reads_parts:
+        return found
     return found.to(like.device)  # type: ignore[arg-type]  # a mixin of transformers hides the signature
 
 
@@ -138,7 +143,8 @@ def _base_model(place: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreT
     if is_label(model.path):
         given: PreTrainedModel = target(model.path)
         return given
-    load = hf.load_plan if place.is_plan else hf.load_model
+    loads = {(True, False): hf.load_plan, (False, True): hf.load_unread}
+    load = loads.get((place.is_plan, place.reads_parts), hf.load_model)
     return load(folder_or_name(model.path, place.base), dtype=dtype, revision=model.revision)
 
 

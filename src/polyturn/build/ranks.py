@@ -1,7 +1,7 @@
 """Many ranks from one configuration: the leader builds everything, the others their share of the model and nothing else.
 
 leader     build_parts -> lead -> parts with a team        tools, rewards, engine, tasks exist here alone
-follower   follow_leader                                   tokenizer and model, then the leader's commands
+follower   follow_leader                                   tokenizer and shards of the model, then the leader's commands
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from typing import TYPE_CHECKING, Any
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.critic import critic_model, critic_options
 from polyturn.build.loss import build_policy_loss, build_reference, build_teacher, loss_arguments
-from polyturn.build.model import build_codec, build_media, build_model
+from polyturn.build.model import build_codec, build_media, build_model, build_outline
 from polyturn.build.parts import Parts
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
+from polyturn.core.live import is_label
 from polyturn.core.plugins import load_plugins
 from polyturn.training.options import OptimSettings
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from polyturn.tokens.multimodal import MediaProcessor
     from polyturn.training.model_backend import ModelBackend
-    from polyturn.training.rank_group import RankWorker
+    from polyturn.training.rank_group import Held, RankWorker
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,7 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
     config = parts.place.config
     check_ranks(config, num_ranks)
     device = process_group.join(local_rank=local_rank)
-    rank = rank_of(parts.place, lambda: copy.deepcopy(parts.model), parts.context.media, device)
+    rank = rank_of(parts.place, model_maker(parts.place, parts.tokenizer, given=parts.model), parts.context.media, device)
     team = process_group.GroupTeam(rank, tensor_parallel=config.train.distributed.tensor_parallel)
     return dataclasses.replace(parts, team=team)
 
@@ -147,8 +149,25 @@ def model_of(place: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaP
         torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
     codec = build_codec(place)
-    model = build_model(place, codec.tokenizer)
-    return lambda: copy.deepcopy(model), build_media(place, codec, model)
+    return model_maker(place, codec.tokenizer), build_media(place, codec, build_outline(place, codec.tokenizer))
+
+
+def model_maker(
+    place: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, given: PreTrainedModel | None = None
+) -> Callable[[], PreTrainedModel]:
+    """Return what makes a rank's model, each time anew: without weights where they can be read in parts, else whole.
+
+    Args:
+        place: The configuration.
+        tokenizer: For the vocabulary of a model of random weights.
+        given: What the leader has made of an object that the configuration names, which is to be left as it is.
+    """
+    path = place.config.model.path
+    if path is None or not is_label(path):
+        reading = dataclasses.replace(place, reads_parts=True)
+        return lambda: build_model(reading, tokenizer)
+    whole = given or build_model(place, tokenizer)
+    return lambda: copy.deepcopy(whole)
 
 
 def rank_of(
@@ -160,19 +179,28 @@ def rank_of(
     from polyturn.training.hf import checkpoint_activations
     from polyturn.training.policy import policy_backend
     from polyturn.training.rank_group import RankWorker
+    from polyturn.training.shards import inside
+
+    place = dataclasses.replace(place, reads_parts=True)
 
     @functools.cache
-    def placement() -> Sharded:
-        return Sharded(make_mesh(device, tensor_parallel=place.config.train.distributed.tensor_parallel), device)
+    def mesh() -> DeviceMesh:
+        return make_mesh(device, tensor_parallel=place.config.train.distributed.tensor_parallel)
 
-    def policy(spec: PolicySpec) -> ModelBackend:
+    def policy(spec: PolicySpec, held: Held) -> ModelBackend:
         model = make_model()
-        return policy_backend(model, placement=placement(), **policy_options(place, spec, model, media))
+        placement = Sharded(mesh(), device, start=held.get("policy"))  # as a warm start left it, if there was one
+        return policy_backend(model, placement=placement, **policy_options(place, spec, model, media))
 
-    def critic(spec: None) -> ModelBackend:
-        model = make_model() if place.config.algorithm.critic.path is None else critic_model(place, like=make_model())
+    def critic(spec: None, held: Held) -> ModelBackend:
+        model, start = make_model(), None
+        if place.config.algorithm.critic.path is None:
+            start = inside(held["policy"], f"{model.base_model_prefix}.")
+        else:
+            model = critic_model(place, like=model)
         if place.config.model.gradient_checkpointing:
             checkpoint_activations(model)
-        return critic_backend(model, placement=placement(), media=media, **critic_options(place))
+        placement = Sharded(mesh(), device, start=start)
+        return critic_backend(model, placement=placement, media=media, **critic_options(place))
 
     return RankWorker({"policy": policy, "critic": critic})

@@ -17,6 +17,7 @@ from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
+from polyturn.core.live import is_label
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.data.conversations import generate_conversations, read_conversations
@@ -44,8 +45,10 @@ def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_p
     kl = kl_controller(parts.place.config.algorithm.kl_in("loss"))
     if parts.team is None:
         return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"], kl=kl)
-    start, layout = parts.model.state_dict(), options["layout"]
-    backend = RankedBackend(parts.team, "policy", spec, layout=layout, start=start, mirror=parts.model)
+    path = parts.place.config.model.path
+    # Of an object that a program made, the ranks may have others; a folder is the same for all.
+    start = parts.model.state_dict() if path is not None and is_label(path) else None
+    backend = RankedBackend(parts.team, "policy", spec, layout=options["layout"], start=start, mirror=parts.model)
     return ModelPolicy(backend, loss=options["loss"], kl=kl)
 
 

@@ -155,7 +155,7 @@ class ValueNetwork(Network):
         # The head is float32 whatever the backbone is, and so it is sharded by itself.
         dtype = torch.promote_types(like.dtype, torch.float32)
         hidden = int(backbone.config.get_text_config().hidden_size)
-        self.head = nn.Linear(hidden, 1).to(device=like.device, dtype=dtype)
+        self.head = nn.Linear(hidden, 1, device="cpu" if like.is_meta else like.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -224,14 +224,6 @@ class ValueTerms:
         near_S = old_S + (values_S - old_S).clamp(-self._settings.clip, self._settings.clip)
         clipped_S = 0.5 * (near_S - target_S).square()
         return torch.maximum(plain_S, clipped_S), (clipped_S > plain_S).to(plain_S.dtype).detach()
-
-
-def first_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state of a value model over the backbone of `model`, as live tensors, before it has learnt anything."""
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    head = {"head.weight": torch.zeros(1, int(model.config.get_text_config().hidden_size), dtype=dtype)}
-    backbone = {f"backbone.{name}": tensor for name, tensor in model.base_model.state_dict().items()}
-    return {**backbone, **head, "head.bias": torch.zeros(1, dtype=dtype)}
 
 
 def value_coefs(samples: Sequence[TrainSample]) -> list[NDArray[np.float64]]:

@@ -46,13 +46,21 @@ class TargetForward:
         """Take the model.
 
         Args:
-            model: It may be moved to another device before it is used.
+            model: It may be moved to another device before it is used; `find_head` looks at it once it has weights.
             max_logits: How many logits are computed at a time; None takes `MAX_LOGITS` or `MAX_LOGITS_CPU`.
         """
         self._model = model
-        self._head: nn.Module | None = _separate_head(model)
+        self._head: nn.Module | None = None
+        self._is_tried = False
         self._vocab = int(model.config.get_text_config().vocab_size)
         self._max_logits = max_logits
+        if not next(model.parameters()).is_meta:
+            self.find_head()
+
+    def find_head(self) -> None:
+        """Try, once, whether the output embedding alone makes the logits of the last hidden state."""
+        if not self._is_tried:
+            self._head, self._is_tried = _separate_head(self._model), True
 
     def __call__(self, batch: MicroBatch, *, entropy_grad: bool | None = None) -> TargetScores:
         """Return the log-probability of each target of `batch`, and the entropy.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import AlignmentError, ConfigError, PolyturnError
@@ -33,6 +33,7 @@ from polyturn.training.modality_encoders import layers_of, towers_of
 from polyturn.training.model_backend import Cut
 from polyturn.training.network import Network
 from polyturn.training.optim import Optimizer, OptimSettings
+from polyturn.training.part_loading import is_unread, read_weights, take_weights
 from polyturn.training.shards import gather_whole, is_split_over_row, local_part, spread_whole
 from polyturn.training.tensor_parallel import split_layers
 
@@ -66,10 +67,15 @@ def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
 class Sharded:
     """Parameters, gradients and moments in shards over a mesh; implements `Placement`, and its calls are collective."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        """Spread over `mesh`, from `make_mesh`; this rank computes on `device`."""
+    def __init__(self, mesh: DeviceMesh, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
+        """Spread over `mesh`, from `make_mesh`; this rank computes on `device`.
+
+        What is trained, and a copy of it, begins with the shards `start`, by the names of its backbone; None leaves it its
+        own weights, which a model that is unread is given from its files.
+        """
         self._mesh = mesh
         self._device = device
+        self._start = start
 
     def optimizer(self, network: Network, settings: OptimSettings) -> ShardedOptimizer:
         """Split the layers over a row, shard everything over the rows, and return what updates this rank's shards.
@@ -80,18 +86,28 @@ class Sharded:
         tp = self._mesh["tp"]
         partial = split_layers(network.backbone, tp) if tp.size() > 1 else []
         prefix = next(name for name, module in network.saved.named_modules() if module is network.backbone)
-        self.freeze(network)
+        self.freeze(network, is_copy=True)
+        self._start = None  # a share of the weights; a copy of what is trained was made before
         named = [f"{prefix}.{name}".lstrip(".") for name in partial]
         return ShardedOptimizer(network.saved, settings, mesh=self._mesh, partial=named)
 
-    def freeze(self, network: Network) -> None:
-        """Shard `network` over the rows, layer by layer, and sum gradients instead of averaging them."""
+    def freeze(self, network: Network, *, is_copy: bool) -> None:
+        """Shard `network` over the rows, layer by layer, sum gradients instead of averaging them, and fill its shards.
+
+        Raises:
+            ConfigError: its files do not hold its weights.
+        """
         network.encoders = encoders = tuple(towers_of(network.backbone))
         mesh = self._mesh["dp"]
         for module in (*layers_of(network.backbone, encoders), *network.heads, network):
             sharded = fully_shard(module, mesh=mesh)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+        if is_copy and self._start is not None:
+            take_weights(network.backbone, self._start, self._device)
+        elif is_unread(network.backbone):
+            read_weights(network.backbone, self._device)
+        register_fsdp_forward_method(network, "try_out")
 
     def device(self, network: Network) -> torch.device:
         """Return the device of this rank."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
@@ -37,6 +38,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean, one_line
 from polyturn.tokens.hub import only_cached
 from polyturn.training import lora
+from polyturn.training.part_loading import weight_files
 
 
 def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -118,6 +120,23 @@ def load_outline(source: str | Path, *, dtype: torch.dtype = torch.float32, revi
         ConfigError: as `load_model` does.
     """
     return _opened(source, dtype, revision, plan_above=0)
+
+
+def load_unread(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
+    """Return the same without its weights, for shards that are filled by `part_loading`; its `name_or_path` is a folder of
+    this machine. Weights that are not in safetensors cannot be read in parts and are loaded.
+
+    Raises:
+        ConfigError: as `load_model` does.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        cached = only_cached(str(source), revision=revision)
+        wanted = ["*.json", "*.safetensors"]
+        folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=wanted, local_files_only=cached))
+    if not weight_files(folder):
+        return load_model(source, dtype=dtype, revision=revision)
+    return _opened(folder, dtype, None, plan_above=0)
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -53,11 +53,35 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model.add_adapter(config, adapter_name=ADAPTER)
+            if model.device.type == "meta":
+                torch.manual_seed(seed)
+                _draw_again(model)
     except ValueError as problem:
         linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ConfigError(
             f"model.lora does not fit this model: {one_line(problem)[:300]}; its linear modules are {', '.join(linear)}"
         ) from problem
+
+
+def _draw_again(model: nn.Module) -> None:
+    """Give the adapter of a model without weights the values that peft drew and put away with the model's own.
+
+    Raises:
+        ConfigError: it lies around something else than linear layers.
+    """
+    for name, layer in _layers(model).items():
+        pairs = [part[ADAPTER] for part in (layer.lora_A, layer.lora_B) if ADAPTER in part]
+        if not all(isinstance(part, nn.Linear) for part in pairs) or not pairs:
+            raise ConfigError(
+                f"model.lora adapts {name}, which is no linear layer, and on many ranks a model is read in parts, which "
+                "goes with adapters of linear layers alone; leave it out of model.lora.target_modules, or use one process"
+            )
+        dtypes = [part.weight.dtype for part in pairs]
+        for part in pairs:
+            part.to_empty(device="cpu").float().reset_parameters()
+        layer.reset_lora_parameters(ADAPTER, True)
+        for part, dtype in zip(pairs, dtypes, strict=True):
+            part.to(dtype)
 
 
 def has_lora(model: nn.Module) -> bool:

@@ -47,8 +47,8 @@ class Placement(Protocol):
         """Put `network` where it is trained, and return what updates it there."""
         ...
 
-    def freeze(self, network: Network) -> None:
-        """Put `network` where it is only scored with."""
+    def freeze(self, network: Network, *, is_copy: bool) -> None:
+        """Put `network` where it is only scored with; `is_copy` says that it is one of what is trained."""
         ...
 
     def device(self, network: Network) -> torch.device:
@@ -83,7 +83,7 @@ class OneDevice:
         """Return AdamW over the model's own parameters."""
         return Optimizer(network.saved, settings)
 
-    def freeze(self, network: Network) -> None:
+    def freeze(self, network: Network, *, is_copy: bool) -> None:
         """Leave `network` where it is."""
 
     def device(self, network: Network) -> torch.device:
@@ -291,6 +291,10 @@ class ModelBackend:
     def live_weights(self) -> dict[str, Tensor]:
         """Return name -> the live tensor that each of `weights` is, or is made of."""
         return base_weights(self.network.saved)
+
+    def held(self) -> dict[str, Tensor]:
+        """Return name -> what this process holds of the model that is trained, live."""
+        return {name: tensor.detach() for name, tensor in self.network.backbone.state_dict().items()}
 
     def close(self) -> None:
         """Free the gradient and the frozen models."""

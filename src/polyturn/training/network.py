@@ -19,6 +19,7 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.training.forward import TargetForward, TargetScores
 from polyturn.training.lora import adapter_tensors, has_lora
 from polyturn.training.modality_encoders import touching
+from polyturn.training.packed_attention import why_not_packed
 
 
 class Network(nn.Module):
@@ -45,6 +46,11 @@ class Network(nn.Module):
         """Return [S] what the network says of each target."""
         raise NotImplementedError
 
+    def try_out(self, *, packs: bool) -> str | None:
+        """Find out, with its weights in place, how the network is computed; return why it cannot be packed, where it is
+        asked and it cannot."""
+        return None
+
     def tensors(self) -> dict[str, Any]:
         """Return name -> live tensor of what training changes: with LoRA the adapter alone."""
         return adapter_tensors(self.saved) if has_lora(self.saved) else self.saved.state_dict()
@@ -62,6 +68,11 @@ class PolicyNetwork(Network):
     def saved(self) -> PreTrainedModel:
         """The model, under its own names."""
         return self.backbone
+
+    def try_out(self, *, packs: bool) -> str | None:
+        """Find out whether the head may be computed by itself, and whether samples may be packed."""
+        self._targets.find_head()
+        return why_not_packed(self.backbone) if packs else None
 
     def forward(self, batch: MicroBatch, **options: Any) -> TargetScores:
         """Return what the forward pass gives for each target."""

@@ -38,7 +38,6 @@ from polyturn.training.loss_terms import LossSettings, PolicyTerms, SupervisedTe
 from polyturn.training.model_backend import ModelBackend, OneDevice, Placement
 from polyturn.training.network import PolicyNetwork
 from polyturn.training.optim import OptimSettings
-from polyturn.training.packed_attention import why_not_packed
 from polyturn.training.reference import AdapterReference, FrozenModel, Scorer, require_same_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ def policy_backend(
     """Return what trains `model`, which is used as it is, not copied, and only ever written in place.
 
     Args:
-        model: On its device, in its dtype; whole, on every rank of many.
+        model: On its device, in its dtype; whole, or unread and filled by `placement`, on every rank of many.
         optim: The optimizer and its schedule.
         loss: The policy loss; None takes the defaults.
         layout: The size of micro-batches and how samples lie in them; where a model cannot be packed they lie in rows.
@@ -203,24 +202,24 @@ def policy_backend(
         ConfigError: a KL term without a reference, a distillation term without a teacher, one of another vocabulary, or a
             model that cannot be split as `placement` asks.
     """
-    others = [m for m in (reference, teacher) if isinstance(m, PreTrainedModel)]
-    fitting, is_refused = _that_fits(layout or LayoutSettings(), [model, *others])
     placement = placement or OneDevice()
     for other, name in ((reference, "reference"), (teacher, "teacher")):
         if isinstance(other, PreTrainedModel):
             require_same_vocabulary(model, other, name=name)
-    # Whether a head is separate is tried on the whole model, and a copy is made of the whole model: before it is placed.
     network = PolicyNetwork(model.train())
     scorer: Scorer | None = None
     if isinstance(reference, PreTrainedModel):
         scorer = _frozen(reference, placement, is_kept=False)
     elif reference and not has_lora(model):
-        scorer = _frozen(copy.deepcopy(model), placement, is_kept=True)
+        scorer = _frozen(copy.deepcopy(model), placement, is_kept=True)  # before the model is placed, for it is copied whole
     optimizer = placement.optimizer(network, optim)
     if reference is True and has_lora(model):
         scorer = AdapterReference(network, placement.adapter_replaced)
-    teaching = None if teacher is None else _frozen(teacher, placement, is_kept=False).logprobs
-    terms = PolicyTerms(loss or LossSettings(), has_reference=scorer is not None, teacher=teaching)
+    teaching = None if teacher is None else _frozen(teacher, placement, is_kept=False)
+    frozen = [one.network for one in (scorer, teaching) if isinstance(one, FrozenModel)]
+    fitting, is_refused = _that_fits(layout or LayoutSettings(), [network, *frozen], placement)
+    teacher_logprobs = None if teaching is None else teaching.logprobs
+    terms = PolicyTerms(loss or LossSettings(), has_reference=scorer is not None, teacher=teacher_logprobs)
     return ModelBackend(
         network,
         optimizer=optimizer,
@@ -235,7 +234,7 @@ def policy_backend(
 
 def _frozen(model: PreTrainedModel, placement: Placement, *, is_kept: bool) -> FrozenModel:
     network = PolicyNetwork(model.requires_grad_(False)).eval()
-    placement.freeze(network)
+    placement.freeze(network, is_copy=is_kept)
     return FrozenModel(network, is_kept=is_kept, release=placement.release)
 
 
@@ -264,15 +263,20 @@ def with_marks(
     return [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
 
 
-def _that_fits(settings: LayoutSettings, models: Sequence[PreTrainedModel]) -> tuple[LayoutSettings, bool]:
-    """Return the settings without packing, and True, where one of the models cannot be packed."""
-    if settings.packed or settings.shared_prefix:
-        for model in models:
-            if (why := why_not_packed(model)) is not None:
-                logger.warning(
-                    "Samples lie in padded rows and every common prefix is computed again: %s cannot be packed, because %s",
-                    type(model).__name__,
-                    why,
-                )
-                return dataclasses.replace(settings, packed=False, shared_prefix=False), True
+def _that_fits(
+    settings: LayoutSettings, networks: Sequence[PolicyNetwork], placement: Placement
+) -> tuple[LayoutSettings, bool]:
+    """Return the settings without packing, and True, where one of the networks cannot be packed; all are tried out."""
+    packs, whys = settings.packed or settings.shared_prefix, {}
+    for network in networks:
+        whys[type(network.backbone).__name__] = network.try_out(packs=packs)
+        placement.release(network)
+    for name, why in whys.items():
+        if why is not None:
+            logger.warning(
+                "Samples lie in padded rows and every common prefix is computed again: %s cannot be packed, because %s",
+                name,
+                why,
+            )
+            return dataclasses.replace(settings, packed=False, shared_prefix=False), True
     return settings, False

@@ -13,11 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from polyturn.batching.microbatch import LayoutSettings, plan
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import PolyturnError
 from polyturn.core.sample import TrainSample
 from polyturn.training.model_backend import ModelBackend
+
+Held = Mapping[str, Mapping[str, Tensor]]
+"""Network -> name -> this rank's shard."""
 
 
 class RankGroup(Protocol):
@@ -51,9 +56,9 @@ class RankReply:
 class RankWorker:
     """Runs the leader's commands on one rank."""
 
-    def __init__(self, make: Mapping[str, Callable[[Any], ModelBackend]]) -> None:
-        """Take what makes each network, by its name, from what the leader says about it; called again when training follows
-        a warm start."""
+    def __init__(self, make: Mapping[str, Callable[[Any, Held], ModelBackend]]) -> None:
+        """Take what makes each network, by its name, from what the leader says about it and from what this rank holds by
+        then; called again when training follows a warm start."""
         self._make = dict(make)
         self._backends: dict[str, ModelBackend] = {}
 
@@ -62,9 +67,12 @@ class RankWorker:
         network, _, method = command.partition(".")
         try:
             if method == "make":
-                self._backends.pop(network, None)
-                gc.collect()  # frees the former one first: there may be no room for two
-                self._backends[network] = self._make[network](*share)
+                held = {name: backend.held() for name, backend in self._backends.items()}
+                if network in self._backends:  # of the former one only the weights stay: there may be no room for more
+                    self._backends.pop(network).close()
+                    gc.collect()
+                (spec,) = share
+                self._backends[network] = self._make[network](spec, held)
                 return RankReply()
             return RankReply(value=getattr(self._backends[network], method)(*share))
         except PolyturnError as problem:

@@ -51,25 +51,25 @@ class FrozenModel:
     def __init__(self, network: PolicyNetwork, *, is_kept: bool, release: Callable[[Network], object]) -> None:
         """Score with `network`; `is_kept` says whether checkpoints hold it, because no file does, and `release` frees what a
         pass gathered."""
-        self._network = network
+        self.network = network
         self._is_kept = is_kept
         self._release = release
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
         with torch.no_grad():
-            found = self._network.scores(batch)
-        self._release(self._network)
+            found = self.network.scores(batch)
+        self._release(self.network)
         return found
 
     def kept(self) -> dict[str, Tensor] | None:
         """Return the weights where they are kept."""
-        return self._network.saved.state_dict() if self._is_kept else None
+        return self.network.saved.state_dict() if self._is_kept else None
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Write the weights in place."""
         try:
-            self._network.saved.load_state_dict(dict(state))
+            self.network.saved.load_state_dict(dict(state))
         except RuntimeError as problem:
             raise CheckpointError(f"the checkpoint's reference does not fit this model: {problem}") from problem
 

@@ -84,7 +84,7 @@ def cut_like(whole: Tensor, like: Tensor | None) -> Tensor:
         return whole
     shape, start = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
     part = whole[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
-    part = part.to(device=like.to_local().device).contiguous()
+    part = part.to(device=part.device if like.is_meta else like.to_local().device).contiguous()
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -106,6 +106,11 @@ def cut_optimizer(state: Mapping[str, Any], like: Mapping[str, Tensor], params: 
     adamw = {**state["adamw"], "state": {number: moments(number, v) for number, v in state["adamw"]["state"].items()}}
     masters = {name: cut_like(tensor, like.get(name)) for name, tensor in state.get("masters", {}).items()}
     return {**state, "adamw": adamw, "masters": masters}
+
+
+def inside(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, named without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def require_same_shapes(found: Mapping[str, Tensor], own: Mapping[str, Tensor], *, whose: str = "checkpoint") -> None:

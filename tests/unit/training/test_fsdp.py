@@ -148,6 +148,25 @@ def test_ranks_in_bfloat16_train_what_they_loaded(results):
     assert max(results["bfloat16"].values()) < 1e-2
 
 
+@pytest.mark.parametrize("name", ["plain", "tensor_parallel", "adapter"])
+def test_ranks_that_read_their_part_of_the_files_train_as_one_process_that_loads_them(results, name):
+    """With a reference that is a copy, a teacher of its own files, and what follows a warm start."""
+    found = {what.removeprefix(f"{name}/"): value for what, value in results["in_parts"].items() if what.startswith(name)}
+    assert len(found) == (6 if name == "adapter" else 8)
+    assert max(found.values()) < 1e-5, found
+
+
+def test_a_rank_reads_its_share_of_the_files_and_holds_no_more(results):
+    read = results["in_parts"]["read"]
+    assert read["by_rank"] == read["held"] and sum(read["by_rank"]) == read["whole"]
+    assert max(read["by_rank"]) <= 0.5 * read["whole"] + 1024, "of each tensor half, to a row"
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused_on_every_rank(results):
+    said = results["in_parts"]["lacks"]
+    assert len(said) == 2 and all("'model.layers.1.mlp.up_proj.weight' is missing there" in one for one in said), said
+
+
 def sample_of(ids, *, is_trained=True):
     weights = np.zeros(len(ids), np.float32)
     weights[-1] = is_trained
@@ -197,22 +216,30 @@ class NamedBackend:
     def state_dict(self):
         return self.name
 
+    def held(self):
+        return {"of": self.name}
+
+    def close(self):
+        """Nothing is open."""
+
 
 def test_a_rank_frees_the_policy_of_the_warm_start_before_it_makes_the_one_that_is_trained():
-    made = []
+    made, began_with = [], []
 
-    def make(name):
+    def make(name, held):
+        began_with.append(held)
         assert not any(former() for former in made), "there may be no room for two"
         policy = NamedBackend(name)
         made.append(weakref.ref(policy))
         return policy
 
-    rank = RankWorker({"policy": make, "critic": NamedBackend})
+    rank = RankWorker({"policy": make, "critic": lambda name, held: NamedBackend(held["policy"]["of"])})
     for name in ("warm start", "trained"):
         assert rank.run("policy.make", (name,)).error is None
         assert rank.run("policy.state_dict", ()).value == name
     rank.run("critic.make", ("values",))
-    assert [rank.run(f"{name}.state_dict", ()).value for name in ("policy", "critic")] == ["trained", "values"]
+    assert [rank.run(f"{name}.state_dict", ()).value for name in ("policy", "critic")] == ["trained", "trained"]
+    assert began_with == [{}, {"policy": {"of": "warm start"}}], "it goes on with those weights"
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_a_rank_loads_it():

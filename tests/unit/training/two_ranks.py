@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import datetime
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -26,16 +29,18 @@ from polyturn.core.sample import SampleId, TrainSample
 from polyturn.testing.tiny_models import tiny_model
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
-from polyturn.training.critic import Critic, CriticSettings, critic_backend, first_weights, local_critic, value_coefs
+from polyturn.training.critic import Critic, CriticSettings, critic_backend, local_critic, value_coefs
 from polyturn.training.fsdp import Sharded, make_mesh
+from polyturn.training.hf import load_model, load_unread
 from polyturn.training.lora import LoraSettings, adapter_tensors, add_lora
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
+from polyturn.training.part_loading import read_weights
 from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
 from polyturn.training.process_group import GroupTeam, follow
 from polyturn.training.rank_group import RankWorker, assign
 from polyturn.training.ranked import RankedBackend
-from polyturn.training.shards import local_part
+from polyturn.training.shards import inside, local_part
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 VOCAB = 48
@@ -80,6 +85,13 @@ def sharded_policy(model, mesh, **options):
 
 def sharded_critic(model, mesh, *, settings=None, **options):
     return Critic(critic_backend(model, placement=Sharded(mesh, CPU), settings=settings, **options), settings=settings)
+
+
+def first_weights(model):
+    """The state of a critic over the backbone of `model`, before it has learnt anything."""
+    head = torch.zeros(1, model.config.hidden_size, dtype=torch.promote_types(model.dtype, torch.float32))
+    backbone = {f"backbone.{name}": tensor for name, tensor in model.base_model.state_dict().items()}
+    return {**backbone, "head.weight": head, "head.bias": torch.zeros(1, dtype=head.dtype)}
 
 
 def largest(pairs):
@@ -302,6 +314,85 @@ def compare_lora(tp):
     return found
 
 
+def read_in_parts(folder):
+    """Return how far two ranks that each read their part of a model's files and one process that loads it whole differ, with
+    an adapter and a copy as reference, and what a warm start hands on; and how much of the files each rank read.
+
+    Also the critic over the backbone of what is trained, and a folder that lacks a tensor.
+    """
+    rank = dist.get_rank()
+    if rank == 0:
+        tiny_model(VOCAB, hidden=32, layers=2, heads=2, kv_heads=2, seed=5).save_pretrained(folder / "model")
+        tiny_model(VOCAB, hidden=32, layers=1, heads=2, kv_heads=2, seed=6).save_pretrained(folder / "teacher")
+        shutil.copytree(folder / "model", folder / "lacks")
+        tensors = load_file(folder / "lacks" / "model.safetensors")
+        save_file({n: t for n, t in tensors.items() if "layers.1.mlp.up" not in n}, folder / "lacks" / "model.safetensors")
+    dist.barrier()
+
+    def critic_over(start, mesh):
+        return critic_backend(
+            load_unread(folder / "model"), optim=OptimSettings(), placement=Sharded(mesh, CPU, start=start)
+        )
+
+    options = {
+        "optim": OptimSettings(lr=1e-2),
+        "loss": LossSettings(kl_coef=0.1, distill_coef=0.1),
+        "layout": LayoutSettings(max_tokens_per_batch=20),
+        "reference": True,
+    }
+    samples = samples_of(3, 4)
+    coefs = loss_coefs(samples, mode="token-mean")
+    found = {}
+    for name, tp, has_adapter in (("plain", 1, False), ("tensor_parallel", 2, False), ("adapter", 1, True)):
+        mesh = make_mesh(CPU, tensor_parallel=tp)
+        row, rows = rank // tp, 2 // tp
+        models = [load(folder / "model") for load in (load_model, load_unread)]
+        for model in models:
+            if has_adapter:
+                add_lora(model, LoraSettings(rank=2, alpha=4), seed=1)
+        one = local_policy(models[0], teacher=load_model(folder / "teacher"), **options)
+        many = sharded_policy(models[1], mesh, teacher=load_unread(folder / "teacher"), **options)
+        mine = list(range(row, 4, rows))
+        share, own_coefs = [samples[i] for i in mine], [coefs[i] for i in mine]
+        for step in range(2):
+            one.forward_backward(samples, coefs=coefs)
+            many.forward_backward(share, coefs=own_coefs)
+            norms = [policy.optim_step()["loss/grad_norm"].value for policy in (one, many)]
+            found[f"{name}/norm{step}"] = abs(norms[0] - norms[1]) / norms[0]
+        for reference in (False, True):
+            a, b = one.score(samples, reference=reference), many.score(share, reference=reference)
+            found[f"{name}/score{reference}"] = largest([(a[i], b[k]) for k, i in enumerate(mine)])
+        # What training goes on with behind a warm start: new moments, the same weights, a reference that is a copy of them.
+        model = load_unread(folder / "model")
+        if has_adapter:
+            add_lora(model, LoraSettings(rank=2, alpha=4), seed=2)
+        backend = policy_backend(model, placement=Sharded(mesh, CPU, start=many.backend.held()), **options | {"loss": None})
+        again = ModelPolicy(backend)
+        for reference in (False, True):
+            found[f"{name}/again{reference}"] = largest(
+                zip(again.score(share, reference=reference), many.score(share), strict=True)
+            )
+        start = inside(many.backend.held(), "model.")
+        values = None if has_adapter else critic_over(start, mesh)
+        if values is not None:
+            found[f"{name}/critic"] = largest([(v, np.zeros(len(v))) for v in values.score(share)])
+            held = inside(values.held(), "")
+            found[f"{name}/backbone"] = max(float((local_part(held[n]) - local_part(start[n])).abs().sum()) for n in start)
+    plain = load_unread(folder / "model")
+    for module in (*plain.model.layers, plain):
+        fully_shard(module, mesh=make_mesh(CPU)["dp"])
+    share = read_weights(plain, CPU)
+    whole = sum(t.nbytes for t in load_file(folder / "model" / "model.safetensors").values())
+    held = sum(local_part(p).nbytes for p in plain.parameters())
+    sizes = [None, None]
+    dist.all_gather_object(sizes, (share, held))
+    found["read"] = {"by_rank": [read for read, _ in sizes], "held": [own for _, own in sizes], "whole": whole}
+    found["lacks"] = error_of_all(
+        lambda: sharded_policy(load_unread(folder / "lacks"), make_mesh(CPU), optim=OptimSettings())
+    )
+    return found
+
+
 def vision_samples(media, codec):
     """Return samples that show a picture, two pictures, and none."""
     shown = [Image.new("RGB", (28, 28), "red")], [Image.new("RGB", (56, 28), color) for color in ("blue", "green")], []
@@ -405,7 +496,7 @@ def compare_leader():
     options = {"optim": OptimSettings(lr=1e-2, max_grad_norm=0.1), "layout": LayoutSettings(max_tokens_per_batch=20)}
     loss = LossSettings(kl_coef=0.1, entropy_coef=0.01)
 
-    def make(spec):
+    def make(spec, held):
         return policy_backend(exact_model(), placement=Sharded(make_mesh(CPU), CPU), loss=loss, reference=True, **options)
 
     rank = RankWorker({"policy": make})
@@ -443,7 +534,7 @@ if __name__ == "__main__":
     results["lora"], results["lora_tensor_parallel"] = compare_lora(1), compare_lora(2)
     results["critic"], results["critic_tensor_parallel"] = compare_critic(1), compare_critic(2)
     results["bfloat16"], results["vision"] = compare_bfloat16(), compare_vision()
-    results["refused"] = refusals()
+    results["refused"], results["in_parts"] = refusals(), read_in_parts(Path(sys.argv[1]).parent)
     is_leader = dist.get_rank() == 0
     results["leader"] = compare_leader()  # the last, for a leader that closes ends the process group
     if is_leader:

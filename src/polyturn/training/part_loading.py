@@ -1,0 +1,150 @@
+"""Weights of a model that lies in shards before it has any: each rank fills its own part of every tensor, and no more.
+
+    outline (meta)  -- fully_shard -->  shards (meta)  -- read_weights -->  this rank's part of what the files hold
+                                                       -- take_weights -->  copies of shards that this rank has already
+
+Which tensors of a file become which of a model, renamed, merged or tied, is transformers' own knowledge, and so is the loop
+that cuts a file's tensor as a `DTensor` is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import LoadStateDictConfig
+
+from polyturn.core.errors import ConfigError
+from polyturn.training.shards import cut_like
+
+logger = logging.getLogger(__name__)
+
+_INDEX, _SINGLE, _KIND = "model.safetensors.index.json", "model.safetensors", "*.safetensors"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors that a model's weights are in; none where it was saved in another format."""
+    if (folder / _INDEX).is_file():
+        return [folder / name for name in sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))]
+    return [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob(_KIND))
+
+
+def is_unread(model: PreTrainedModel) -> bool:
+    """Return whether `model` has parameters without values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def read_weights(model: PreTrainedModel, device: torch.device) -> int:
+    """Fill the shards of an unread model from the folder that it is of, and return how many bytes were read.
+
+    Args:
+        model: An outline, sharded; an adapter in it has values already.
+        device: Where its values go.
+
+    Raises:
+        ConfigError: the folder's weights are not those of this model.
+    """
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    folder, read = Path(str(model.name_or_path)), list[int]()
+    with ExitStack() as opened:
+        parts: dict[str, _CountedSlice] = {}
+        for file in weight_files(folder):
+            held = opened.enter_context(safe_open(str(file), framework="pt"))
+            parts |= {name: _CountedSlice(held.get_slice(name), read) for name in held.keys()}  # noqa: SIM118
+        info, _ = PreTrainedModel._load_pretrained_model(
+            model,
+            _under_adapters(parts, model, mapping),
+            None,
+            LoadStateDictConfig(dtype=model.dtype, device_map={"": str(device)}, weight_mapping=mapping),
+        )
+    wrong = sorted(name for name, *_ in info.mismatched_keys)
+    _settle(model, device)
+    wrong += [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if wrong:
+        raise ConfigError(
+            f"the weights in {folder} are not those of its config.json: {wrong[0]!r} is missing there or has "
+            "another shape; name a folder that `save_pretrained` wrote"
+        )
+    logger.info("read %.1f MB of the weights in %s", sum(read) / 1e6, folder)
+    return sum(read)
+
+
+def take_weights(model: PreTrainedModel, held: Mapping[str, Tensor], device: torch.device) -> None:
+    """Fill the shards of a model with copies of `held`, under its own names.
+
+    Args:
+        model: Sharded; unread, or with values that are written over.
+        held: Name -> shard, of parameters and of buffers that are saved. Where this model is cut otherwise, as a frozen one
+            is whose layers are not split, a tensor at a time is gathered; then the call is collective.
+        device: Where values go that are made anew.
+    """
+    own, was_unread = model.state_dict(), is_unread(model)
+    model.load_state_dict({name: _recut(tensor, own[name]) for name, tensor in held.items()}, assign=was_unread)
+    if was_unread:
+        _settle(model, device)
+
+
+def _recut(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a copy of a shard, cut as `like` is."""
+    if not isinstance(tensor, DTensor) or (
+        isinstance(like, DTensor) and (tensor.device_mesh, tensor.placements) == (like.device_mesh, like.placements)
+    ):
+        return tensor.detach().clone()
+    return cut_like(tensor.full_tensor().detach(), like)
+
+
+def _under_adapters(parts: Mapping[str, Any], model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
+    """Return a file's tensors, those of a layer that an adapter lies around under the name that it has there."""
+    adapted = {name.replace(".base_layer.", "."): name for name in model.state_dict()}
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    found = {}
+    for name, part in parts.items():
+        own, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, adapted)
+        inside = adapted.get(own, "")
+        found[inside if ".base_layer." in inside else name] = part
+    return found
+
+
+def _settle(model: PreTrainedModel, device: torch.device) -> None:
+    """Tie what the model ties, and compute the buffers that no file holds, such as those of rotary positions."""
+    model.tie_weights()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # how transformers knows what to leave alone
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=device))
+    model.initialize_weights()
+
+
+class _CountedSlice:
+    """A tensor of a file, of which parts are read; notes how much."""
+
+    def __init__(self, part: Any, read: list[int]) -> None:
+        self._part = part
+        self._read = read
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._part.get_shape()
+        return shape
+
+    def get_dtype(self) -> str:
+        dtype: str = self._part.get_dtype()
+        return dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        tensor: Tensor = self._part[index]
+        self._read.append(tensor.nbytes)
+        return tensor
