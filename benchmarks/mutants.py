@@ -14,18 +14,20 @@ from __future__ import annotations
 import argparse
 import ast
 import concurrent.futures
+import contextlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/polyturn"
@@ -35,6 +37,9 @@ EVERYWHERE = ("tests/property", "tests/golden")
 ARGUED = Path(__file__).with_name("mutants_argued.json")
 MAX_SECONDS = 1800.0
 """A mutant under which a circle of tests does not end in so long is noticed, too."""
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Processes are forked from one that has imported what every test needs, and nothing of the package itself."""
+PRELOADED = ["torch", "transformers.models.qwen3.modeling_qwen3", "pytest", "hypothesis", "pyarrow.parquet", "pydantic"]
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -141,22 +146,54 @@ def circles(mutant: Mutant) -> Iterator[list[str]]:
     yield list(EVERYWHERE)
 
 
-def failing(source: Path, tests: list[str]) -> str | None:
-    """Return the first of `tests` that fails with the package of `source`, or None where all pass."""
-    env = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-pno:cacheprovider", "-mnot slow and not demo", *tests]
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=MAX_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return "a test that does not end"
-    if done.returncode in {0, 5}:  # 5: no test is there
-        return None
-    named = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return named[0] if named else f"pytest, exit {done.returncode}"
+class FirstFailure:
+    """A plug-in of pytest that remembers which test failed first."""
+
+    name = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note a failure, of the test or of what it needs."""
+        if report.failed and not self.name:
+            self.name = report.nodeid
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Note a file that cannot be imported."""
+        if report.failed and not self.name:
+            self.name = report.nodeid
 
 
-def catches(mutant: Mutant) -> str | None:
-    """Return the test that fails because of the mutant, or None where all pass."""
+def run_tests(source: Path, tests: Sequence[str], found: Path) -> None:
+    """Run `tests` with the package of `source`, in a process of its own; write the first failure to `found`."""
+    import pytest
+
+    os.chdir(ROOT)
+    os.setpgrp()
+    os.environ["PYTHONPATH"] = str(source)
+    sys.path[:0] = [str(source), str(ROOT)]
+    sys.dont_write_bytecode = True
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
+    first = FirstFailure()
+    code = int(pytest.main(["-xq", "-pno:cacheprovider", "-mnot slow and not demo", *tests], plugins=[first]))
+    found.write_text("" if code in {0, 5} else first.name or f"pytest, exit {code}", encoding="utf-8")  # 5: no test is there
+    os._exit(0)
+
+
+def failing(source: Path, tests: Sequence[str]) -> str:
+    """Return the first of `tests` that fails with the package of `source`, or nothing where all pass."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "found")
+        process = PROCESSES.Process(target=run_tests, args=(source, tests, found))
+        process.start()
+        process.join(MAX_SECONDS)
+        with contextlib.suppress(ProcessLookupError):  # what the tests left behind
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        if process.is_alive():
+            return "a test that does not end"
+        return found.read_text(encoding="utf-8") if found.exists() else f"exit {process.exitcode}"
+
+
+def catches(mutant: Mutant) -> str:
+    """Return the test that fails because of the mutant, or nothing where all pass."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = Path(folder) / "src/polyturn"
         shutil.copytree(SOURCE, tree, ignore=shutil.ignore_patterns("__pycache__"))
@@ -166,10 +203,10 @@ def catches(mutant: Mutant) -> str | None:
         for tests in circles(mutant):
             by = failing(tree.parent, tests)
             if by and "::" in by and failing(SOURCE.parent, [by]):
-                raise SystemExit(f"{by} fails without any mutant")
-            if by:
+                print(f"unsteady {by} fails without any mutant", flush=True)
+            elif by:
                 return by
-    return None
+    return ""
 
 
 def main() -> None:
@@ -181,6 +218,8 @@ def main() -> None:
     parser.add_argument("--only", help="FILE:LINE, all mutants of one line")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    PROCESSES.set_forkserver_preload(PRELOADED)
     began = time.perf_counter()
     found = [m for p in options.packages for path in sorted((SOURCE / p).rglob("*.py")) for m in mutants_of(path)]
     if options.only:
@@ -195,7 +234,7 @@ def main() -> None:
         by = catches(mutant)
         outcome = "caught" if by else "argued" if mutant.key in argued else "survived"
         outcomes[outcome].append(mutant.key)
-        print(f"{outcome:8} {mutant.file}:{mutant.line} {mutant.before:.90} -> {mutant.after:.90}", by or "", flush=True)
+        print(f"{outcome:8} {mutant.file}:{mutant.line} {mutant.before:.90} -> {mutant.after:.90}", by, flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(run, drawn))
