@@ -36,6 +36,8 @@ class EngineCapabilities:
     """Of requests that wait, the one with the highest `priority` goes first."""
     shares_weights: bool = False
     """It samples from the tensors that are trained, so that of a new policy version only the number is news."""
+    routes: bool = False
+    """Completions say which experts each token went to (`core/routing.py`)."""
     shares_loop: bool = False
     """It computes on the trainer's event loop, in turns with training, which must then not run in a thread beside it."""
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.registry import Registry
+from polyturn.core.routing import RouteShape
 from polyturn.engines.launcher import StartServer
 from polyturn.engines.weight_files import WeightStore
 
@@ -91,6 +92,8 @@ class EngineSetup:
     """The folder of the configuration, where relative paths start."""
     model_folder: Callable[[], ModelFolder]
     """Return a folder that a server can load the model from; it is written at the first call where there is none."""
+    routes: RouteShape | None = None
+    """How the model routes, where completions are to say which experts tokens went to; None where they need not."""
     places: ServerPlaces | None = None
     """Where servers are started; None is this machine."""
 

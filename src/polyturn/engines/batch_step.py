@@ -23,6 +23,7 @@ from polyturn.core.generation import FinishReason
 from polyturn.engines.kv_cache import SlotCache
 from polyturn.engines.media import ShownPrompt
 from polyturn.engines.model_forward import ModelForward
+from polyturn.engines.routers import Routers
 from polyturn.engines.sampling import sample
 from polyturn.engines.slot_allocator import PrefixCopy, SlotAllocator
 from polyturn.engines.slots import EngineStats, SlotRequest, Slots
@@ -44,7 +45,15 @@ class BatchStep:
     """What runs the model over the slots."""
 
     def __init__(
-        self, module: Module, slots: Slots, seating: SlotAllocator, *, prefill_chunk: int, is_alone: bool, stats: EngineStats
+        self,
+        module: Module,
+        slots: Slots,
+        seating: SlotAllocator,
+        *,
+        prefill_chunk: int,
+        is_alone: bool,
+        stats: EngineStats,
+        routers: Routers | None = None,
     ) -> None:
         """Take the model and its slots.
 
@@ -55,6 +64,7 @@ class BatchStep:
             prefill_chunk: The longest piece of one prompt in one forward pass.
             is_alone: Make a request's bits independent of other requests: one prompt at a time, decoding padded.
             stats: Where the work is counted.
+            routers: Of the module, where the slots keep routes.
         """
         self._slots = slots
         self._seating = seating
@@ -67,7 +77,11 @@ class BatchStep:
         num_slots, max_context = slots.ids.shape
         # A padded step computes rows beyond the last slot too.
         self._model = ModelForward(
-            module, num_slots=_round_up(num_slots, self._row_multiple), max_context=max_context, stats=stats
+            module,
+            num_slots=_round_up(num_slots, self._row_multiple),
+            max_context=max_context,
+            stats=stats,
+            routers=routers,
         )
 
     def run(self) -> list[Ended]:
@@ -98,6 +112,10 @@ class BatchStep:
         with torch.inference_mode():
             self._model.cache.copy(sources=sources, targets=targets, length=max(lengths))
         self._slots.cached[targets] = lengths
+        if self._slots.routes is not None:
+            for source, target, length in copies:
+                self._slots.routes[target, :length] = self._slots.routes[source, :length]
+                self._slots.routed[target] = length
 
     def close(self) -> None:
         """Give the memory of keys and values back."""
@@ -120,6 +138,10 @@ class BatchStep:
         positions = np.where(is_real, start[:, None] + steps, 0)
         ids = np.where(is_real, slots.ids[rows[:, None], positions], 0)
         self._model.prefill(rows, ids, positions, is_real=is_real)
+        if slots.routes is not None:
+            for index, count in enumerate(todo.tolist()):
+                part = slice(index, index + 1)
+                slots.note_routes(rows[part], positions[part, :count], self._model.routes[part, :count])
         slots.cached[rows] += todo
         self._stats.prefill_steps += 1
 
@@ -137,6 +159,8 @@ class BatchStep:
             rope=shown.positions(start, end)[..., None, :],
             inputs=shown.inputs(start, end),
         )
+        if slots.routes is not None:
+            slots.note_routes(np.array([row]), positions, self._model.routes)
         slots.cached[row] = end
         self._stats.prefill_steps += 1
 
@@ -159,6 +183,8 @@ class BatchStep:
             num_rows=_round_up(extent_rows, self._row_multiple),
             offsets=slots.rope_offset[rows],
         )
+        if slots.routes is not None:
+            slots.note_routes(rows, cached[:, None], self._model.routes[rows])
         self._stats.decode_steps += 1
         tokens, logprobs = self._sample(rows, logits, is_real)
         ended = self._keep(rows, drafts, tokens, logprobs)

@@ -20,5 +20,6 @@ def common_capabilities(each: Sequence[EngineCapabilities]) -> EngineCapabilitie
         max_context=min(contexts, default=None),
         priorities=all(one.priorities for one in each),
         shares_weights=all(one.shares_weights for one in each),
+        routes=all(one.routes for one in each),
         shares_loop=any(one.shares_loop for one in each),
     )

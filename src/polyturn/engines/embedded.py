@@ -33,6 +33,7 @@ from polyturn.engines.base import EngineSetup
 from polyturn.engines.batch_step import BatchStep
 from polyturn.engines.media import ShownPrompts
 from polyturn.engines.request_limits import RequestLimits
+from polyturn.engines.routers import Routers
 from polyturn.engines.shared_module import share_parameters
 from polyturn.engines.slot_allocator import SlotAllocator
 from polyturn.engines.slots import EngineStats, SlotRequest, Slots
@@ -61,6 +62,7 @@ class EmbeddedEngine:
         max_burst_s: float = 0.05,
         version: int = 0,
         media: MediaProcessor | None = None,
+        routes: bool = False,
     ) -> None:
         """Take a model to sample from; its parameters are shared, not copied.
 
@@ -81,29 +83,42 @@ class EmbeddedEngine:
             max_burst_s: The longest time between two yields to the event loop, unless one step takes longer.
             version: The policy version of the parameters now.
             media: The model's processor, for requests that show images, videos or sounds; None for text.
+            routes: Say of each completion which experts its tokens and those of its prompt went to.
 
         Raises:
-            ConfigError: the model has layers other than full attention, or a number is out of range.
+            ConfigError: `routes` is asked of a model without experts, the model has layers other than full attention, or a
+                number is out of range.
         """
         for name, value in (("num_slots", num_slots), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
-        self._accepts = accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None)
+        self._accepts = accepts = RequestLimits.of(
+            model, max_context=max_context, takes_media=media is not None, routes=routes
+        )
         self.module = share_parameters(model)
         text = self.module.config.get_text_config()
         if text._attn_implementation == "sdpa":
             text._attn_implementation = slot_attention.NAME
+        routers = Routers.of(self.module) if routes else None
+        if routes and routers is None:
+            raise ConfigError(f"{type(model).__name__} has no experts, so that there are no routes; leave `routes` out")
         self._shown = None if media is None else ShownPrompts(model, media)
         self.stats = stats = EngineStats()
         self.version = version
         self._keep_kv_on_update = keep_kv_on_update
         self._max_burst_s = max_burst_s
-        self._slots = slots = Slots.make(num_slots, accepts.max_context)
+        self._slots = slots = Slots.make(num_slots, accepts.max_context, routes=None if routers is None else routers.shape)
         self._seating = SlotAllocator(
             slots, max_context=accepts.max_context, share_prefixes=share_prefixes and not deterministic, stats=stats
         )
         self._steps = BatchStep(
-            self.module, slots, self._seating, prefill_chunk=prefill_chunk, is_alone=deterministic, stats=stats
+            self.module,
+            slots,
+            self._seating,
+            prefill_chunk=prefill_chunk,
+            is_alone=deterministic,
+            stats=stats,
+            routers=routers,
         )
         self._waiting: list[SlotRequest] = []
         self._requests: dict[str, SlotRequest] = {}
@@ -269,12 +284,14 @@ class EmbeddedEngine:
         begin, end = int(slots.prompt[slot]), int(slots.known[slot])
         ids, logprobs = slots.ids[slot, begin:end].copy(), slots.logprobs[slot, begin:end].copy()
         ids.flags.writeable = logprobs.flags.writeable = False
+        routes = slots.routes_of(slot, running.request.routed_from)
         self._seating.leave(running)
         completion = Completion(
             token_ids=ids,
             logprobs=logprobs,
             finish_reason=reason,
             policy_versions=tuple(run for run in running.versions if run[0] < max(1, len(ids))),
+            routed_experts=routes,
             info={"prefilled_tokens": running.prefilled},
         )
         self.stats.completions += 1
@@ -330,6 +347,7 @@ def build(setup: EngineSetup) -> Engine:
         "max_context": setup.max_context,
         "prefill_chunk": options.prefill_chunk,
         "deterministic": options.deterministic,
+        "routes": setup.routes is not None,
     }
     if options.process == "own" or (options.process == "auto" and setup.trains_meanwhile):
         from polyturn.engines.process import ProcessEngine

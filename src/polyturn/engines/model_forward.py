@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from polyturn.engines.kv_cache import SlotCache
+from polyturn.engines.routers import Routers, RoutingPass
 from polyturn.engines.slots import EngineStats
 
 EXTENT_STEP = 32
@@ -26,14 +27,26 @@ EXTENT_STEP = 32
 class ModelForward:
     """Runs a module over the slots of a cache that it owns."""
 
-    def __init__(self, module: nn.Module, *, num_slots: int, max_context: int, stats: EngineStats) -> None:
-        """Take a transformers causal language model; `stats.forward_s` counts the seconds inside it."""
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        num_slots: int,
+        max_context: int,
+        stats: EngineStats,
+        routers: Routers | None = None,
+    ) -> None:
+        """Take a transformers causal language model; `stats.forward_s` counts the seconds inside it, and what its `routers`
+        choose is in `routes` after each pass."""
         self.cache = SlotCache(num_slots=num_slots, max_context=max_context)
         self._module: Any = module
         self._max_context = max_context
         self._stats = stats
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
+        self._routing = None if routers is None else RoutingPass(routers).__enter__()  # the module is this engine's own
+        self.routes: Any = None
+        """[B, Q, L, K] the experts that the tokens of the last pass went to; None without `routers`."""
 
     def prefill(
         self,
@@ -126,5 +139,8 @@ class ModelForward:
                 use_cache=True,
                 **{k: v.to(self._device, self._dtype if v.is_floating_point() else None) for k, v in inputs.items()},
             )
+            if self._routing is not None:
+                chosen = self._routing.read_choices().cpu().numpy().astype(self._routing.shape.dtype)
+                self.routes = chosen.reshape(*ids.shape, *chosen.shape[1:])
         self._stats.forward_s += time.perf_counter() - start
         return out

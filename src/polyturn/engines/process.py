@@ -53,6 +53,7 @@ class ProcessEngine:
         *,
         max_context: int | None = None,
         media: MediaProcessor | None = None,
+        routes: bool = False,
         num_threads: int | None = None,
         version: int = 0,
         **options: Any,
@@ -63,6 +64,7 @@ class ProcessEngine:
             model: A causal language model. `update_weights` copies its parameters as they are then.
             max_context: As of `EmbeddedEngine`.
             media: As of `EmbeddedEngine`.
+            routes: As of `EmbeddedEngine`.
             num_threads: Threads of torch there; None takes as many as torch has here.
             version: The policy version of the parameters now.
             options: Further arguments of `EmbeddedEngine`.
@@ -70,11 +72,11 @@ class ProcessEngine:
         Raises:
             ConfigError: the model has layers other than full attention, or it cannot be sent to another process.
         """
-        self._accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None)
+        self._accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None, routes=routes)
         self._model = model
         self._media = media
         self._num_threads = num_threads or torch.get_num_threads()
-        self._options = {"max_context": self._accepts.max_context, "version": version, **options}
+        self._options = {"max_context": self._accepts.max_context, "version": version, "routes": routes, **options}
         self.version = version
         self.stats = EngineStats()
         """Of the process, as of its latest answer."""

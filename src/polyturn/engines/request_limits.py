@@ -23,9 +23,13 @@ class RequestLimits:
     """The longest prompt plus completion."""
     takes_media: bool
     """Whether it has a processor for what prompts show."""
+    routes: bool = False
+    """Whether it says which experts tokens went to."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, max_context: int | None, takes_media: bool) -> RequestLimits:
+    def of(
+        cls, model: PreTrainedModel, *, max_context: int | None, takes_media: bool, routes: bool = False
+    ) -> RequestLimits:
         """Return what an engine of `model` takes; `max_context` is the model's own limit unless given.
 
         Raises:
@@ -34,7 +38,7 @@ class RequestLimits:
         config = model.config.get_text_config()
         limit = max_context or int(config.max_position_embeddings)
         check_attention(config.to_dict(), limit)
-        return cls(vocab_size=int(config.vocab_size), max_context=limit, takes_media=takes_media)
+        return cls(vocab_size=int(config.vocab_size), max_context=limit, takes_media=takes_media, routes=routes)
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -46,6 +50,7 @@ class RequestLimits:
             pause_modes=("keep",),
             max_context=self.max_context,
             shares_weights=True,
+            routes=self.routes,
         )
 
     def check(self, request: GenerateRequest, *, live: Container[str], is_closed: bool) -> None:

@@ -125,6 +125,7 @@ class SlotAllocator:
         length = len(request.prompt_ids)
         slots.ids[slot, cached:length] = running.keys[cached:]
         slots.rope_offset[slot] = 0 if running.shown is None else running.shown.offset
+        slots.routed[slot] = min(int(slots.routed[slot]), cached)
         slots.cached[slot], slots.known[slot], slots.prompt[slot] = cached, length, length
         slots.limit[slot] = min(length + sampling.max_tokens, self._max_context)
         slots.temperature[slot], slots.top_p[slot], slots.top_k[slot] = sampling.temperature, sampling.top_p, sampling.top_k

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.arrays import Ids
 from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.routing import RouteShape
 from polyturn.engines.media import ShownPrompt
 from polyturn.engines.speculation import Follower
 
@@ -107,14 +109,18 @@ class Slots:
     last_used: NDArray[np.int64]
     rope_offset: NDArray[np.int64]
     """[N] what is added to a sampled token's index to get its position; 0 unless the prompt shows media."""
+    routes: Any | None = None
+    """[N, max_context, L, K] the experts that the known ids went to; None where that is not asked for."""
+    routed: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[N] how many ids have their entry in `routes`."""
     running: list[SlotRequest | None] = field(default_factory=list)
     clock: int = 0
     session: list[str | None] = field(default_factory=list)
     """The session that owns the slot; None when it is free (its content may still serve as a prefix)."""
 
     @classmethod
-    def make(cls, n: int, max_context: int) -> Slots:
-        """Return `n` empty slots."""
+    def make(cls, n: int, max_context: int, *, routes: RouteShape | None = None) -> Slots:
+        """Return `n` empty slots, which keep `routes` of that shape."""
         return cls(
             ids=np.zeros((n, max_context), np.int32),
             logprobs=np.zeros((n, max_context), np.float32),
@@ -128,6 +134,9 @@ class Slots:
             top_k=np.zeros(n, np.int64),
             last_used=np.zeros(n, np.int64),
             rope_offset=np.zeros(n, np.int64),
+            # Zeros, and not "no route", because memory that nothing was written to yet is no memory.
+            routes=None if routes is None else np.zeros((n, max_context, *routes[:2]), routes.dtype),
+            routed=np.zeros(n, np.int64),
             running=[None] * n,
             session=[None] * n,
         )
@@ -136,14 +145,36 @@ class Slots:
         """Exchange the slots first[i] and second[i]."""
         to, origin = first + second, second + first
         arrays = (self.cached, self.known, self.limit, self.prompt, self.stop)
-        for array in (*arrays, self.temperature, self.top_p, self.top_k, self.last_used, self.rope_offset):
+        arrays = (*arrays, self.temperature, self.top_p, self.top_k, self.last_used, self.rope_offset, self.routed)
+        for array in arrays:
             array[to] = array[origin]
         width = int(self.known[to].max(initial=0))
         self.ids[to, :width] = self.ids[origin, :width]
         self.logprobs[to, :width] = self.logprobs[origin, :width]
+        if self.routes is not None:
+            self.routes[to, :width] = self.routes[origin, :width]
         for a, b in zip(first, second, strict=True):
             self.running[a], self.running[b] = self.running[b], self.running[a]
             self.session[a], self.session[b] = self.session[b], self.session[a]
+
+    def note_routes(self, rows: NDArray[np.int64], positions: NDArray[np.int64], routes: Any) -> None:
+        """Keep [B, Q, L, K] the experts that the ids at `positions` [B, Q] of the slots `rows` went to.
+
+        An id keeps the experts that it had first: those it was sampled with, whatever newer weights choose when its keys and
+        values are computed again.
+        """
+        assert self.routes is not None
+        for row, at, new in zip(rows.tolist(), positions, routes, strict=True):
+            fresh = at >= self.routed[row]
+            self.routes[row, at[fresh]] = new[fresh]
+            self.routed[row] = max(self.routed[row], at[-1] + 1)
+
+    def routes_of(self, slot: int, start: int) -> Any | None:
+        """Return [R, L, K] the experts of the ids from `start` to the last but one; None where they are not all known."""
+        end = int(self.known[slot]) - 1
+        if self.routes is None or not start <= end <= self.routed[slot]:
+            return None
+        return self.routes[slot, start:end].copy()
 
     def donor(self, prompt: Ids) -> tuple[int, int, int]:
         """Return (slot, tokens of `prompt` it has in cache, tokens that some slot has or will have after its prefill)."""

@@ -55,7 +55,8 @@ def tiny_model(
 
     Args:
         tokenizer: The tokenizer to fit, or the size of the vocabulary.
-        kind: "qwen3", "qwen2" or "llama".
+        kind: "qwen3", "qwen2" or "llama"; with 8 experts a layer, of which each token takes 2, "qwen3_moe", "mixtral", and
+            "deepseek_v3" (its first layer dense, then a shared expert beside them).
         hidden: Width; a multiple of 2 * heads.
         layers: Number of decoder layers.
         heads: Number of attention heads.
@@ -70,7 +71,7 @@ def tiny_model(
     """
     import torch
 
-    config_class, model_class = _family(kind)
+    config_class, model_class, own = _family(kind, hidden=hidden, heads=heads)
     if hidden % (2 * heads) or heads % kv_heads:
         raise ConfigError(
             f"hidden={hidden}, heads={heads}, kv_heads={kv_heads} do not divide; rotary halves need even heads"
@@ -78,39 +79,56 @@ def tiny_model(
     eos = pad = None
     if not isinstance(tokenizer, int):
         eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    config = config_class(
-        vocab_size=tokenizer if isinstance(tokenizer, int) else len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=intermediate or 2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=max_positions,
-        initializer_range=spread,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=eos,
-        pad_token_id=pad,
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": tokenizer if isinstance(tokenizer, int) else len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": intermediate or 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": max_positions,
+        "initializer_range": spread,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+    config = config_class(**{**fields, **own})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = model_class(config)
     return model.float().eval()
 
 
-def _family(kind: str) -> tuple[Any, Any]:
-    """Return the classes of a kind's configuration and model.
+def _family(kind: str, *, hidden: int, heads: int) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the classes of a kind's configuration and model, and the fields that it has of its own.
 
     Raises:
         ConfigError: there is no such kind.
     """
     import transformers
 
-    families: dict[str, tuple[Any, Any]] = {
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+    half = hidden // heads // 2
+    latent = {"q_lora_rank": half, "kv_lora_rank": half, "qk_rope_head_dim": half, "qk_nope_head_dim": half}
+    groups = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+    deepseek = {**experts, **groups, **latent, "v_head_dim": 2 * half, "num_key_value_heads": heads, "head_dim": half}
+    families: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+        "qwen3_moe": (
+            transformers.Qwen3MoeConfig,
+            transformers.Qwen3MoeForCausalLM,
+            {**experts, "num_experts": 8, "norm_topk_prob": True},
+        ),
+        "mixtral": (
+            transformers.MixtralConfig,
+            transformers.MixtralForCausalLM,
+            {"num_local_experts": 8, "num_experts_per_tok": 2},
+        ),
+        "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, deepseek),
     }
     if kind not in families:
         raise ConfigError(f"there is no tiny model of kind {kind!r}.{did_you_mean(kind, families)}")

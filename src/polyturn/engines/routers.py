@@ -1,0 +1,179 @@
+"""The routers of a mixture-of-experts model: what they choose in a pass, read off them or told to them.
+
+    router      scores [N, E] of all experts  ->  topk: [N, K] experts and their scores  ->  weights of the chosen
+    told        [N, L, K] experts             ->  topk returns these, and their scores gathered from the router's own
+
+Only the choice is exchanged; the scores of the chosen are computed as ever, so gradients reach the router. Whatever else a
+router does (softmax before or after, a bias, groups of experts, normalised or not) is the architecture's, and stays: no
+formula is written here a second time. Source: Ma et al. 2025 (R3, arXiv 2510.11370).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from polyturn.core.errors import AlignmentError, ConfigError
+from polyturn.core.routing import RouteShape
+
+LIVE = -1
+"""In place of a told expert: the router's own choice."""
+_TOPK = (torch.topk, Tensor.topk)
+_MASKS = (torch.masked_fill, Tensor.masked_fill)
+
+
+class Routers:
+    """The routers of one model, in the order of its layers."""
+
+    def __init__(self, modules: Sequence[nn.Module], shape: RouteShape) -> None:
+        self.modules = modules
+        self.shape = shape
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Routers | None:
+        """Return the routers of a causal language model, which may be on the meta device; None of one without experts.
+
+        A router is what stands beside the experts of a layer (parameters of three axes, experts first) and has a matrix with
+        a row for each of them.
+
+        Raises:
+            ConfigError: there are experts, and no router that this finds beside them.
+        """
+        found, counts = [], set()
+        for layer in model.modules():
+            stacks = [part for part in layer.children() if sum(p.dim() == 3 for p in _own(part)) > 1]
+            if stacks:
+                count = next(p.shape[0] for p in _own(stacks[0]) if p.dim() == 3)
+                others = [part for part in layer.children() if part is not stacks[0]]
+                own = [part for part in others if any(p.dim() == 2 and p.shape[0] == count for p in _own(part))]
+                if len(own) != 1:
+                    raise ConfigError(
+                        f"{type(layer).__name__} has {count} experts and {len(own)} modules that may be their router; set "
+                        "algorithm.routing_replay to off for this model"
+                    )
+                found += own
+                counts.add(count)
+        if not found:
+            return None
+        if len(counts) > 1:
+            raise ConfigError(
+                f"the layers have {sorted(counts)} experts; routes are kept of models whose layers have equally many, so "
+                "set algorithm.routing_replay to off for this one"
+            )
+        assert isinstance(model, PreTrainedModel)
+        top_k = int(model.config.get_text_config().num_experts_per_tok)
+        return cls(found, RouteShape(num_layers=len(found), top_k=top_k, num_experts=counts.pop()))
+
+
+class RoutingPass:
+    """What routers choose in one pass over a batch; a context manager that must also span the backward pass, because layers
+    that are computed again must choose the same."""
+
+    def __init__(self, routers: Routers, *, told: Tensor | None = None) -> None:
+        """Prepare a pass.
+
+        Args:
+            routers: Of the model.
+            told: [N, L, K] the experts to choose, `LIVE` where the router is to choose itself; None lets all choose.
+
+        Raises:
+            AlignmentError: `told` is of another model.
+        """
+        shape = routers.shape
+        if told is not None and (told.shape[1:] != (shape.num_layers, shape.top_k) or int(told.max()) >= shape.num_experts):
+            raise AlignmentError(
+                f"the samples hold routes of shape {tuple(told.shape[1:])} with experts up to {int(told.max())}, and the "
+                f"model has {shape.num_experts} experts in each of {shape.num_layers} layers and takes {shape.top_k} of them; "
+                "train the model that was sampled from"
+            )
+        self.shape, self.told = shape, told
+        count = shape.num_layers
+        self.chosen: list[Tensor | None] = [None] * count
+        """For each layer [N, K] the experts that its tokens went to."""
+        self.live: list[Tensor | None] = [None] * count
+        """For each layer [N, K] the experts that its router chose by itself."""
+        self.logits: list[Tensor | None] = [None] * count
+        """For each layer [N, E] what its router gave for each expert, with gradient."""
+        self._routers = routers
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> RoutingPass:
+        for layer, module in enumerate(self._routers.modules):
+            choice = _Choice(self, layer)
+            self._handles += [
+                module.register_forward_pre_hook(choice.begin),
+                module.register_forward_hook(choice.end, always_call=True),
+            ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def read_choices(self) -> Tensor:
+        """Return [N, L, K] the experts that the tokens of the pass went to, and forget them.
+
+        Raises:
+            ConfigError: a router did not choose as routers are known to.
+        """
+        layers = [c for c in self.chosen if c is not None]
+        if len(layers) < len(self.chosen):
+            raise ConfigError(
+                f"{type(self._routers.modules[0]).__name__} takes its experts by something other than topk, so they cannot "
+                "be read; set algorithm.routing_replay to off"
+            )
+        self.chosen, self.logits = [None] * len(layers), [None] * len(layers)
+        return torch.stack(layers, dim=1)
+
+
+class _Choice(TorchFunctionMode):
+    """Stands in for `topk` while one router runs."""
+
+    def __init__(self, of: RoutingPass, layer: int) -> None:
+        super().__init__()
+        self._of, self._layer = of, layer
+        self._unmasked: Tensor | None = None
+        """The scores of all experts, where the router hid those of some groups from its choice."""
+
+    def begin(self, *_: object) -> None:
+        """Before the router's forward pass."""
+        self._unmasked = None
+        self.__enter__()
+
+    def end(self, module: nn.Module, args: object, output: Any) -> None:
+        """Behind it, also where it was broken off because enough of it was computed again."""
+        self.__exit__(None, None, None)
+        if output is not None and self._of.logits[self._layer] is None:
+            self._of.logits[self._layer] = output[0]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_of_all = func in (*_TOPK, *_MASKS) and args[0].dim() == 2 and args[0].shape[1] == self._of.shape.num_experts
+        if is_of_all and func in _MASKS:
+            self._unmasked = args[0]
+        return self._choose(args[0], *out) if is_of_all and func in _TOPK else out
+
+    def _choose(self, scores: Tensor, values: Tensor, experts: Tensor) -> Any:
+        of, layer = self._of, self._layer
+        chosen = experts
+        if of.told is not None:
+            told = of.told[:, layer].to(torch.int64)
+            is_told = told[:, :1] != LIVE
+            chosen = torch.where(is_told, told, experts)
+            scores = scores if self._unmasked is None else self._unmasked
+            values = torch.where(is_told, scores.gather(1, chosen), values)
+        if of.chosen[layer] is None:
+            of.chosen[layer], of.live[layer] = chosen, experts
+        return torch.return_types.topk((values, chosen))
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))

@@ -1,0 +1,162 @@
+"""The embedded engine says which experts tokens went to: those that one pass over the whole sequence chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from polyturn.core.builder import TrajectoryBuilder
+from polyturn.core.errors import ConfigError
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.core.routing import has_route
+from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.engines.process import ProcessEngine
+from polyturn.engines.routers import Routers, RoutingPass
+from polyturn.testing.tiny_models import tiny_model
+
+VOCAB = 96
+KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")
+_names = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make(kind: str = "qwen3_moe") -> Any:
+    return tiny_model(VOCAB, kind, layers=3 if kind == "deepseek_v3" else 2, spread=0.2, max_positions=512)
+
+
+def ask(ids: Any, *, session: str | None = None, routed_from: int = 0, max_tokens: int = 6) -> GenerateRequest:
+    name = f"r{next(_names)}"
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return GenerateRequest(
+        request_id=name, session_id=session or name, prompt_ids=ids, sampling=sampling, routed_from=routed_from
+    )
+
+
+def live_routes(model: Any, ids: Any) -> Any:
+    """Return [T, L, K] what the routers choose in one pass over `ids`."""
+    routers = Routers.of(model)
+    assert routers is not None
+    with torch.no_grad(), RoutingPass(routers) as routing:
+        model(torch.tensor([np.asarray(ids).tolist()]))
+        return routing.read_choices().numpy()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the engine run until something is so; it computes on this loop."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to be")
+
+
+def same_sets(a: Any, b: Any) -> bool:
+    """Whether tokens go to the same experts, in whatever order."""
+    return np.array_equal(np.sort(a, axis=-1), np.sort(b, axis=-1))
+
+
+def whole(request: GenerateRequest, answer: Completion) -> Any:
+    return np.concatenate([request.prompt_ids, answer.token_ids])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_routes_are_those_of_the_whole_sequence_and_logprobs_the_models_own(kind: str) -> None:
+    model = make(kind)
+    engine = EmbeddedEngine(model, num_slots=4, prefill_chunk=16, routes=True)
+    assert engine.capabilities.routes
+    requests = [ask(np.arange(n) % VOCAB, max_tokens=5 + n) for n in (1, 3, 17, 40, 41)]
+    answers = await asyncio.gather(*map(engine.generate, requests))
+    for request, answer in zip(requests, answers, strict=True):
+        ids = whole(request, answer)
+        assert answer.routed_experts is not None
+        assert len(answer.routed_experts) == len(ids) - 1
+        assert same_sets(answer.routed_experts, live_routes(model, ids)[:-1])
+        with torch.no_grad():
+            scores = torch.log_softmax(model(torch.tensor([ids.tolist()])).logits[0], -1).numpy()
+        begin = len(request.prompt_ids)
+        own = scores[np.arange(begin - 1, len(ids) - 1), ids[begin:]]
+        np.testing.assert_allclose(answer.logprobs, own, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 8])
+async def test_turns_forks_shared_prefixes_and_evictions_keep_every_route_aligned(num_slots: int) -> None:
+    """One builder and its forks: whatever the cache held, a segment ends up with the routes of its own sequence."""
+    model = make()
+    engine = EmbeddedEngine(model, num_slots=num_slots, prefill_chunk=8, routes=True)
+    builders = []
+    for number in range(3):
+        builder = TrajectoryBuilder()
+        builder.open(np.arange(20) if number < 2 else np.arange(30, 45))  # two share their prompt
+        builders.append(builder)
+    for turn in range(4):
+        asked = [ask(b.context, session=f"s{i}", routed_from=b.num_routed) for i, b in enumerate(builders)]
+        for builder, answer in zip(builders, await asyncio.gather(*map(engine.generate, asked)), strict=True):
+            assert answer.routed_experts is not None
+            builder.sample(answer, turn=turn)
+            builder.observe([turn, 7, 9], turn=turn)
+        if turn == 1:
+            builders.append(builders[0].fork())
+    for builder in builders:
+        for segment in builder.build():
+            known = has_route(segment.routed_experts)
+            assert known[:-4].all(), "all but the last token sampled and what was observed behind it"
+            assert same_sets(segment.routed_experts[known], live_routes(model, segment.token_ids)[known])
+    assert engine.stats.reused_tokens or num_slots == 1
+
+
+async def test_a_token_that_was_sampled_keeps_its_experts_when_newer_weights_compute_it_again() -> None:
+    model = make()
+    engine = EmbeddedEngine(model, num_slots=2, routes=True)
+    request = ask(np.arange(10), max_tokens=12)
+    running = asyncio.create_task(engine.generate(request))
+    await until(lambda: engine.stats.decode_steps >= 5)
+    old = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.3)
+    await engine.update_weights(1)
+    count = engine.stats.decode_steps
+    answer = await running
+    ids = whole(request, answer)
+    assert answer.policy_versions == ((0, 0), (count, 1))
+    assert same_sets(answer.routed_experts[: 10 + count - 1], live_routes(old, ids)[: 10 + count - 1])
+    assert same_sets(answer.routed_experts[10 + count - 1 :], live_routes(model, ids)[10 + count - 1 : -1])
+
+
+async def test_a_request_that_is_ended_before_its_prompt_is_read_has_no_routes() -> None:
+    engine = EmbeddedEngine(make(), num_slots=1, prefill_chunk=8, routes=True)
+    request = ask(np.arange(40))
+    running = asyncio.create_task(engine.generate(request))
+    await until(lambda: engine.stats.prefill_steps > 0)
+    await engine.abort(request.request_id)
+    assert (await running).routed_experts is None
+
+
+async def test_routes_come_out_of_another_process_and_start_where_they_are_asked_for() -> None:
+    model = make()
+    engine = ProcessEngine(model, num_slots=2, routes=True)
+    try:
+        request = ask(np.arange(10), routed_from=4)
+        answer = await engine.generate(request)
+    finally:
+        await engine.close()
+    assert engine.capabilities.routes
+    assert same_sets(answer.routed_experts, live_routes(model, whole(request, answer))[4:-1])
+
+
+async def test_without_being_asked_it_says_nothing_and_without_experts_it_cannot() -> None:
+    engine = EmbeddedEngine(make(), num_slots=1)
+    assert not engine.capabilities.routes
+    assert (await engine.generate(ask([1, 2]))).routed_experts is None
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts"):
+        EmbeddedEngine(tiny_model(VOCAB), routes=True)
