@@ -29,6 +29,7 @@ from polyturn.batching.microbatch import PlannedBatch, input_lengths, plan
 from polyturn.batching.packing import Packing, pack
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import AlignmentError
+from polyturn.core.routing import has_route
 from polyturn.core.sample import TrainSample
 from polyturn.tokens.positions import MediaRows
 
@@ -63,6 +64,11 @@ class MicroBatch:
     """[S] the target's index t within its sample."""
     media_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """What the model reads beside ids and positions: the rows' images, videos and sounds, in the order of the rows."""
+    routes_NLK: Tensor | None = None
+    """[N, L, K] int32, over the flat axis of all rows: the experts that each token went to, -1 where that is not known; None
+    where it is of no token."""
+    places: tuple[NDArray[np.int64], ...] = ()
+    """For each row where its tokens stand on the flat axis."""
     packing: Packing | None = None
     """Who sees whom where rows stand end to end ([1, N] ids); None for padded rows."""
     is_padding: bool = False
@@ -157,6 +163,7 @@ class _Step:
             if (temperature_S == 1.0).all()
             else torch.from_numpy(temperature_S).to(device=device, dtype=self.dtype),
             **taken,
+            routes_NLK=self._routes(rows, read["places"], input_ids.size),
             sample_S=np.repeat(np.asarray(rows, dtype=np.int64), counts),
             token_S=np.concatenate([weighted[i] for i in rows]),
             is_padding=planned.is_padding,
@@ -175,17 +182,32 @@ class _Step:
                 input_ids[0, place] = ids
             flat_S = np.concatenate([place[t] for place, t in zip(packing.places, before, strict=True)])
             positions = torch.from_numpy(packing.positions_N).to(self.device)[None]
-            return input_ids, flat_S, {"position_ids": positions, "media_inputs": {}, "packing": packing}
+            read = {"position_ids": positions, "media_inputs": {}, "packing": packing, "places": packing.places}
+            return input_ids, flat_S, read
         width = max(map(len, inputs))
         input_ids = np.zeros((len(inputs), width), dtype=np.int64)
         for b, ids in enumerate(inputs):
             input_ids[b, : len(ids)] = ids
         flat_S = np.concatenate([b * width + t for b, t in enumerate(before)])
+        places = tuple(b * width + np.arange(len(ids)) for b, ids in enumerate(inputs))
         if self.media is None:
-            return input_ids, flat_S, {"position_ids": torch.arange(width, device=self.device)[None]}
+            return input_ids, flat_S, {"position_ids": torch.arange(width, device=self.device)[None], "places": places}
         shown = [(self.inputs[i], self.samples[i].media) for i in planned.samples]
         read = self.media.stack(shown, width=width, device=self.device)
-        return input_ids, flat_S, {"position_ids": read.pop("position_ids"), "media_inputs": read}
+        return input_ids, flat_S, {"position_ids": read.pop("position_ids"), "media_inputs": read, "places": places}
+
+    def _routes(self, rows: Sequence[int], places: Sequence[NDArray[np.int64]], count: int) -> Tensor | None:
+        """Return [N, L, K] the experts of the tokens at `places` of an axis of `count`, -1 elsewhere and where unknown."""
+        given = [self.samples[i].routed_experts for i in rows]
+        known = next((routes for routes in given if routes is not None), None)
+        if known is None:
+            return None
+        flat = np.full((count, *known.shape[1:]), -1, np.int32)
+        for place, routes in zip(places, given, strict=True):
+            if routes is not None:
+                own = routes[: len(place)]
+                flat[place] = np.where(has_route(own)[:, None, None], own.astype(np.int32), -1)
+        return torch.from_numpy(flat).to(self.device)
 
     def _take(self, name: str, rows: Sequence[int]) -> Any:
         """Return [S] an array of the samples at the targets of `rows`; None where they have none."""

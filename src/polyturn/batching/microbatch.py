@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +116,7 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
     if settings.shared_prefix and is_text:
         rows = [s.token_ids[:n] for s, n in zip(samples, lengths, strict=True)]
         order = [i for i in sorted_rows(rows) if lengths[i]]
-        shared = _common(rows, order, settings.min_shared)
+        shared = _common(rows, order, settings.min_shared, [s.routed_experts for s in samples])
         batches = _cut_packed(lengths, counts, order, shared, settings)
         if sum(sum(b.shared) for b in batches) >= settings.min_saving * max(1, sum(lengths)):
             kind = "shared"
@@ -130,9 +130,21 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
     return MicroBatchPlan(kind=kind, ranks=_spread(batches, lengths, num_ranks), num_shared=num_shared)
 
 
-def _common(rows: Sequence[Ids], order: Sequence[int], min_shared: int) -> NDArray[np.int64]:
-    """For each row in `order` the tokens it has in common with the one before it, 0 where these are too few."""
-    common = [0] + [common_prefix(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
+def _common(rows: Sequence[Ids], order: Sequence[int], min_shared: int, routes: Sequence[Any | None]) -> NDArray[np.int64]:
+    """For each row in `order` the tokens it has in common with the one before it, 0 where these are too few.
+
+    Tokens that went to other experts are other tokens: rounding in the engine may tell apart what is spelt alike.
+    """
+    common = [0]
+    for a, b in itertools.pairwise(order):
+        count = common_prefix(rows[a], rows[b])
+        one, other = routes[a], routes[b]
+        if (one is None) != (other is None):
+            count = 0
+        elif one is not None and other is not None:
+            differ = np.flatnonzero((one[:count] != other[:count]).any(axis=(1, 2)))
+            count = int(differ[0]) if len(differ) else count
+        common.append(count)
     return np.array([n if n >= min_shared else 0 for n in common[: len(order)]], np.int64)
 
 

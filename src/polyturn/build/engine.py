@@ -13,6 +13,7 @@ from polyturn.core.entry_points import wrong_kind
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine
+from polyturn.core.routing import RouteShape
 from polyturn.core.signature import takes_any_keyword
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
 from polyturn.engines.options import AnyEngineOptions, OwnEngineOptions
@@ -40,6 +41,7 @@ def build_engine(
     """
     config = place.config
     build = find_engine(place)
+    routes = route_shape(place, model)
     sampling = config.rollout.sampling
     made = build(
         EngineSetup(
@@ -55,6 +57,7 @@ def build_engine(
                 if places is None
                 else places.config
             ),
+            routes=routes,
             places=places,
         ),
         **_kwargs(config.engine),
@@ -62,7 +65,33 @@ def build_engine(
     if not isinstance(made, Engine):
         needs = "something that returns an engine, which has all that polyturn.core.protocols.Engine has"
         raise wrong_kind(engines.group, config.engine.kind, made, where="engine.kind", needs=needs)
+    if routes is not None and config.algorithm.routing.replay == "on" and not made.capabilities.routes:
+        raise ConfigError(
+            f"algorithm.routing.replay is on and engine.kind {config.engine.kind!r} does not say which experts tokens went "
+            "to; set it to auto or off, or take the engine embedded, vllm or sglang"
+        )
     return made
+
+
+def route_shape(place: ConfigSource, model: PreTrainedModel) -> RouteShape | None:
+    """Return how the model routes, where that is to be replayed in training; None where not.
+
+    Raises:
+        ConfigError: `algorithm.routing` asks for what a model without experts cannot do.
+    """
+    from polyturn.engines.routers import Routers
+
+    routing = place.config.algorithm.routing
+    if routing.replay == "off" and not routing.balance_coef:
+        return None
+    routers = Routers.of(model)
+    if routers is None and (routing.replay == "on" or routing.balance_coef):
+        name = "replay is on" if routing.replay == "on" else f"balance_coef is {routing.balance_coef:g}"
+        raise ConfigError(
+            f"algorithm.routing.{name} and {type(model).__name__} has no experts; leave algorithm.routing out, or train a "
+            "mixture of experts"
+        )
+    return None if routers is None or routing.replay == "off" else routers.shape
 
 
 def find_engine(place: ConfigSource) -> Callable[..., Any]:

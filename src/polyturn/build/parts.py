@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyturn.build.config_source import ConfigSource
-from polyturn.build.engine import build_engine, find_engine
+from polyturn.build.engine import build_engine, find_engine, route_shape
 from polyturn.build.environments import build_env_scheduler, build_env_tools
 from polyturn.build.model import build_codec, build_media, build_model, build_outline
 from polyturn.build.policies import FurtherPolicies, build_policies
@@ -48,6 +48,7 @@ from polyturn.tools.base import BaseTool
 from polyturn.tools.executor import ToolBox
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.registry import check_tools, initialize_tools_from_config, load_function_tools
+from polyturn.training.options import RoutingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -121,6 +122,8 @@ def build_parts(
     plugins = None if config.policies else _plugins(place, NO_POLICIES)  # a policy may be a copy of the model
     if plugins is not None and check is not None:
         check(plugins, tools)
+    if config.algorithm.routing != RoutingOptions():  # before weights are loaded: what this model cannot do
+        route_shape(place, build_outline(place, tokenizer))
     model = build_model(place, tokenizer, checkpoint=checkpoint) if has_weights else build_outline(place, tokenizer)
     if torch.cuda.is_available() and model.device.type != "meta":
         model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature

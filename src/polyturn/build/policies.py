@@ -24,6 +24,7 @@ from polyturn.engines.options import EmbeddedOptions
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser, build_parser
+from polyturn.training.options import RoutingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -134,7 +135,10 @@ def _own_place(one: PolicyConfig, place: ConfigSource, model: ModelConfig) -> Co
     config = place.config
     # Servers of the run's own model serve no other.
     engine = one.engine or (config.engine if isinstance(config.engine, EmbeddedOptions) else EmbeddedOptions())
-    changed = config.model_copy(update={"model": model, "engine": engine, "rollout": RolloutConfig()})
+    untrained = config.algorithm.model_copy(update={"routing": RoutingOptions(replay="off")})
+    changed = config.model_copy(
+        update={"model": model, "engine": engine, "rollout": RolloutConfig(), "algorithm": untrained}
+    )
     return ConfigSource(config=changed, base=place.base)
 
 

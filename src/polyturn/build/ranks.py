@@ -68,6 +68,7 @@ def policy_options(
             kl_coef=algorithm.kl_in("loss").coef,
             kl_estimator=algorithm.kl_in("loss").name,
             entropy_coef=algorithm.entropy_coef,
+            balance_coef=algorithm.routing.balance_coef,
             is_engine_old=algorithm.old_logprobs == "engine",
             distill_coef=0.0 if distill is None else distill.coef,
             distill_estimator="k1+" if distill is None else distill.estimator,
@@ -78,6 +79,7 @@ def policy_options(
             shared_prefix=train.shared_prefix == "auto",
         ),
         "media": media,
+        "replays_routes": algorithm.routing.replay != "off",
         "reference": build_reference(place, model) if has_frozen else False,
         "teacher": build_teacher(place, model) if has_frozen else None,
     }

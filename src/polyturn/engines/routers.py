@@ -54,7 +54,7 @@ class Routers:
                 if len(own) != 1:
                     raise ConfigError(
                         f"{type(layer).__name__} has {count} experts and {len(own)} modules that may be their router; set "
-                        "algorithm.routing_replay to off for this model"
+                        "algorithm.routing.replay to off for this model"
                     )
                 found += own
                 counts.add(count)
@@ -63,7 +63,7 @@ class Routers:
         if len(counts) > 1:
             raise ConfigError(
                 f"the layers have {sorted(counts)} experts; routes are kept of models whose layers have equally many, so "
-                "set algorithm.routing_replay to off for this one"
+                "set algorithm.routing.replay to off for this one"
             )
         assert isinstance(model, PreTrainedModel)
         top_k = int(model.config.get_text_config().num_experts_per_tok)
@@ -88,7 +88,7 @@ class RoutingPass:
         if told is not None and (told.shape[1:] != (shape.num_layers, shape.top_k) or int(told.max()) >= shape.num_experts):
             raise AlignmentError(
                 f"the samples hold routes of shape {tuple(told.shape[1:])} with experts up to {int(told.max())}, and the "
-                f"model has {shape.num_experts} experts in each of {shape.num_layers} layers and takes {shape.top_k} of them; "
+                f"model has {shape.num_experts} experts in each of {shape.num_layers} layers and takes {shape.top_k}; "
                 "train the model that was sampled from"
             )
         self.shape, self.told = shape, told
@@ -126,7 +126,7 @@ class RoutingPass:
         if len(layers) < len(self.chosen):
             raise ConfigError(
                 f"{type(self._routers.modules[0]).__name__} takes its experts by something other than topk, so they cannot "
-                "be read; set algorithm.routing_replay to off"
+                "be read; set algorithm.routing.replay to off"
             )
         self.chosen, self.logits = [None] * len(layers), [None] * len(layers)
         return torch.stack(layers, dim=1)

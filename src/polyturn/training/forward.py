@@ -8,6 +8,7 @@ hidden state (some scale or cap them) is not guessed from its class: it is tried
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from polyturn.algorithms.kl import entropy
 from polyturn.batching.layout import MicroBatch
+from polyturn.core.metrics import Metric
 from polyturn.training.packed_attention import PackedView, attending
 
 
@@ -27,6 +29,10 @@ class TargetScores(NamedTuple):
     """[S] float32 (or wider), with gradient unless the caller turned gradients off."""
     entropy_S: Tensor | None
     """[S] entropy of the distribution that each target was drawn from; None unless asked for."""
+    balance_S: Tensor | None = None
+    """[S] the balance loss of the sequence that each target is of; None without routers."""
+    metrics: Mapping[str, Metric] = {}
+    """Of the routers."""
 
 
 MAX_LOGITS = 2**27

@@ -20,7 +20,7 @@ from polyturn.algorithms.kl import kl_estimators
 from polyturn.algorithms.losses import PolicyLoss, bind, ppo_clip
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import ConfigError, TrainingError, UnknownNameError, did_you_mean
-from polyturn.core.metrics import Max, Mean, Metrics, Sum
+from polyturn.core.metrics import Max, Mean, Metric, Metrics, Sum
 from polyturn.core.sample import TrainSample
 from polyturn.training.forward import TargetScores
 from polyturn.training.network import Network
@@ -44,6 +44,8 @@ class LossSettings:
     """Above 0 the loss holds the policy near the reference."""
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
+    balance_coef: float = 0.0
+    """Above 0 the loss evens out how routers use experts (`algorithms/balance.py`); a sequence counts as its tokens do."""
     distill_coef: float = 0.0
     """Above 0 the loss draws the policy to the teacher, on the tokens that the policy sampled."""
     distill_estimator: str = "k1+"
@@ -87,6 +89,8 @@ class Terms(NamedTuple):
     """Detached addends of `loss_S`, summed with the coefficients under their names."""
     own_S: Tensor | None = None
     """Detached log-probabilities under the weights that the step began with, where the engine's are there to compare."""
+    metrics: Mapping[str, Metric] = {}
+    """Of the pass as a whole."""
 
 
 class Objective(Protocol):
@@ -134,8 +138,9 @@ class PolicyTerms:
 
     def bind(self, samples: Sequence[TrainSample], kl_coef: float) -> Callable[[Network, MicroBatch], Terms]:
         """Return the terms of micro-batches of `samples`, the KL to the reference weighed by `kl_coef`."""
-        entropy_grad = self._settings.entropy_coef != 0
-        return lambda network, batch: self._terms(batch, network(batch, entropy_grad=entropy_grad), kl_coef)
+        entropy_grad, balance_grad = self._settings.entropy_coef != 0, self._settings.balance_coef != 0
+        options = {"entropy_grad": entropy_grad} | ({"balance_grad": True} if balance_grad else {})
+        return lambda network, batch: self._terms(batch, network(batch, **options), kl_coef)
 
     def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
         """Return the sentence for a loss that is not finite."""
@@ -176,7 +181,10 @@ class PolicyTerms:
             if settings.entropy_coef:
                 loss_S = loss_S - settings.entropy_coef * scores.entropy_S
                 parts_S["loss/entropy"] = -settings.entropy_coef * scores.entropy_S.detach()
-        return Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S)
+        if scores.balance_S is not None and settings.balance_coef:
+            loss_S = loss_S + settings.balance_coef * scores.balance_S
+            parts_S["loss/router_balance"] = settings.balance_coef * scores.balance_S.detach()
+        return Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S, scores.metrics)
 
     def _old_logprobs(self, batch: MicroBatch, logprobs_S: Tensor) -> Tensor:
         if self._settings.old_logprobs == "sample":
@@ -213,7 +221,7 @@ def batch_metrics(batch: MicroBatch, terms: Terms, total: float) -> Metrics:
     values += [(v * batch.loss_coef_S).sum() for v in terms.parts_S.values()]
     numbers = dict(zip(names, torch.stack(values).tolist(), strict=True))
     metrics: Metrics = {name: Mean(numbers[name], batch.num_targets) for name in terms.stats_S}
-    metrics |= {name: Sum(numbers[name]) for name in terms.parts_S}
+    metrics |= {name: Sum(numbers[name]) for name in terms.parts_S} | terms.metrics
     metrics["loss/total"] = Sum(total)
     metrics["loss/micro_batches"] = Sum(1)
     metrics["tokens/trained"] = Sum(batch.num_targets)

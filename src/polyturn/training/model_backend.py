@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -174,7 +174,10 @@ class ModelBackend:
         self.network.eval()
         try:
             with torch.no_grad():
-                values = [scores(batch) for batch in batches]
+                values = []
+                for batch in batches:
+                    with self.network.routed(batch) if scorer == OWN else nullcontext():  # others choose for themselves
+                        values.append(scores(batch))
         finally:
             self.network.train()
         self._placement.release(self.network)
@@ -202,7 +205,8 @@ class ModelBackend:
         try:
             for batch in batches:
                 start = time.perf_counter()
-                with attending(self.network.backbone, batch.packing):  # around both: backward computes layers again
+                # Around both passes, because the backward one computes layers again.
+                with attending(self.network.backbone, batch.packing), self.network.routed(batch):
                     terms = terms_of(self.network, batch)
                     loss = (terms.loss_S * batch.loss_coef_S).sum()
                     value = float(loss.detach())

@@ -9,17 +9,20 @@ the head included, happens outside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from polyturn.batching.layout import MicroBatch
+from polyturn.engines.routers import Routers, RoutingPass
 from polyturn.training.forward import TargetForward, TargetScores
 from polyturn.training.lora import adapter_tensors, has_lora
 from polyturn.training.modality_encoders import touching
 from polyturn.training.packed_attention import why_not_packed
+from polyturn.training.router_figures import router_figures
 
 
 class Network(nn.Module):
@@ -51,6 +54,10 @@ class Network(nn.Module):
         asked and it cannot."""
         return None
 
+    def routed(self, batch: MicroBatch) -> AbstractContextManager[object]:
+        """Let tokens go to the experts that the engine chose, in forward and backward passes of `batch` inside."""
+        return nullcontext()
+
     def tensors(self) -> dict[str, Any]:
         """Return name -> live tensor of what training changes: with LoRA the adapter alone."""
         return adapter_tensors(self.saved) if has_lora(self.saved) else self.saved.state_dict()
@@ -59,10 +66,13 @@ class Network(nn.Module):
 class PolicyNetwork(Network):
     """A causal language model that gives log-probabilities."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = True) -> None:
+        """Take a model; where it has `routers` they are looked at, and `replays` says whether they follow the engine's."""
         super().__init__()
         self.backbone = model
         self._targets = TargetForward(model)
+        self._routers, self._replays = routers, replays
+        self._routing: RoutingPass | None = None
 
     @property
     def saved(self) -> PreTrainedModel:
@@ -74,9 +84,22 @@ class PolicyNetwork(Network):
         self._targets.find_head()
         return why_not_packed(self.backbone) if packs else None
 
-    def forward(self, batch: MicroBatch, **options: Any) -> TargetScores:
-        """Return what the forward pass gives for each target."""
+    @contextmanager
+    def routed(self, batch: MicroBatch) -> Iterator[None]:
+        """Let tokens go to the experts that the engine chose, and look at what routers choose."""
+        if self._routers is None:
+            yield
+            return
+        with RoutingPass(self._routers, told=batch.routes_NLK if self._replays else None) as self._routing:
+            yield
+        self._routing = None
+
+    def forward(self, batch: MicroBatch, *, balance_grad: bool = False, **options: Any) -> TargetScores:
+        """Return what the forward pass gives for each target; inside `routed` also of routers, with gradient if asked."""
         scores = self._targets(batch, **options)
+        if self._routing is not None:
+            figures = router_figures(self._routing, batch, with_grad=balance_grad, replays=self._replays)
+            scores = scores._replace(balance_S=figures.balance_S, metrics=figures.metrics)
         # The hook of a sharded module's backward pass must not sit on a view, hence the copy.
         return scores._replace(logprobs_S=touching(scores.logprobs_S.clone(), self.encoders))
 

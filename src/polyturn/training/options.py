@@ -108,6 +108,18 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingOptions:
+    """The routers of a mixture of experts."""
+
+    replay: Literal["auto", "on", "off"] = "auto"
+    """Whether tokens go to the experts in training that they went to when they were sampled, while the weights of these
+    experts are computed anew (R3, arXiv 2510.11370). auto does so for every model with experts whose engine says where
+    tokens went; on refuses a model or an engine that cannot."""
+    balance_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the loss that evens out how routers use their experts (`algorithms/balance.py`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SftOptions:
     """Supervised training on conversations, by itself or as a warm start."""
 

@@ -26,10 +26,11 @@ from polyturn.algorithms.kl import FixedKl, KlController
 from polyturn.algorithms.losses import mark, selection_of
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import TrainingError
+from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.metrics import Metrics, Sum
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
+from polyturn.engines.routers import Routers
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.backend import OWN, REFERENCE, Backend
@@ -184,6 +185,7 @@ def policy_backend(
     teacher: PreTrainedModel | None = None,
     media: MediaProcessor | None = None,
     placement: Placement | None = None,
+    replays_routes: bool = True,
 ) -> ModelBackend:
     """Return what trains `model`, which is used as it is, not copied, and only ever written in place.
 
@@ -197,16 +199,21 @@ def policy_backend(
         teacher: The model to distil from.
         media: The model's processor, for samples that show images, videos or sounds; None for text.
         placement: Where the parameters go; None leaves them where they are.
+        replays_routes: Let tokens go to the experts that samples say they went to, where the model has experts.
 
     Raises:
-        ConfigError: a KL term without a reference, a distillation term without a teacher, one of another vocabulary, or a
-            model that cannot be split as `placement` asks.
+        ConfigError: a balance term without experts, a KL term without a reference, a distillation term without a teacher,
+            one of another vocabulary, or a model that cannot be split as `placement` asks.
     """
     placement = placement or OneDevice()
     for other, name in ((reference, "reference"), (teacher, "teacher")):
         if isinstance(other, PreTrainedModel):
             require_same_vocabulary(model, other, name=name)
-    network = PolicyNetwork(model.train())
+    balance = 0.0 if loss is None else loss.balance_coef
+    routers = Routers.of(model) if replays_routes or balance else None
+    if balance and routers is None:
+        raise ConfigError(f"balance_coef is {balance:g} and {type(model).__name__} has no experts; set it to 0")
+    network = PolicyNetwork(model.train(), routers=routers, replays=replays_routes)
     scorer: Scorer | None = None
     if isinstance(reference, PreTrainedModel):
         scorer = _frozen(reference, placement, is_kept=False)

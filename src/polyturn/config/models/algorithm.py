@@ -16,7 +16,7 @@ from polyturn.algorithms.loss_options import LossOptions, NamedLossOptions, PpoO
 from polyturn.algorithms.options import CorrectionSettings, DistillSettings, KlOptions
 from polyturn.config.models.base import Section
 from polyturn.config.parts import BY_NAME, OwnPart
-from polyturn.training.options import CriticSettings
+from polyturn.training.options import CriticSettings, RoutingOptions
 
 
 class OwnEstimator(OwnPart):
@@ -56,6 +56,7 @@ class AlgorithmConfig(Section):
     """The KL from the weights at the start of the run, or from `model.reference`; a list for one in each place."""
     entropy_coef: float = 0.0
     """Weight of the bonus for entropy."""
+    routing: RoutingOptions = RoutingOptions()
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """The denominator of the ratio where a step takes several updates or is stale: computed by the trainer before the step,
     or the engine's own, which saves a forward pass and is right where engine and trainer agree (the embedded one does)."""

@@ -1,0 +1,35 @@
+"""How evenly a router uses its experts: the loss that evens it out.
+
+    f_e = E / (K T) * tokens of the sequence that went to expert e        P_e = mean over its tokens of softmax(logits)_e
+    L   = sum over e of f_e P_e                                           1 where both are even, at most E
+
+Source: Fedus et al. 2022 (Switch Transformers), equations 4 to 6, over each sequence by itself as in DeepSeek 2024
+(DeepSeek-V3), equations 17 to 20: the mean over a micro-batch would depend on how the step was cut. Only P has a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def balance_loss(logits_NE: Tensor, chosen_NK: Tensor, index_M: Tensor, row_M: Tensor, *, num_rows: int) -> Tensor:
+    """Return [B] the loss of each of `num_rows` sequences at one router.
+
+    Args:
+        logits_NE: What the router gave for each expert.
+        chosen_NK: The experts that each token went to.
+        index_M: Where in N the tokens of all sequences stand; tokens that several share, several times.
+        row_M: The sequence that each of them belongs to.
+        num_rows: B.
+    """
+    count, experts = chosen_NK.shape[1], logits_NE.shape[1]
+    probs_NE = torch.softmax(logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32)), dim=-1)
+    taken_NE = torch.zeros_like(probs_NE).scatter_(1, chosen_NK, 1.0)
+    lengths_B = torch.zeros(num_rows, dtype=probs_NE.dtype, device=row_M.device).index_add(
+        0, row_M, torch.ones_like(row_M, dtype=probs_NE.dtype)
+    )
+    blank_BE = torch.zeros((num_rows, experts), dtype=probs_NE.dtype, device=row_M.device)
+    mean_BE = blank_BE.index_add(0, row_M, probs_NE[index_M]) / lengths_B[:, None]
+    share_BE = blank_BE.index_add(0, row_M, taken_NE[index_M]) * (experts / count) / lengths_B[:, None]
+    return (share_BE * mean_BE).sum(dim=1)

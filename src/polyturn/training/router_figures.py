@@ -1,0 +1,84 @@
+"""What one pass says about its routers: how evenly they use their experts, and how far they are from the engine's choice.
+
+Separate from the forward pass because it looks only at what routers left behind (`engines/routers.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyturn.algorithms.balance import balance_loss
+from polyturn.batching.layout import MicroBatch
+from polyturn.core.metrics import Mean, Metrics
+from polyturn.engines.routers import LIVE, RoutingPass
+
+
+class RouterFigures(NamedTuple):
+    """What is read off the routers behind a pass."""
+
+    balance_S: Tensor
+    """[S] for each target the balance loss of its sequence, the mean over its layers."""
+    metrics: Metrics
+
+
+def router_figures(routing: RoutingPass, batch: MicroBatch, *, with_grad: bool, replays: bool) -> RouterFigures:
+    """Return the balance of the routers, with gradient if asked for, and the metrics of the pass.
+
+    Args:
+        routing: The pass, still open.
+        batch: What went through it.
+        with_grad: Whether the balance is part of the loss.
+        replays: Whether routes were to be replayed, so that one that is missing counts.
+    """
+    row_S = torch.from_numpy(np.cumsum(np.diff(batch.sample_S, prepend=batch.sample_S[:1]) != 0))
+    with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
+        balance_B = _balance(routing, batch)
+        balance_S = balance_B[row_S.to(balance_B.device)]
+    with torch.no_grad():
+        return RouterFigures(balance_S, _metrics(routing, batch, balance_B, replays=replays))
+
+
+def _balance(routing: RoutingPass, batch: MicroBatch) -> Tensor:
+    """[B] the balance loss of each row, the mean over layers."""
+    device = batch.input_ids_BT.device
+    index_M = torch.from_numpy(np.concatenate(batch.places)).to(device)
+    row_M = torch.from_numpy(np.repeat(np.arange(len(batch.places)), [len(p) for p in batch.places])).to(device)
+    of_layers = [
+        balance_loss(logits, chosen, index_M, row_M, num_rows=len(batch.places))
+        for logits, chosen in zip(routing.logits, routing.chosen, strict=True)
+        if logits is not None and chosen is not None
+    ]
+    return torch.stack(of_layers).mean(dim=0)
+
+
+def _metrics(routing: RoutingPass, batch: MicroBatch, balance_B: Tensor, *, replays: bool) -> Metrics:
+    device = batch.input_ids_BT.device
+    real = torch.from_numpy(np.unique(np.concatenate(batch.places))).to(device)
+    chosen = torch.stack([c for c in routing.chosen if c is not None], dim=1)[real]
+    live = torch.stack([c for c in routing.live if c is not None], dim=1)[real]
+    logits = torch.stack([t for t in routing.logits if t is not None], dim=1)[real].float()
+    count, layers = chosen.shape[:2]
+    loads_LE = torch.zeros(layers, routing.shape.num_experts, device=device)
+    loads_LE.scatter_add_(
+        1, chosen.permute(1, 0, 2).reshape(layers, -1), torch.ones(layers, chosen[:, 0].numel(), device=device)
+    )
+    log_probs = torch.log_softmax(logits, dim=-1)
+    metrics: Metrics = {
+        "policy/router_balance": Mean(float(balance_B.sum()), len(balance_B)),
+        "policy/router_entropy": Mean(float(-(log_probs.exp() * log_probs).sum()), count * layers),
+        "policy/router_load_max": Mean(float((loads_LE.max(dim=1).values / loads_LE.mean(dim=1)).mean()) * count, count),
+    }
+    if not replays:
+        return metrics
+    told = None if routing.told is None else routing.told[real, :, :1] != LIVE
+    num_told = 0 if told is None else int(told[:, 0].sum())
+    metrics["policy/router_missing"] = Mean(count - num_told, count)
+    if told is not None and num_told:
+        differs = ((chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)) & told[:, :, 0]
+        metrics["policy/router_changed"] = Mean(float(differs.sum()), num_told * layers)
+        metrics["policy/router_changed_tokens"] = Mean(float(differs.any(dim=1).sum()), num_told)
+    return metrics
