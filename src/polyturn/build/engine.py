@@ -58,6 +58,7 @@ def build_engine(
                 else places.config
             ),
             routes=routes,
+            needs_routes=config.algorithm.routing.replay == "on",
             places=places,
         ),
         **_kwargs(config.engine),

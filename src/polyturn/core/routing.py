@@ -28,6 +28,10 @@ class RouteShape(NamedTuple):
     top_k: int
     """Experts that a token goes to in each of them."""
     num_experts: int
+    layers: tuple[int, ...] = ()
+    """Which decoder layers these are, for engines that speak of all; () where every layer has experts."""
+    num_hidden_layers: int = 0
+    """How many decoder layers there are; 0 where every one has experts."""
 
     @property
     def dtype(self) -> Any:
@@ -50,6 +54,8 @@ class RouteShape(NamedTuple):
             AlignmentError: they are of another shape, or name an expert that the model does not have.
         """
         array = np.asarray(values)
+        if self.layers and array.ndim == 3 and array.shape[1] == self.num_hidden_layers:
+            array = array[:, list(self.layers)]
         if array.ndim != 3 or array.shape[1:] != (self.num_layers, self.top_k):
             raise AlignmentError(
                 f"the engine returned routes of shape {array.shape}, and this model has {self.num_layers} layers with "

@@ -94,6 +94,8 @@ class EngineSetup:
     """Return a folder that a server can load the model from; it is written at the first call where there is none."""
     routes: RouteShape | None = None
     """How the model routes, where completions are to say which experts tokens went to; None where they need not."""
+    needs_routes: bool = False
+    """Whether a server that does not say so is refused."""
     places: ServerPlaces | None = None
     """Where servers are started; None is this machine."""
 

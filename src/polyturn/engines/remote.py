@@ -22,10 +22,11 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
+from polyturn.core.routing import RouteShape
 from polyturn.engines.base import BaseEngine
 from polyturn.engines.continuation import before_banned, continued, joined, nothing
 from polyturn.engines.http_client import HttpClient
@@ -33,6 +34,7 @@ from polyturn.engines.launcher import LaunchSpec, Server, StartServer
 from polyturn.engines.pending_request import PendingRequest
 from polyturn.engines.request_limits import check_request
 from polyturn.engines.served_media import ServedMedia
+from polyturn.engines.served_routes import ServedRoutes
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 from polyturn.engines.weight_group import WeightGroup
@@ -72,6 +74,8 @@ class RemoteEngine(BaseEngine):
     """A client of one server; `core.protocols.Engine`."""
 
     name = "remote"
+    routes_env: ClassVar[Mapping[str, str]] = {}
+    """The environment in which a server can say which experts tokens went to, when it is started for that."""
 
     def __init__(
         self,
@@ -88,6 +92,8 @@ class RemoteEngine(BaseEngine):
         model: Path | None = None,
         way: Way = "shared_memory",
         media: MediaProcessor | None = None,
+        routes: RouteShape | None = None,
+        needs_routes: bool = False,
         launch: LaunchSpec | None = None,
         start: StartServer = Server.start,
         max_restarts: int = 3,
@@ -108,6 +114,8 @@ class RemoteEngine(BaseEngine):
                 pool does, or where they never change.
             way: How new weights go to the server; see `weight_ways.py`.
             media: The processor of a model that sees; the server needs the same one beside its weights.
+            routes: How the model routes, where the server is to say which experts tokens went to; None does not ask.
+            needs_routes: Refuse a server that does not say so.
             launch: Starts a server on first use; `close` stops it.
             start: What starts it, on this machine or elsewhere.
             max_restarts: How often that server is started again when it has died or hangs.
@@ -131,6 +139,7 @@ class RemoteEngine(BaseEngine):
         self._files = None if model is None else WeightFolder(model)
         self._way = way
         self._media = ServedMedia(media)
+        self._routes = ServedRoutes(routes, is_needed=needs_routes)
         self._group: WeightGroup | None = None
         self._keeper = None if launch is None else ServerSupervisor(launch, max_restarts=max_restarts, start=start)
         self._facts: ServerFacts | None = None

@@ -44,8 +44,8 @@ class Routers:
         Raises:
             ConfigError: there are experts, and no router that this finds beside them.
         """
-        found, counts = [], set()
-        for layer in model.modules():
+        found, at, counts = [], [], set()
+        for name, layer in model.named_modules():
             stacks = [part for part in layer.children() if sum(p.dim() == 3 for p in _own(part)) > 1]
             if stacks:
                 count = next(p.shape[0] for p in _own(stacks[0]) if p.dim() == 3)
@@ -57,6 +57,7 @@ class Routers:
                         "algorithm.routing.replay to off for this model"
                     )
                 found += own
+                at.append(int(next(part for part in name.split(".") if part.isdigit())))
                 counts.add(count)
         if not found:
             return None
@@ -66,8 +67,17 @@ class Routers:
                 "set algorithm.routing.replay to off for this one"
             )
         assert isinstance(model, PreTrainedModel)
-        top_k = int(model.config.get_text_config().num_experts_per_tok)
-        return cls(found, RouteShape(num_layers=len(found), top_k=top_k, num_experts=counts.pop()))
+        config = model.config.get_text_config()
+        return cls(
+            found,
+            RouteShape(
+                num_layers=len(found),
+                top_k=int(config.num_experts_per_tok),
+                num_experts=counts.pop(),
+                layers=tuple(at),
+                num_hidden_layers=int(config.num_hidden_layers),
+            ),
+        )
 
 
 class RoutingPass:

@@ -21,6 +21,7 @@ from polyturn.engines.options import LaunchOptions, ServerOptions
 from polyturn.engines.order import make_policy
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
+from polyturn.engines.served_routes import FLAG
 from polyturn.engines.weight_files import WeightFolder, WeightStore
 from polyturn.engines.weight_transport import choose_way
 
@@ -64,6 +65,8 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
             way=way,
             headers=bearer(key),
             media=setup.media,
+            routes=setup.routes,
+            needs_routes=setup.needs_routes,
             launch=spec,
             start=start,
             max_restarts=launch.max_restarts,
@@ -105,6 +108,7 @@ def _launches(
     count = launch.replicas if places is None else places.count
     device = "cuda" if (torch.cuda.is_available() if places is None else places.num_gpus) else "cpu"
     wide = ["--tensor-parallel-size", str(places.num_gpus)] if places is not None and places.num_gpus > 1 else []
+    routes = [] if setup.routes is None else [FLAG]
     if places is None and device == "cuda" and count > 1 and not launch.devices:
         raise ConfigError(
             f"engine.launch.replicas is {launch.replicas} and nothing says which GPUs each server gets; set "
@@ -119,8 +123,8 @@ def _launches(
             max_context=setup.max_context,
             device=device,
             sees=setup.media is not None,
-            args=[*wide, *launch.args],
-            env={**devices, **launch.env},
+            args=[*wide, *routes, *launch.args],
+            env={**devices, **({} if setup.routes is None else client.routes_env), **launch.env},
         )
         log = None if launch.log is None else Path(launch.log if number == 0 else f"{launch.log}.{number}")
         specs.append(dataclasses.replace(spec, ready_timeout_s=launch.ready_timeout_s, log=log))

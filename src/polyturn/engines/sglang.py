@@ -63,12 +63,14 @@ class SglangEngine(RemoteEngine):
             pause_modes=("abort", "in_place", "retract"),
             max_context=self._context,
             priorities=self._facts is not None and self._facts.priorities,
+            routes=self._routes.are_wanted,
         )
 
     async def _describe(self) -> ServerFacts:
         found = await self._link.get("/server_info")
         numbers = re.findall(r"\d+", str(found.get("version") or "0.5.21"))
         self._has_sessions = tuple(map(int, numbers[:3])) >= (0, 5, 21)
+        self._routes.check_given(bool(found.get("enable_return_routed_experts")), url=self.url)
         return ServerFacts(
             seeded=bool(found.get("enable_deterministic_inference")),
             priorities=bool(found.get("enable_priority_scheduling")) and not found.get("schedule_low_priority_values_first"),
@@ -111,6 +113,8 @@ class SglangEngine(RemoteEngine):
             "return_logprob": True,
             "logprob_start_len": -1,
         }
+        if self._routes.are_wanted:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_from}
         if sent.uris:
             body["image_data"] = list(sent.uris)
         if facts is not None and facts.priorities:
@@ -132,6 +136,7 @@ class SglangEngine(RemoteEngine):
             logprobs=np.asarray([triple[0] for triple in triples], np.float32),
             finish_reason=_FINISH[reason["type"]],
             policy_versions=version_runs(runs, current=self.version),
+            routed_experts=self._routes.read_bytes(request, len(ids), meta.get("routed_experts")),
             info={"prefilled_tokens": len(request.prompt_ids) - int(meta.get("cached_tokens") or 0)},
         )
 

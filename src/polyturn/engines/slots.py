@@ -144,9 +144,8 @@ class Slots:
     def swap(self, first: list[int], second: list[int]) -> None:
         """Exchange the slots first[i] and second[i]."""
         to, origin = first + second, second + first
-        arrays = (self.cached, self.known, self.limit, self.prompt, self.stop)
-        arrays = (*arrays, self.temperature, self.top_p, self.top_k, self.last_used, self.rope_offset, self.routed)
-        for array in arrays:
+        counts = (self.cached, self.known, self.limit, self.prompt, self.stop, self.routed)
+        for array in (*counts, self.temperature, self.top_p, self.top_k, self.last_used, self.rope_offset):
             array[to] = array[origin]
         width = int(self.known[to].max(initial=0))
         self.ids[to, :width] = self.ids[origin, :width]

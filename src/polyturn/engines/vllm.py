@@ -13,7 +13,7 @@ import asyncio
 import base64
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class VllmEngine(RemoteEngine):
     """One vLLM server."""
 
     name = "vllm"
+    routes_env: ClassVar[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -52,6 +53,7 @@ class VllmEngine(RemoteEngine):
             pause_modes=("abort", "wait", "keep"),
             max_context=self._context,
             priorities=self._facts is not None and self._facts.priorities,
+            routes=self._routes.are_wanted,
         )
 
     async def _describe(self) -> ServerFacts:
@@ -68,6 +70,7 @@ class VllmEngine(RemoteEngine):
                 f"the vLLM server at {self.url} runs with --logprobs-mode {facts['logprobs_mode']}; training needs "
                 "processed_logprobs, those after the temperature"
             )
+        self._routes.check_given(bool(facts.get("routes")), url=self.url)
         return ServerFacts(
             seeded=True,
             priorities=facts["policy"] == "priority",
@@ -98,6 +101,8 @@ class VllmEngine(RemoteEngine):
             "ignore_eos": True,
             "detokenize": False,
         }
+        if self._routes.are_wanted:
+            parameters["routed_experts_prompt_start"] = request.routed_from
         if sampling.seed is not None:
             parameters["seed"] = sampling.seed
         sent = self._media.prompt(request)
@@ -124,6 +129,7 @@ class VllmEngine(RemoteEngine):
             logprobs=np.asarray([entry["logprob"] for entry in content], np.float32),
             finish_reason=_FINISH[choice["finish_reason"]],
             policy_versions=version_runs([(s["start"], self.version_of(s["version"])) for s in spans], current=self.version),
+            routed_experts=self._routes.read_npy(request, len(ids), choice.get("routed_experts")),
             info={"prefilled_tokens": len(request.prompt_ids) - cached},
         )
 

@@ -221,7 +221,8 @@ def batch_metrics(batch: MicroBatch, terms: Terms, total: float) -> Metrics:
     values += [(v * batch.loss_coef_S).sum() for v in terms.parts_S.values()]
     numbers = dict(zip(names, torch.stack(values).tolist(), strict=True))
     metrics: Metrics = {name: Mean(numbers[name], batch.num_targets) for name in terms.stats_S}
-    metrics |= {name: Sum(numbers[name]) for name in terms.parts_S} | terms.metrics
+    metrics |= {name: Sum(numbers[name]) for name in terms.parts_S}
+    metrics |= terms.metrics
     metrics["loss/total"] = Sum(total)
     metrics["loss/micro_batches"] = Sum(1)
     metrics["tokens/trained"] = Sum(batch.num_targets)

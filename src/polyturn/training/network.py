@@ -90,9 +90,11 @@ class PolicyNetwork(Network):
         if self._routers is None:
             yield
             return
-        with RoutingPass(self._routers, told=batch.routes_NLK if self._replays else None) as self._routing:
-            yield
-        self._routing = None
+        try:
+            with RoutingPass(self._routers, told=batch.routes_NLK if self._replays else None) as self._routing:
+                yield
+        finally:
+            self._routing = None
 
     def forward(self, batch: MicroBatch, *, balance_grad: bool = False, **options: Any) -> TargetScores:
         """Return what the forward pass gives for each target; inside `routed` also of routers, with gradient if asked."""

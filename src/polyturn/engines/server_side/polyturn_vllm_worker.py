@@ -31,6 +31,7 @@ class WeightLoader:
             "max_model_len": config.model_config.max_model_len,
             "policy": str(config.scheduler_config.policy),
             "checksums": True,
+            "routes": config.aux_output_config.enable_return_routed_experts,
         }
 
     def polyturn_checksums(self):

@@ -1,0 +1,62 @@
+"""A run on a mixture of experts: its engine says where tokens went, training replays it; what cannot be is refused first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyturn import build
+from polyturn.cli.main import main
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.core.errors import ConfigError
+from polyturn.core.routing import has_route
+from polyturn.store.stored_run import open_store
+from support.runs import SEVERAL_TURNS, call_command, write_tiny_run
+
+EXPERTS = (
+    "model.init.model_type=qwen3_moe",
+    "model.init.num_experts=8",
+    "model.init.num_experts_per_tok=2",
+    "model.init.moe_intermediate_size=16",
+    "model.init.norm_topk_prob=true",
+)
+
+
+def place(folder: Path, *overrides: str) -> build.ConfigSource:
+    loaded = load_config(RunConfig, write_tiny_run(folder), overrides)
+    return build.ConfigSource(config=loaded.config, base=folder)
+
+
+def test_a_run_replays_the_experts_of_every_token_that_its_engine_read(tmp_path: Path) -> None:
+    settings = ("algorithm.routing.balance_coef=0.01", "train.minibatches=2", "evaluation.data=null", "train.steps=2")
+    called = call_command(main, "train", write_tiny_run(tmp_path), *EXPERTS, *SEVERAL_TURNS, *settings)
+    assert called.code == 0, called.err
+    run = tmp_path / "runs" / "tiny"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps: list[dict[str, Any]] = [line for line in lines if "loss/total" in line]
+    assert [s["policy/router_missing"] for s in steps] == [0, 0]
+    assert all(s["loss/router_balance"] > 0 and s["policy/rollout_difference_max"] < 1e-4 for s in steps)
+    for trajectory in open_store(run).trajectories():
+        for segment in trajectory.segments:
+            assert has_route(segment.routed_experts)[:-1].all()
+
+
+def test_an_engine_is_asked_for_routes_where_they_can_be_replayed_and_wanted(tmp_path: Path) -> None:
+    small = ("model.init.num_hidden_layers=1",)
+    assert build.build_parts(place(tmp_path, *EXPERTS, *small)).engine.capabilities.routes
+    off = build.build_parts(place(tmp_path, *EXPERTS, "algorithm.routing.replay=off"))
+    assert not off.engine.capabilities.routes
+    assert not build.build_parts(place(tmp_path)).engine.capabilities.routes, "a model without experts has none"
+
+
+@pytest.mark.parametrize("wrong", ["algorithm.routing.replay=on", "algorithm.routing.balance_coef=0.1"])
+def test_what_needs_experts_is_refused_before_weights_are_loaded(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polyturn.build.parts.build_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts"):
+        build.build_parts(place(tmp_path, wrong))
