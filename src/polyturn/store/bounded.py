@@ -48,16 +48,21 @@ class BoundedFile:
         self._limit = ALLOWANCE + PER_BYTE * path.stat().st_size
 
     def read(self, columns: Sequence[str], *, groups: Iterable[int] | None = None) -> pa.Table:
-        """Return some of the columns, of all row groups or of some, texts as dictionaries.
+        """Return some of the columns, or parts of columns (`paths`), of all row groups or of some, texts as dictionaries.
 
         Raises:
             DataError: they take more memory than the size of the file allows.
         """
         chosen = range(len(self.rows_of_groups)) if groups is None else list(groups)
-        self._check(sum(self._size(number, frozenset(columns)) for number in chosen))
+        roots = frozenset(column.partition(".")[0] for column in columns)
+        self._check(sum(self._size(number, roots) for number in chosen))
         # One at a time: each group has dictionaries of its own, and nested texts of several cannot be read together.
         read = [self._file.read_row_group(number, columns=list(columns)) for number in chosen]
         return pa.concat_tables(read) if read else self._file.schema_arrow.empty_table().select(list(columns))
+
+    def paths(self, column: str, leaf: str) -> list[str]:
+        """Return the paths of a field of the structs that a column lists; none where the file has no such field."""
+        return [path for path in self._texts if path.startswith(f"{column}.") and path.endswith(f".{leaf}")]
 
     def plain(self, table: pa.Table) -> pa.Table:
         """Return rows that `read` gave, once it is known what they take with every text written out.

@@ -7,9 +7,10 @@ many of them, because a reader opens every one; and the oldest training parts go
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -156,6 +157,14 @@ class ParquetStore:
                 total -= path.stat().st_size
                 path.unlink()
                 self._small = [p for p in self._small if p != path]
+
+
+def write_rows(path: Path, rows: Iterable[StoredTrajectory]) -> None:
+    """Write trajectories into one file of the form that parts have."""
+    left = iter(rows)
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as file:
+        while some := list(itertools.islice(left, ROW_GROUP)):
+            file.write_table(to_table(some))
 
 
 def list_parts(folder: Path) -> list[Path]:

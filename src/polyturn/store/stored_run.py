@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from polyturn.core.contained import contained
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
@@ -35,6 +36,7 @@ from polyturn.store.parquet_store import FOLDER, list_parts
 from polyturn.store.schema import INDEX_COLUMNS, KEY, METADATA_KEY, SCHEMA, VERSION, StoredTrajectory, upgrade
 from polyturn.store.sql import run_query
 from polyturn.store.table import RowTable
+from polyturn.store.text_search import TextQuery, TextSearch
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class StoredRun:
         self._parts: dict[str, pa.Table] = {}
         self._stamps: dict[str, tuple[int, int]] = {}
         self._num_listed = 0
+        self._search = TextSearch(self._try)
         self._table = self._joined()
         self.refresh()
 
@@ -114,6 +117,7 @@ class StoredRun:
             if name not in kept and (table := self._read_index(name)) is not None:
                 kept[name] = table
         self._parts = {name: kept[name] for name in stamps if name in kept}
+        self._search.keep(same)
         self._stamps = stamps
         self.problems = {name: why for name, why in self.problems.items() if name in stamps}
         self._table = self._joined()
@@ -155,6 +159,36 @@ class StoredRun:
         chosen = np.isin(np.arange(len(self)), found[_AT].drop_null().to_numpy())
         return self._narrowed(self._table.filter(pa.array(chosen)))
 
+    def search(self, text: str, *, is_expression: bool = False, stop: threading.Event | None = None) -> StoredRun:
+        """Return the rows whose id or task holds each word of `text`, or whose messages, tool calls or results do.
+
+        Args:
+            text: Words, each of which is found anywhere, in upper or lower case; or a regular expression (RE2's).
+            is_expression: Whether it is an expression, which one text has to match.
+            stop: Ends it when it is set.
+
+        Raises:
+            DataError: it is too long, no expression, or took too long.
+        """
+        query = TextQuery(text=text, is_expression=is_expression, stop=stop)
+        query.check()
+        found = np.ones(len(self), np.bool_)
+        for pattern in query.patterns:
+            found &= self._holds(pattern, query)
+        return self._narrowed(self._table.filter(pa.array(found)))
+
+    def _holds(self, pattern: str, query: TextQuery) -> NDArray[np.bool_]:
+        """Return [N] the rows of which some text matches."""
+        found = np.zeros(len(self), np.bool_)
+        for column in ("id", "task_id"):
+            found |= query.matches(self._table[column].combine_chunks(), pattern)
+        names = self._table[_PART].combine_chunks().dictionary_encode()
+        which, rows = names.indices.to_numpy(), self._table[_ROW].to_numpy()
+        for number, part in enumerate(names.dictionary.to_pylist()):
+            mine = which == number
+            found[mine] |= np.isin(rows[mine], self._search.rows(part, pattern, query))
+        return found
+
     def sql(self, query: str, *, stop: threading.Event | None = None) -> pa.Table:
         """Return what an SQL query over the table `trajectories` (the columns of `table()`) gives.
 
@@ -167,6 +201,10 @@ class StoredRun:
     def select(self, *, step: int | None = None, split: str | None = None, **equal: Any) -> StoredRun:
         """Return the rows whose columns have these values; None leaves a column open."""
         mask = self._mask(step=step, split=split, **equal)
+        return self._narrowed(self._table.filter(mask))
+
+    def keep(self, mask: pa.Array) -> StoredRun:
+        """Return the rows where `mask`, one value a row of `table()`, is true."""
         return self._narrowed(self._table.filter(mask))
 
     def trajectory(self, id: str, step: int | None = None, split: str | None = None) -> Trajectory:

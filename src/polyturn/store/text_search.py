@@ -1,0 +1,156 @@
+"""Search in the texts of recorded trajectories: messages, reasoning, arguments of tool calls, results of tools.
+
+    words       "apples seven"      a trajectory holds each of them somewhere, upper and lower case alike
+    expression  "#### -?[0-9]+$"    one of its texts matches
+
+Texts are held as Parquet's dictionaries, so a prompt that a thousand trajectories share is looked at once, and a second
+search reads no file. Expressions are RE2's, whose time is linear in the text, and are looked for in pieces, with an end.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from polyturn.core.errors import DataError, one_line
+from polyturn.store.bounded import BoundedFile
+
+MAX_PATTERN = 500
+"""Characters of what is searched for."""
+MAX_HELD = 1 << 30
+"""Bytes of text that are held; what is more is read again for each search."""
+TIMEOUT_S = 30.0
+_PIECE = 4096
+"""Texts that are looked at between two looks at the clock."""
+_COLUMNS = {"messages": ("text", "reasoning"), "tool_calls": ("arguments",), "tool_results": ("text", "error")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextQuery:
+    """What is looked for."""
+
+    text: str
+    is_expression: bool = False
+    stop: threading.Event | None = None
+    """Ends the search when it is set."""
+    until: float = field(default_factory=lambda: time.monotonic() + TIMEOUT_S)
+
+    @property
+    def patterns(self) -> list[str]:
+        """One expression for each thing that a trajectory must hold."""
+        words = [self.text] if self.is_expression else [re.escape(word) for word in self.text.split()]
+        return [word for word in words if word]
+
+    def check(self) -> None:
+        """Compile.
+
+        Raises:
+            DataError: it is too long, or no expression.
+        """
+        if len(self.text) > MAX_PATTERN:
+            raise DataError(f"what is searched for has {len(self.text)} characters, and at most {MAX_PATTERN} are taken")
+        for pattern in self.patterns:
+            try:
+                pc.match_substring_regex(pa.array([""]), pattern, ignore_case=True)
+            except (pa.ArrowException, UnicodeError) as problem:
+                raise DataError(f"{self.text!r:.200} is no regular expression: {one_line(problem)}") from problem
+
+    def matches(self, texts: pa.Array, pattern: str) -> NDArray[np.bool_]:
+        """Return [N] which texts match.
+
+        Raises:
+            DataError: it took too long, or nobody waits for it any more.
+        """
+        found = []
+        for start in range(0, len(texts), _PIECE):
+            if self.stop is not None and self.stop.is_set():
+                raise DataError("the search was stopped: nobody waits for its answer")
+            if time.monotonic() > self.until:
+                raise DataError(f"the search took longer than {TIMEOUT_S:g} s; look for less, or narrow the table first")
+            piece = pc.match_substring_regex(texts.slice(start, _PIECE), pattern, ignore_case=True)
+            found.append(pc.fill_null(piece, False).to_numpy(zero_copy_only=False))
+        return np.concatenate([*found, np.empty(0, np.bool_)])
+
+
+class _Texts(NamedTuple):
+    """Texts of one column of one row group."""
+
+    distinct: pa.Array
+    """[D] each text once."""
+    which: NDArray[np.int64]
+    """[N] the place in `distinct` of each text of the column."""
+    row: NDArray[np.int64]
+    """[N] the row of the part that it belongs to."""
+
+
+class TextSearch:
+    """The texts of a run's parts, read when they are first searched."""
+
+    def __init__(self, read: Callable[[str, Callable[[Path], Any]], Any]) -> None:
+        """Take what reads a part by its name and gives None for one that is gone or damaged."""
+        self._read = read
+        self._held: dict[str, tuple[int, list[_Texts]]] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, parts: Iterable[str]) -> None:
+        """Forget all parts but these."""
+        known = set(parts)
+        with self._lock:
+            self._held = {name: held for name, held in self._held.items() if name in known}
+
+    def rows(self, part: str, pattern: str, query: TextQuery) -> NDArray[np.int64]:
+        """Return the rows of a part that have a text that matches; none where it cannot be read.
+
+        Raises:
+            DataError: the search took too long.
+        """
+        found = [np.empty(0, np.int64)]
+        for texts in self._texts(part):
+            hits = query.matches(texts.distinct, pattern)
+            if hits.any():
+                found.append(texts.row[hits[texts.which]])
+        return np.unique(np.concatenate(found))
+
+    def _texts(self, part: str) -> list[_Texts]:
+        with self._lock:
+            if part in self._held:
+                return self._held[part][1]
+        texts: list[_Texts] = self._read(part, lambda path: list(_texts_in(BoundedFile(path)))) or []
+        size = sum(one.distinct.nbytes + one.which.nbytes + one.row.nbytes for one in texts)
+        with self._lock:
+            if size + sum(of for of, _ in self._held.values()) <= MAX_HELD:
+                self._held[part] = (size, texts)
+        return texts
+
+
+def _texts_in(file: BoundedFile) -> Iterator[_Texts]:
+    start = 0
+    for group, count in enumerate(file.rows_of_groups):
+        for column, leaves in _COLUMNS.items():
+            paths = [path for leaf in leaves for path in file.paths(column, leaf)]
+            if not paths:
+                continue  # an older version
+            of = file.read(paths, groups=[group])[column].combine_chunks()
+            row = start + np.asarray(pc.list_parent_indices(of), np.int64)
+            whole = of.flatten()
+            for field_ in whole.type:
+                yield _texts_of(whole.field(field_.name), row)
+        start += count
+
+
+def _texts_of(values: pa.Array, row: NDArray[np.int64]) -> _Texts:
+    if not pa.types.is_dictionary(values.type):
+        values = values.dictionary_encode()
+    known = values.indices.is_valid().to_numpy(zero_copy_only=False)
+    which = pc.fill_null(values.indices, 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return _Texts(values.dictionary, which[known], row[known])
