@@ -1,0 +1,64 @@
+"""A file of metrics that is read while a run writes it: every whole line so far, and what of it cannot be read.
+
+    {"step": 12, "reward/mean": 0.5}\n{"step": 13, "rew       ->  one line now, the next one once it is whole
+
+Separate from the run that it belongs to, because a warm start has a file of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from polyturn.core.contained import contained
+from polyturn.core.errors import DataError
+from polyturn.core.metrics_file import MAX_BYTES, parse_line
+
+
+class MetricFile:
+    """A file of metrics that grows while it is read."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Name the file; `refresh` reads it."""
+        self.lines: list[dict[str, Any]] = []
+        self.names: dict[str, None] = {}
+        """What any line has a number for, in the order in which the names came."""
+        self.problem = ""
+        self.is_there = True  # until it has been looked for
+        self._folder, self._name = folder, name
+        self._read_to = self._bad_lines = 0
+
+    def refresh(self) -> None:
+        """Read the lines that are whole by now."""
+        try:
+            self._refresh()
+        except (DataError, OSError) as problem:
+            self.problem = str(problem)
+
+    def _refresh(self) -> None:
+        path = contained(self._folder, self._name)
+        self.problem, self.is_there = "", path is not None
+        if path is None:
+            return
+        size = path.stat().st_size
+        if size < self._read_to:  # a resumed run drops the steps that it takes again
+            self.lines, self.names, self._read_to, self._bad_lines = [], {}, 0, 0
+        with path.open("rb") as file:
+            file.seek(self._read_to)
+            new = file.read(max(0, MAX_BYTES - self._read_to))
+        if size > MAX_BYTES:
+            self.problem = f"{self._name} has {size} bytes, and only the first {MAX_BYTES} are shown"
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read_to += len(whole)
+        for line in whole.splitlines():
+            values = parse_line(line)
+            if values is None:
+                self._bad_lines += 1
+            else:
+                self.lines.append(values)
+                self.names.update(dict.fromkeys(values))
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each thing of the file that cannot be read."""
+        damaged = f"{self._bad_lines} lines of {self._name} are damaged and were skipped" if self._bad_lines else ""
+        return [text for text in (self.problem, damaged) if text]
