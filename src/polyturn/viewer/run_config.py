@@ -1,0 +1,38 @@
+"""A run's config.yaml, read as data and within bounds: a run may come from somebody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from polyturn.core.contained import read_contained
+from polyturn.core.errors import DataError, one_line
+
+MAX_BYTES = 1 << 20
+"""Bytes of a configuration that are read."""
+MAX_ALIASES = 20
+"""References of a config to parts of itself; each may double what it says."""
+
+
+class RunConfig(NamedTuple):
+    """What a run was configured with."""
+
+    values: dict[str, Any]
+    problem: str = ""
+    """Why there are no values."""
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Return the configuration of the run in `folder`; it is empty, with the reason, where it cannot be read."""
+    try:
+        text = read_contained(folder, "config.yaml", max_bytes=MAX_BYTES)
+        if text is None:
+            return RunConfig({}, "it has no config.yaml")
+        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > MAX_ALIASES:
+            return RunConfig({}, "its config refers to its own parts more often than any, and is not shown")
+        config = yaml.safe_load(text)
+    except (DataError, ValueError, RecursionError, yaml.YAMLError) as problem:
+        return RunConfig({}, f"its config cannot be read ({one_line(problem)})")
+    return RunConfig(config if isinstance(config, dict) else {})
