@@ -1,10 +1,11 @@
-"""How long the viewer's pages take on a run of 100,000 trajectories. Prints one JSON line.
+"""How long the viewer's pages take on a run of 100,000 trajectories and one of 5,000 steps. Prints one JSON line.
 
-    python benchmarks/viewer_pages.py [--trajectories 100000]
+    python benchmarks/viewer_pages.py [--trajectories 100000] [--steps 5000]
 
 Trajectories of the demo's size are written as a run of that length writes them: 128 a step, small parts joined. Then the
 requests of a first visit are made, in one process, the median of seven: opening the run, the first page of the table, a
-filter, a sort, the groups, one trajectory, what a poll costs while nothing is new.
+filter, a sort, the groups, one trajectory, words and an expression in what was said (and the first search, which reads the
+texts), what a poll costs while nothing is new; of the metrics, opening them and ten curves with the bytes that travel.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from store_cost import make_groups
 
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.store.parquet_store import ParquetStore
+from polyturn.viewer.curves import Window
 from polyturn.viewer.run_view import RunView
 
 TARGET_MS = 1000.0
@@ -42,6 +45,32 @@ def write_run(folder: Path, count: int) -> None:
             store.flush()
 
 
+def write_metrics(folder: Path, steps: int, *, num_metrics: int = 200) -> int:
+    """Write metrics of `steps` steps, as many a step as a run with tools has; return the bytes of the file."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step, values in enumerate(rng.normal(size=(steps, num_metrics)).tolist(), 1):
+            line = {"step": step, "reward/mean": values[0], "time/step_s": 2.0}
+            file.write(json.dumps(line | {f"tool/search/m{i}": value for i, value in enumerate(values)}) + "\n")
+    return (folder / "metrics.jsonl").stat().st_size
+
+
+def curve_times(folder: Path, steps: int) -> dict[str, float]:
+    """Return the milliseconds until the first curves of a long run are there, and of those after."""
+    size = write_metrics(folder, steps)
+    names = ["reward/mean", *(f"tool/search/m{i}" for i in range(9))]
+    began = time.perf_counter()
+    view = RunView(folder)
+    view.summary()
+    view.metrics()
+    drawn = view.curves(names, Window())
+    opened = round(1000 * (time.perf_counter() - began), 1)
+    smooth = timed(lambda: view.curves(names, Window(smoothing=0.9)))
+    sent = len(json.dumps(drawn))
+    return {"open_curves_ms": opened, "ten_smooth_curves_ms": smooth, "curves_bytes": sent, "metrics_bytes": size}
+
+
 def timed(call: Callable[[], Any]) -> float:
     """Return the median milliseconds of a call."""
     spent = []
@@ -56,9 +85,11 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trajectories", type=int, default=100_000)
+    parser.add_argument("--steps", type=int, default=5000)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name) / "run"
+        folder.mkdir()
         began = time.perf_counter()
         write_run(folder, args.trajectories)
         written = time.perf_counter() - began
@@ -66,17 +97,24 @@ def main() -> None:
         view = RunView(folder)
         found = {"open_run_ms": round(1000 * (time.perf_counter() - began), 1)}
         total = view.page({})["total"]
+        began = time.perf_counter()
+        view.page({"text": "apples"})
+        found["first_search_ms"] = round(1000 * (time.perf_counter() - began), 1)
         middle = view.page({}, offset=total // 2, limit=1)["rows"][0]
         pages: dict[str, Callable[[], Any]] = {
             "first_page_ms": lambda: view.page({}, descending=True),
-            "filter_ms": lambda: view.page({"min_reward": "1", "text": "apples", "errors": ""}),
+            "filter_ms": lambda: view.page({"min_reward": "1", "stop_reason": "stop"}),
             "sql_ms": lambda: view.page({"where": "reward > 0 and num_turns = 3"}),
+            "words_ms": lambda: view.page({"text": "apples seven"}),
+            "expression_ms": lambda: view.page({"text": "#### -?[0-9]+$", "regex": "1"}),
             "sort_ms": lambda: view.page({}, sort="num_sampled_tokens", descending=True),
             "groups_ms": lambda: view.groups({"split": "train"}),
             "trajectory_ms": lambda: view.trajectory(middle["id"], step=middle["step"], split=middle["split"]),
+            "advantage_ms": lambda: view.advantage(middle["id"], step=middle["step"], split=middle["split"]),
             "poll_ms": view.summary,
         }
         found |= {name: timed(call) for name, call in pages.items()}
+        found |= curve_times(Path(name) / "long", args.steps)
         size = sum(p.stat().st_size for p in folder.rglob("*.parquet"))
         parts = len(list(folder.rglob("*.parquet")))
     line = {"benchmark": "viewer_pages", "trajectories": total, "parts": parts, "bytes_per_trajectory": round(size / total)}

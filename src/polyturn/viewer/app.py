@@ -1,9 +1,13 @@
-"""The viewer's HTTP side: pages that are three static files, and the data they show. It only reads.
+"""The viewer's HTTP side: pages that are static files, and the data they show. It reads; labels are all that it writes.
 
     GET /                          the page
     GET /api/runs                  the runs
+    GET /api/runs/0/curves         metrics over steps: ?name=reward/mean&axis=time&smooth=0.9
     GET /api/runs/0/trajectories   a page of the table: ?min_reward=1&split=train&sort=reward&offset=100
     GET /api/runs/0/trajectory     one: ?id=g5/2&step=12&split=train
+    GET /api/runs/0/export         the rows of the table as a file: ?format=parquet&min_reward=1
+    POST /api/runs/0/label         {"id": "g5/2", "step": 12, "split": "train", "label": "hack", "note": ""}
+    GET /api/runs/0/advantage      why it has its advantage: ?id=g5/2&step=12&split=train
 
 What is asked for a page itself, its files and its rules are those of all pages (`viewer/pages.py`).
 """
@@ -12,27 +16,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.background import BackgroundTask
 
 from polyturn.core.errors import one_line
+from polyturn.serving.guard import json_object
 from polyturn.serving.rules import ServerRules
+from polyturn.store.parquet_store import write_rows
+from polyturn.store.stored_run import StoredRun
+from polyturn.viewer.curves import Window
+from polyturn.viewer.filters import as_jsonl
 from polyturn.viewer.pages import JSONResponse, page_app
 from polyturn.viewer.run_view import RunView
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 1 << 20
-_PAGING = ("sort", "desc", "offset", "limit")
+_PAGING = ("sort", "desc", "offset", "limit", "format")
 MAX_LIMIT = 1000
 MAX_QUERIES = 2
-"""Conditions of SQL that are looked for at one moment; each may take a gigabyte."""
+"""Conditions of SQL, searches and exports that are worked on at one moment; each may take a gigabyte."""
 WATCH_S = 0.2
 """How often it is asked whether the client of a query is still there."""
 
@@ -50,7 +64,6 @@ def create_app(
     app = page_app(
         "polyturn viewer",
         page="index.html",
-        files=("app.js", "charts.js", "pages.js", "style.css"),
         cookie="polyturn_viewer",
         rules=rules or ServerRules(max_body_bytes=MAX_BODY_BYTES),
     )
@@ -69,8 +82,15 @@ def create_app(
         return [{"index": i, **_summary(run)} for i, run in enumerate(runs)]
 
     @app.get("/api/runs/{number}/metrics")
-    def metrics(number: int, since: str = "") -> dict[str, Any]:
-        return view(number).metrics(since)
+    def metrics(number: int) -> dict[str, Any]:
+        return view(number).metrics()
+
+    @app.get("/api/runs/{number}/curves")
+    def curves(number: int, request: Request) -> Response:
+        given = request.query_params
+        low, high = _real(given, "low", -math.inf), _real(given, "high", math.inf)
+        window = Window(given.get("axis", "step"), low, high, _real(given, "smooth", 0.0))
+        return JSONResponse(view(number).curves(given.getlist("name"), window))
 
     @app.get("/api/runs/{number}/config")
     def config(number: int) -> Response:
@@ -99,7 +119,23 @@ def _show_trajectories(app: FastAPI, view: Callable[[int], RunView]) -> None:
                 stop=stop,
             )
 
-        return JSONResponse(await _while_waited_for(request, page, queries if given.get("where") else None))
+        return JSONResponse(
+            await _while_waited_for(request, page, queries if given.get("where") or given.get("text") else None)
+        )
+
+    @app.get("/api/runs/{number}/export")
+    async def export(number: int, request: Request) -> Response:
+        given = dict(request.query_params)
+        run, kind = view(number), given.get("format", "jsonl")
+        if kind not in _EXPORTS:
+            raise HTTPException(422, f"the format is {kind!r}; it must be one of {', '.join(_EXPORTS)}")
+        wanted = {k: v for k, v in given.items() if k not in _PAGING}
+        return await _while_waited_for(request, lambda stop: _file_of(run.export(wanted, stop=stop), kind), queries)
+
+    @app.post("/api/runs/{number}/label")
+    async def label(number: int, request: Request) -> Response:
+        given = await json_object(request)
+        return JSONResponse(await anyio.to_thread.run_sync(view(number).label, given))
 
     @app.get("/api/runs/{number}/groups")
     def groups(number: int, request: Request) -> Response:
@@ -118,6 +154,24 @@ def _show_trajectories(app: FastAPI, view: Callable[[int], RunView]) -> None:
         segment, start = _whole(given, "segment", 0), _whole(given, "start", 0)
         return JSONResponse(view(number).trajectory(id, step=step, split=split, segment=segment, start=start))
 
+    @app.get("/api/runs/{number}/advantage")
+    def advantage(number: int, id: str, step: int | None = None, split: str | None = None) -> Response:
+        return JSONResponse(view(number).advantage(id, step=step, split=split))
+
+
+_EXPORTS = {"jsonl": "application/jsonl", "parquet": "application/vnd.apache.parquet"}
+
+
+def _file_of(chosen: StoredRun, kind: str) -> Response:
+    """Return trajectories as a file that the browser keeps."""
+    headers = {"Content-Disposition": f'attachment; filename="trajectories.{kind}"'}
+    if kind == "jsonl":
+        return StreamingResponse(as_jsonl(chosen), media_type=_EXPORTS[kind], headers=headers)
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name) / "trajectories.parquet"
+    write_rows(path, chosen.records())
+    return FileResponse(path, media_type=_EXPORTS[kind], headers=headers, background=BackgroundTask(folder.cleanup))
+
 
 def _summary(run: RunView) -> dict[str, Any]:
     """Return what the list shows of a run; one that breaks its reader costs itself alone."""
@@ -129,8 +183,8 @@ def _summary(run: RunView) -> dict[str, Any]:
 
 
 async def _while_waited_for(
-    request: Request, work: Callable[[threading.Event], dict[str, Any]], limiter: anyio.CapacityLimiter | None
-) -> dict[str, Any]:
+    request: Request, work: Callable[[threading.Event], T], limiter: anyio.CapacityLimiter | None
+) -> T:
     """Return what `work` gives in a thread; its event is set when the client has left."""
     stop = threading.Event()
 
@@ -145,6 +199,16 @@ async def _while_waited_for(
     finally:
         stop.set()
         watching.cancel()
+
+
+def _real(given: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        value = float(given.get(name, default))
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise HTTPException(422, f"{name} is {given[name]!r}; it must be a number")
+    return value
 
 
 def _whole(given: dict[str, str], name: str, default: int) -> int:

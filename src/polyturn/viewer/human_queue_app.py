@@ -31,7 +31,6 @@ def create_desk_app(desk: HumanQueue, *, rules: ServerRules | None = None) -> Fa
     app = page_app(
         "polyturn desk",
         page="desk.html",
-        files=("desk.js", "style.css"),
         cookie="polyturn_desk",
         rules=rules or ServerRules(max_body_bytes=MAX_BODY_BYTES),
     )

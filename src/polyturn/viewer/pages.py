@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,17 @@ _HEADERS = {
 }
 
 
-def page_app(title: str, *, page: str, files: Sequence[str], cookie: str, rules: ServerRules) -> FastAPI:
+def page_app(title: str, *, page: str, cookie: str, rules: ServerRules) -> FastAPI:
     """Return an application that serves a page and the files that it loads, without its data yet.
 
     Args:
         title: Its name.
         page: The page, a file of the static folder.
-        files: The further files of that folder that may be asked for.
         cookie: Keeps the token, which may come as `?token=` once.
         rules: What is demanded of every request.
     """
     app = FastAPI(default_response_class=JSONResponse, title=title, docs_url=None, redoc_url=None, openapi_url=None)
+    files = {file.name for file in STATIC.iterdir() if file.suffix in _TYPES}
     guarded(app, dataclasses.replace(rules, for_browsers=True, cookie=cookie))
 
     app.add_middleware(_WithHeaders)

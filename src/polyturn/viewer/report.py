@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import yaml
 
-from polyturn.core.contained import read_contained
-from polyturn.core.errors import DataError, one_line
+from polyturn.core.errors import DataError
 from polyturn.core.printable import printable
 from polyturn.core.routing import has_route
 from polyturn.core.trajectory import SpanSource
@@ -29,7 +27,7 @@ from polyturn.store.schema import StoredTrajectory
 from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.jsonl import read_metrics
 from polyturn.viewer.highlights import NUM_TELLING, Highlight, telling
-from polyturn.viewer.run_view import MAX_CONFIG_BYTES
+from polyturn.viewer.run_config import read_config
 from polyturn.viewer.svg import curve
 from polyturn.viewer.tokens import TokenTexts, why
 
@@ -49,9 +47,6 @@ MAX_TOKENS = 3000
 """Tokens of one trajectory that are shown, from its beginning."""
 _STYLE = Path(__file__).parent / "static" / "report.css"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-
-MAX_ALIASES = 20
-"""References of a config to parts of itself; each may double what it says."""
 
 
 class _ReportedRun(NamedTuple):
@@ -89,22 +84,14 @@ def _open(folder: Path) -> _ReportedRun:
             problems.append("it has no metrics")
     except DataError as problem:
         problems.append(str(problem))
-    config: Any = {}
-    try:
-        text = read_contained(folder, "config.yaml", max_bytes=MAX_CONFIG_BYTES)
-        if text is None:
-            problems.append("it has no config.yaml")
-        elif sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > MAX_ALIASES:
-            problems.append("its config refers to its own parts more often than any, and is not shown")
-        else:
-            config = yaml.safe_load(text)
-    except (DataError, ValueError, RecursionError, yaml.YAMLError) as problem:
-        problems.append(f"its config cannot be read ({one_line(problem)})")
+    config = read_config(folder)
+    if config.problem:
+        problems.append(config.problem)
     store = StoredRun(folder)
     problems += [f"{name} is damaged and was left out ({reason})" for name, reason in store.problems.items()]
     if not len(store):
         problems.append("it has no trajectories")
-    return _ReportedRun(folder.resolve().name, folder, store, steps, config if isinstance(config, dict) else {}, problems)
+    return _ReportedRun(folder.resolve().name, folder, store, steps, config.values, problems)
 
 
 def _page(runs: Sequence[_ReportedRun], num: int) -> Sequence[str]:

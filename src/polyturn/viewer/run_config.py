@@ -16,7 +16,7 @@ MAX_ALIASES = 20
 """References of a config to parts of itself; each may double what it says."""
 
 
-class RunConfig(NamedTuple):
+class ReadConfig(NamedTuple):
     """What a run was configured with."""
 
     values: dict[str, Any]
@@ -24,15 +24,15 @@ class RunConfig(NamedTuple):
     """Why there are no values."""
 
 
-def read_config(folder: Path) -> RunConfig:
+def read_config(folder: Path) -> ReadConfig:
     """Return the configuration of the run in `folder`; it is empty, with the reason, where it cannot be read."""
     try:
         text = read_contained(folder, "config.yaml", max_bytes=MAX_BYTES)
         if text is None:
-            return RunConfig({}, "it has no config.yaml")
+            return ReadConfig({}, "it has no config.yaml")
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > MAX_ALIASES:
-            return RunConfig({}, "its config refers to its own parts more often than any, and is not shown")
+            return ReadConfig({}, "its config refers to its own parts more often than any, and is not shown")
         config = yaml.safe_load(text)
     except (DataError, ValueError, RecursionError, yaml.YAMLError) as problem:
-        return RunConfig({}, f"its config cannot be read ({one_line(problem)})")
-    return RunConfig(config if isinstance(config, dict) else {})
+        return ReadConfig({}, f"its config cannot be read ({one_line(problem)})")
+    return ReadConfig(config if isinstance(config, dict) else {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from polyturn.core.contained import contained, read_contained
+from polyturn.core.contained import read_contained
 from polyturn.core.errors import DataError, did_you_mean, one_line
-from polyturn.core.metrics_file import MAX_BYTES, parse_line
+from polyturn.core.metrics_file import MAX_BYTES
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.parquet_store import FOLDER
-from polyturn.store.schema import INDEX_COLUMNS, SCHEMA
 from polyturn.store.stored_run import StoredRun
+from polyturn.tracking.metric_docs import meaning
+from polyturn.viewer.curves import Window, draw
+from polyturn.viewer.filters import PLAIN, check_size, facets, narrow
+from polyturn.viewer.labels import Label, Labels, known_labels
+from polyturn.viewer.metric_file import MetricFile
+from polyturn.viewer.run_config import MAX_BYTES as MAX_CONFIG_BYTES
+from polyturn.viewer.run_config import read_config
 from polyturn.viewer.tokens import TokenTexts
 from polyturn.viewer.trajectory_page import plain, trajectory_page
+from polyturn.viewer.why_advantage import why_advantage
 
-MAX_CONFIG_BYTES = 1 << 20
-"""Bytes of a run's configuration that are shown."""
-_NUMERIC = ("step", "reward", "num_turns", "num_tokens", "num_sampled_tokens", "num_tool_calls", "num_tool_errors")
-_PLAIN = tuple(name for name in INDEX_COLUMNS if not pa.types.is_nested(SCHEMA.field(name).type))
-"""Columns of single values, which can be compared and sorted by."""
+MAX_CURVES = 60
+"""Curves of a run that are drawn at once."""
+WARM_START = "warm_start/"
+"""Stands before the names of the warm start's metrics."""
 
 
 class RunView:
@@ -42,8 +48,9 @@ class RunView:
         self.name = folder.resolve().name
         self._store = StoredRun(folder)
         self._texts: TokenTexts | None = None
-        self._metrics = _Lines(folder, "metrics.jsonl")
-        self._warm_start = _Lines(folder, "sft_metrics.jsonl")
+        self._labels = Labels(folder)
+        self._metrics = MetricFile(folder, "metrics.jsonl")
+        self._warm_start = MetricFile(folder, "sft_metrics.jsonl")
 
     def summary(self) -> dict[str, Any]:
         """Return what the list of runs shows."""
@@ -52,7 +59,7 @@ class RunView:
         def known(column: str) -> list[str]:
             return sorted(v for v in pc.unique(self._store.table([column])[column]).to_pylist() if v)
 
-        steps = [m["step"] for m in self._metrics.read if "step" in m]
+        steps = [m["step"] for m in self._metrics.lines if "step" in m]
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -61,7 +68,7 @@ class RunView:
             "stop_reasons": known("stop_reason"),
             "data_sources": known("data_source"),
             "last_step": max(steps, default=None),
-            "num_metrics": len(self._metrics.read) + len(self._warm_start.read),
+            "num_metrics": len(self._metrics.lines) + len(self._warm_start.lines),
             "problems": self.problems(),
             "has_tokenizer": self._tokens().is_known,
         }
@@ -75,7 +82,7 @@ class RunView:
     def problems(self) -> list[str]:
         """Return a sentence for each thing of the run that cannot be read."""
         found = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
-        is_warming_up = bool(self._warm_start.read) and not self._metrics.is_there
+        is_warming_up = bool(self._warm_start.lines) and not self._metrics.is_there
         if not (self.folder / FOLDER).is_dir() and not is_warming_up:
             found.append(f"the run recorded no trajectories (there is no {FOLDER}/)")
         if not self._metrics.is_there and not is_warming_up and not self._metrics.problem:
@@ -88,30 +95,30 @@ class RunView:
         self._metrics.refresh()
         self._warm_start.refresh()
 
-    def metrics(self, since: str = "") -> dict[str, Any]:
-        """Return the lines of metrics behind a cursor, those of the warm start with names under `warm_start/`.
-
-        Args:
-            since: What an earlier answer called `next`; "" from the beginning.
-
-        Returns:
-            `lines`, `next`, `alarms`, and `is_new`: whether these lines stand in place of all that were read before.
-        """
+    def metrics(self) -> dict[str, Any]:
+        """Return the names of the metrics with what each means, and the alarms; the curves are `curves`."""
         self.refresh()
-        files = (self._metrics, self._warm_start)
-        known = [int(n) if n.isdecimal() else 0 for n in since.split(".")] + [0, 0]
-        is_new = any(n > len(file.read) for n, file in zip(known, files, strict=False))
-        begin, warm = (0, 0) if is_new else known[:2]
-        warming = [
-            {k if k == "step" else f"warm_start/{k}": v for k, v in line.items()} for line in self._warm_start.read[warm:]
-        ]
-        lines = self._metrics.read[begin:] + warming
-        return {
-            "lines": lines,
-            "next": ".".join(str(len(file.read)) for file in files),
-            "is_new": is_new,
-            "alarms": self._alarms(),
+        names = [*self._metrics.names, *(WARM_START + name for name in self._warm_start.names)]
+        said = {
+            name: meaning(name.removeprefix(WARM_START)) or "" for name in names if name.removeprefix(WARM_START) != "step"
         }
+        return {"names": said, "alarms": self._alarms()}
+
+    def curves(self, names: Sequence[str], window: Window) -> dict[str, Any]:
+        """Return the curves of at most `MAX_CURVES` metrics, those of the warm start with names under `warm_start/`.
+
+        Raises:
+            DataError: more are asked for, or the window is none.
+        """
+        if len(names) > MAX_CURVES:
+            raise DataError(f"{len(names)} curves are asked for at once; ask for at most {MAX_CURVES}")
+        self.refresh()
+        warm = [name for name in names if name.startswith(WARM_START)]
+        own = draw(self._metrics.lines, [name for name in names if name not in warm], window)
+        return own | draw(self._warm_lines(), warm, window)
+
+    def _warm_lines(self) -> list[dict[str, Any]]:
+        return [{k if k == "step" else WARM_START + k: v for k, v in line.items()} for line in self._warm_start.lines]
 
     def config(self) -> str:
         """Return the run's configuration as it was written; "" if it is not there.
@@ -134,28 +141,23 @@ class RunView:
         """Return one page of the table of trajectories.
 
         Args:
-            wanted: Filters: a column's name for equality (`split`, `group`, `stop_reason`, …), `min_` or `max_` before a
-                numeric one, `errors` ("1": failed or with a failed tool call), `text` (in question, task or id), `where`
-                (an SQL condition).
+            wanted: Filters, as `narrow` takes them.
             sort: A column; "" is the order of recording.
             descending: Largest first.
             offset: The first row.
             limit: Rows at most.
-            stop: Ends the search for what `where` says when it is set.
+            stop: Ends the search when it is set.
 
         Raises:
             DataError: a filter or the condition cannot be understood.
         """
-        self._store.refresh()
-        store = self._store if not wanted.get("where") else self._store.filter(wanted["where"], stop=stop)
-        table = store.table()
-        mask = _mask(table, {k: v for k, v in wanted.items() if k != "where"})
-        if mask is not None:
-            table = table.filter(mask)
+        labels = self._labels.read()
+        table = self._chosen(wanted, labels, stop=stop).table()
+        counted = facets(table)
         total = table.num_rows
         if sort:
-            if sort not in _PLAIN:
-                raise DataError(f"there is no column {sort!r} to sort by.{did_you_mean(sort, _PLAIN)}")
+            if sort not in PLAIN:
+                raise DataError(f"there is no column {sort!r} to sort by.{did_you_mean(sort, PLAIN)}")
             order = pc.sort_indices(table, [(sort, "descending" if descending else "ascending")])
             table = table.take(order[offset : offset + limit])
         else:
@@ -165,15 +167,41 @@ class RunView:
         rows = [plain(row) for row in table.to_pylist()]
         if not sort and descending:
             rows.reverse()
-        return {"total": total, "rows": rows}
+        for row in rows:
+            said = labels.get((row["id"], row["step"], row["split"]), Label("", ""))
+            row |= {"label": said.label, "note": said.note}
+        return {"total": total, "rows": rows, "facets": counted, "labels": known_labels(labels.values())}
+
+    def export(self, wanted: Mapping[str, str], *, stop: threading.Event | None = None) -> StoredRun:
+        """Return the trajectories that filters let through, few enough for one file.
+
+        Raises:
+            DataError: a filter cannot be understood, or there are too many.
+        """
+        chosen = self._chosen(wanted, self._labels.read(), stop=stop)
+        check_size(chosen)
+        return chosen
+
+    def label(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Write what somebody says about a trajectory, beside the run.
+
+        Raises:
+            DataError: it is no label, there is no such trajectory, or it cannot be written.
+        """
+        self._store.refresh()
+        if isinstance(id := given.get("id"), str) and isinstance(step := given.get("step"), int):
+            self._store.record(id, step=step, split=str(given.get("split")))
+        return self._labels.write(given)._asdict()
+
+    def _chosen(
+        self, wanted: Mapping[str, str], labels: Mapping[tuple[str, int, str], Label], *, stop: threading.Event | None = None
+    ) -> StoredRun:
+        self._store.refresh()
+        return narrow(self._store, wanted, labels, stop=stop)
 
     def groups(self, wanted: Mapping[str, str], *, offset: int = 0, limit: int = 100) -> dict[str, Any]:
         """Return groups with the rewards of their members and their spread, the latest first."""
-        self._store.refresh()
-        table = self._store.table()
-        mask = _mask(table, wanted)
-        if mask is not None:
-            table = table.filter(mask)
+        table = self._chosen(wanted, self._labels.read()).table()
         table = table.append_column("at", pa.array(np.arange(table.num_rows)))
         found = (
             table.group_by(["split", "step", "group"])
@@ -213,7 +241,21 @@ class RunView:
         Raises:
             DataError: there is none of this id.
         """
-        return trajectory_page(self._store.record(id, step=step, split=split), self._tokens(), segment=segment, start=start)
+        record = self._store.record(id, step=step, split=split)
+        labels = self._labels.read()
+        said = labels.get((record.trajectory.id, record.step, record.split), Label("", ""))
+        shown = trajectory_page(record, self._tokens(), segment=segment, start=start)
+        return {**shown, **said._asdict(), "labels": known_labels(labels.values())}
+
+    def advantage(self, id: str, *, step: int | None, split: str | None) -> dict[str, Any]:
+        """Return why a trajectory has its advantage: its group and the estimator's formula with the group's numbers.
+
+        Raises:
+            DataError: there is none of this id.
+        """
+        chosen = self._store.record(id, step=step, split=split)
+        group = self._store.select(step=chosen.step, split=chosen.split, group=chosen.group)
+        return why_advantage(chosen, group.records(), read_config(self.folder).values)
 
     def _tokens(self) -> TokenTexts:
         if self._texts is None or not self._texts.is_known:
@@ -226,51 +268,6 @@ class RunView:
         except DataError as problem:
             return [_damaged(str(problem))]
         return [_alarm(line) for line in (text or "").splitlines()]
-
-
-class _Lines:
-    """A file of metrics that grows while it is read."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.read: list[dict[str, Any]] = []
-        self.problem = ""
-        self.is_there = True  # until it has been looked for
-        self._folder, self._name = folder, name
-        self._read_to = self._bad_lines = 0
-
-    def refresh(self) -> None:
-        """Read the lines that are whole by now."""
-        try:
-            self._refresh()
-        except (DataError, OSError) as problem:
-            self.problem = str(problem)
-
-    def _refresh(self) -> None:
-        path = contained(self._folder, self._name)
-        self.problem, self.is_there = "", path is not None
-        if path is None:
-            return
-        size = path.stat().st_size
-        if size < self._read_to:  # a resumed run drops the steps that it takes again
-            self.read, self._read_to, self._bad_lines = [], 0, 0
-        with path.open("rb") as file:
-            file.seek(self._read_to)
-            new = file.read(max(0, MAX_BYTES - self._read_to))
-        if size > MAX_BYTES:
-            self.problem = f"{self._name} has {size} bytes, and only the first {MAX_BYTES} are shown"
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read_to += len(whole)
-        for line in whole.splitlines():
-            values = parse_line(line)
-            if values is None:
-                self._bad_lines += 1
-            else:
-                self.read.append(values)
-
-    def problems(self) -> list[str]:
-        """Return a sentence for each thing of the file that cannot be read."""
-        damaged = f"{self._bad_lines} lines of {self._name} are damaged and were skipped" if self._bad_lines else ""
-        return [text for text in (self.problem, damaged) if text]
 
 
 def _alarm(line: str) -> dict[str, Any]:
@@ -287,40 +284,3 @@ def _alarm(line: str) -> dict[str, Any]:
 
 def _damaged(message: str) -> dict[str, Any]:
     return {"step": None, "alarm": "damaged", "message": message}
-
-
-def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:
-    """Return which rows all filters let through; None if there is no filter."""
-    masks = []
-    for key, value in wanted.items():
-        if value == "":
-            continue
-        kind, _, column = key.partition("_") if key.startswith(("min_", "max_")) else ("", "", key)
-        if key == "errors":
-            failed = pc.is_valid(table["error"])
-            masks.append(pc.or_(failed, pc.fill_null(pc.greater(table["num_tool_errors"], 0), False)))
-        elif key == "text":
-            fields = [pc.match_substring(table[c], value, ignore_case=True) for c in ("question", "task_id", "id")]
-            masks.append(pc.or_(pc.or_(*(pc.fill_null(f, False) for f in fields[:2])), pc.fill_null(fields[2], False)))
-        elif kind and column in _NUMERIC:
-            compare = pc.greater_equal if kind == "min" else pc.less_equal
-            masks.append(pc.fill_null(compare(table[column], _as_number(key, value)), False))
-        elif column in _PLAIN and not kind:
-            given: Any = value if pa.types.is_string(table[column].type) else _as_number(key, value)
-            masks.append(pc.fill_null(pc.equal(table[column], given), False))
-        else:
-            known = [*_PLAIN, "errors", "text", *(f"min_{c}" for c in _NUMERIC)]
-            raise DataError(f"there is no filter {key!r}.{did_you_mean(key, known)}")
-    if not masks:
-        return None
-    mask = masks[0]
-    for other in masks[1:]:
-        mask = pc.and_(mask, other)
-    return mask
-
-
-def _as_number(key: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError as problem:
-        raise DataError(f"the filter {key} is {value!r}; it must be a number") from problem

@@ -28,7 +28,7 @@ TOLERANCE = 2e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class GroupComparison:
     """What an estimator of one group sees."""
 
     own: float
@@ -59,7 +59,7 @@ class Derivation(NamedTuple):
     value: float | None = None
 
 
-def _scaled(group: Comparison) -> Derivation:
+def _scaled(group: GroupComparison) -> Derivation:
     if not group.is_scaled or len(group.rewards_G) < 2:
         return _centred(group)
     value = (group.own - group.mean) / (group.std + group.eps)
@@ -67,24 +67,24 @@ def _scaled(group: Comparison) -> Derivation:
     return Derivation("A = (r − mean) / (std + eps)", numbers, value)
 
 
-def _centred(group: Comparison) -> Derivation:
+def _centred(group: GroupComparison) -> Derivation:
     return Derivation("A = r − mean", f"{_n(group.own)} − {_n(group.mean)}", group.own - group.mean)
 
 
-def _leave_one_out(group: Comparison) -> Derivation:
+def _leave_one_out(group: GroupComparison) -> Derivation:
     count = max(len(group.rewards_G) - 1, 1)
     others = (float(group.rewards_G.sum()) - group.own) / count
     return Derivation("A = r − mean of the other members", f"{_n(group.own)} − {_n(others)}", group.own - others)
 
 
-def _by_length(group: Comparison) -> Derivation:
+def _by_length(group: GroupComparison) -> Derivation:
     whole = float(group.lengths_G.sum())
     baseline = float((group.lengths_G * group.rewards_G).sum()) / whole if whole else group.mean
     formula = "A = r − Σ l·r / Σ l, l the trained tokens of a member"
     return Derivation(formula, f"{_n(group.own)} − {_n(baseline)}", group.own - baseline)
 
 
-_OF_GROUP: dict[str, Callable[[Comparison], Derivation]] = {
+_OF_GROUP: dict[str, Callable[[GroupComparison], Derivation]] = {
     "grpo": _scaled,
     "dr_grpo": _centred,
     "rloo": _leave_one_out,
@@ -159,7 +159,7 @@ def _derive(
     if own not in counted:
         return Derivation("")
     given = as_score(options.get("eps"))
-    comparison = Comparison(
+    comparison = GroupComparison(
         own=own["reward"],
         rewards_G=np.array([row["reward"] for row in counted], np.float64),
         lengths_G=np.array([row["num_trained_tokens"] for row in counted], np.float64),

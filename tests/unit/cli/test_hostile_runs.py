@@ -90,7 +90,8 @@ def test_a_bad_line_of_metrics_costs_itself_alone(run: Path, line: bytes, tmp_pa
     assert listed.status_code == 200
     assert [one["last_step"] for one in listed.json()] == [3, 1]
     assert any("1 lines of metrics.jsonl" in p for p in listed.json()[0]["problems"])
-    assert len(client.get("/api/runs/0/metrics").json()["lines"]) == 2
+    drawn = client.get("/api/runs/0/curves?name=reward/mean").json()["reward/mean"]
+    assert (drawn["x"], drawn["y"][-1]) == ([1.0, 3.0], 0.75)
     shown = call_command(main, "runs", run.parent)
     assert shown.code == 0 and "0.750" in shown.out, shown.err
     reported = call_command(main, "report", run, good, "-o", tmp_path / "report.html")
@@ -317,6 +318,10 @@ def test_a_condition_ends_when_nobody_waits_for_it(run: Path) -> None:
         "trajectories?step=" + "9" * 30,
         "trajectories?min_step=nan",
         "trajectories?offset=" + "9" * 30,
+        "curves?name=reward/mean&axis=a",
+        "curves?name=reward/mean&smooth=1",
+        "curves?name=reward/mean&low=nan",
+        "curves?" + "&".join(["name=a"] * 61),
         "groups?where=true",
         "groups?components=a",
         "timeline?step=" + "9" * 30,

@@ -1,45 +1,17 @@
 // The frame: which page the address names, the runs, what is polled while a run goes on, the keyboard.
-//   #/0/curves   #/0/trajectories?min_reward=1   #/0/one?id=g5/2&step=3&split=train   #/0/compare?a=…&b=…
+// A page is a function of run, values and run's summary that returns {element, ready?, update?, key?, leave?, follows?}.
 
-import { curves, trajectories, groups, timelinePage, one, compare, about } from "/static/pages.js";
-
-export const el = (name, attributes = {}, ...children) => {
-  const element = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
-    else if (value === true) element.setAttribute(key, "");
-    else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, value);
-  }
-  element.append(...children.filter((c) => c !== null && c !== undefined && c !== false));
-  return element;
-};
-
-export async function get(path, values = {}) {
-  const query = new URLSearchParams(Object.entries(values).filter(([, v]) => v !== "" && v !== null && v !== undefined));
-  const answer = await fetch(`/api/${path}${query.size ? `?${query}` : ""}`);
-  const data = await answer.json();
-  if (!answer.ok) throw new Error(data.detail ?? `${answer.status}`);
-  return data;
-}
+import { el, get, go, leave, place, state } from "/static/base.js";
+import { curves } from "/static/curves.js";
+import { groups, timelinePage } from "/static/groups.js";
+import { about, compare, one } from "/static/one.js";
+import { trajectories } from "/static/table.js";
+import { why } from "/static/why.js";
 
 const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"]];
-const PAGES = { curves, trajectories, groups, timeline: timelinePage, one, compare, about };
-// `last` holds the address at which each tab was left, so that its filters are there again; `list` is the table as it was last read.
-export const state = { runs: [], marked: [], list: [], page: null, last: {} };
+const PAGES = { curves, trajectories, groups, timeline: timelinePage, one, compare, why, about };
+const INSIDE = ["one", "compare", "why"]; // pages of single trajectories, which stand under the table's tab
 const main = document.getElementById("main");
-
-export function place() {
-  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  const [run = "0", page = "curves"] = path.split("/");
-  return { run: Number(run) || 0, page: page || "curves", values: Object.fromEntries(new URLSearchParams(query)) };
-}
-
-export function go(page, values = {}, { run = place().run, replace = false } = {}) {
-  const query = new URLSearchParams(Object.entries(values).filter(([, v]) => v !== "" && v !== null && v !== undefined));
-  const hash = `#/${run}/${page}${query.size ? `?${query}` : ""}`;
-  if (replace) { history.replaceState(null, "", hash); return show(); }
-  location.hash = hash;
-}
 
 // The run's problems, above every page and as new as the last answer.
 const problems = el("div");
@@ -50,7 +22,7 @@ function drawProblems(info) {
 async function show() {
   const { run, page, values } = place();
   const shown = PAGES[page] ? page : "curves";
-  const current = ["one", "compare"].includes(shown) ? "trajectories" : shown;
+  const current = INSIDE.includes(shown) ? "trajectories" : shown;
   if (shown === current) state.last[`${run}/${shown}`] = location.hash;
   document.getElementById("tabs").replaceChildren(...TABS.map(([name, label]) =>
     el("a", { href: (name !== shown && state.last[`${run}/${name}`]) || `#/${run}/${name}`, "aria-current": name === current ? "page" : null }, label)));
@@ -120,12 +92,6 @@ async function poll() {
   setTimeout(poll, 3000);
 }
 
-// From a trajectory back to the table as it was.
-export function leave() {
-  const { run, page } = place();
-  if (["one", "compare"].includes(page)) location.hash = state.last[`${run}/trajectories`] ?? `#/${run}/trajectories`;
-}
-
 function keyboard(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
@@ -141,6 +107,7 @@ function keyboard(event) {
 function theme(choice) {
   if (choice) document.documentElement.dataset.theme = choice; else delete document.documentElement.dataset.theme;
   try { localStorage.setItem("theme", choice ?? ""); } catch { /* private windows keep nothing */ }
+  state.page?.repaint?.(); // a canvas does not change its colours by itself
 }
 
 async function start() {
@@ -153,7 +120,8 @@ async function start() {
   });
   document.getElementById("keys").addEventListener("click", () => document.getElementById("help").showModal());
   const choice = document.getElementById("run");
-  choice.addEventListener("change", () => go(["one", "compare"].includes(place().page) ? "trajectories" : place().page, {}, { run: Number(choice.value) }));
+  choice.addEventListener("change", () => go(INSIDE.includes(place().page) ? "trajectories" : place().page, {}, { run: Number(choice.value) }));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.page?.repaint?.());
   document.addEventListener("keydown", keyboard);
   window.addEventListener("hashchange", show);
   try { state.runs = await get("runs"); } catch (problem) { main.replaceChildren(el("div", { class: "problem", role: "alert" }, problem.message)); return; }

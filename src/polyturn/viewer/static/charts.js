@@ -1,4 +1,6 @@
-// Small pictures in SVG: line charts of metrics, dots of a group's rewards, the timeline of a step.
+// Charts by uPlot (line charts of metrics), and small pictures in SVG: dots of a group's rewards, the timeline of a step.
+
+import { el, short } from "/static/base.js";
 
 const NS = "http://www.w3.org/2000/svg";
 
@@ -9,64 +11,62 @@ export function svg(name, attributes = {}, ...children) {
   return element;
 }
 
-export function short(value) {
-  if (typeof value !== "number") return value ?? "–";
-  if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
-  const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(2);
-  return String(Number(value.toPrecision(4)));
+const COLOURS = 6;
+const WHOLE = [...Array(15).keys()].flatMap((e) => [1, 2, 5].map((m) => m * 10 ** e));
+
+// The colour that a class has in the theme of the page, which a canvas cannot look up by itself.
+function ink(name, property = "color") {
+  const probe = document.body.appendChild(el("i", { class: name }));
+  const found = getComputedStyle(probe)[property];
+  probe.remove();
+  return found;
 }
 
-// series: [{name, color, points: [[x, y], …], smoothed: as points, or null}]. What was measured is always drawn, behind what is smoothed;
-// points that stand apart from their neighbours (evaluations) are marked, because the line between them was not measured.
-export function lineChart(series, { width = 360, height = 170, label = "" } = {}) {
-  const left = 46, right = 8, top = 8, bottom = 22;
-  const all = series.flatMap((s) => s.points);
-  const box = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
-  const last = series.filter((s) => s.points.length).map((s) => `${s.name}: ${short(s.points.at(-1)[1])} at step ${s.points.at(-1)[0]}`);
-  box.append(svg("title", {}, `${label}. ${last.join("; ")}`));
-  if (!all.length) return box;
-  let x0 = Math.min(...all.map((p) => p[0])), x1 = Math.max(...all.map((p) => p[0]));
-  let y0 = Math.min(...all.map((p) => p[1])), y1 = Math.max(...all.map((p) => p[1]));
-  if (x0 === x1) x1 = x0 + 1;
-  if (y0 === y1) { y0 -= Math.abs(y0) * 0.1 || 0.5; y1 += Math.abs(y1) * 0.1 || 0.5; }
-  const X = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
-  const Y = (y) => top + (1 - (y - y0) / (y1 - y0)) * (height - top - bottom);
-  for (const y of [y0, (y0 + y1) / 2, y1]) {
-    box.append(svg("line", { x1: left, x2: width - right, y1: Y(y), y2: Y(y), class: "axis" }));
-    const text = svg("text", { x: left - 5, y: Y(y) + 4, "text-anchor": "end" }, short(Number(y.toPrecision(3))));
-    box.append(text);
-  }
-  for (const x of [x0, x1]) box.append(svg("text", { x: X(x), y: height - 6, "text-anchor": x === x0 ? "start" : "end" }, short(x)));
-  for (const one of series) {
-    const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${X(x).toFixed(1)} ${Y(y).toFixed(1)}`).join("");
-    box.append(svg("path", { d: path(one.points), class: `c${one.color}`, "stroke-opacity": one.smoothed ? 0.3 : 1 }));
-    if (one.smoothed) box.append(svg("path", { d: path(one.smoothed), class: `c${one.color} smoothed` }));
-    const is_sparse = one.points.length <= 60 && (one.points.length === 1 || one.points.some(([x], i) => i && x - one.points[i - 1][0] > 1));
-    if (is_sparse) for (const [x, y] of one.points) box.append(svg("circle", { cx: X(x), cy: Y(y), r: one.points.length === 1 ? 3 : 2, class: `f${one.color}` }));
-  }
-  const hair = svg("line", { y1: top, y2: height - bottom, class: "hair", visibility: "hidden" });
-  const said = svg("text", { y: top + 10, visibility: "hidden" });
-  box.append(hair, said);
-  box.addEventListener("pointermove", (event) => {
-    const bounds = box.getBoundingClientRect();
-    const wanted = x0 + (((event.clientX - bounds.left) / bounds.width) * width - left) / (width - left - right) * (x1 - x0);
-    const near = series.filter((s) => s.points.length).map((s) => [s, s.points.reduce((a, b) => (Math.abs(b[0] - wanted) < Math.abs(a[0] - wanted) ? b : a))]);
-    if (!near.length) return;
-    const x = X(near[0][1][0]);
-    hair.setAttribute("x1", x); hair.setAttribute("x2", x);
-    said.textContent = `${near[0][1][0]}: ${near.map(([, p]) => short(p[1])).join(" · ")}`;
-    said.setAttribute("x", Math.min(Math.max(x, left + 40), width - 60)); said.setAttribute("text-anchor", "middle");
-    hair.setAttribute("visibility", "visible"); said.setAttribute("visibility", "visible");
-  });
-  box.addEventListener("pointerleave", () => { hair.setAttribute("visibility", "hidden"); said.setAttribute("visibility", "hidden"); });
-  return box;
+// Several curves, each with places of its own, on the places of all of them.
+function joined(curves) {
+  const drawn = curves.filter(({ x }) => x.length);
+  return drawn.length ? uPlot.join(drawn.map(({ x, y }) => [x, y])) : [[]];
 }
 
-export function smooth(points, weight) {
-  if (!weight) return points;
-  let kept = 0, norm = 0;
-  return points.map(([x, y]) => { kept = kept * weight + (1 - weight) * y; norm = norm * weight + (1 - weight); return [x, kept / norm]; });
+// curves: [{name, color, x, y, isFaint, isSparse}]. What was measured is always drawn, behind what is smoothed (`isFaint`); points that
+// stand apart (evaluations) are marked, because the line between them was not measured. `range` is the part of the axis that is shown,
+// `onZoom(low, high)` is told what was dragged over, and nothing after a double click.
+export function lineChart(curves, { label = "", height = 170, isLog = false, range = null, axis = "step", onZoom = () => {} } = {}) {
+  const positive = isLog ? curves.map((c) => ({ ...c, y: c.y.map((v) => (v > 0 ? v : null)) })) : curves;
+  const drawn = positive.filter(({ x }) => x.length);
+  const data = joined(positive);
+  const told = el("p", { class: "told muted", "aria-hidden": "true" }, "\u00a0");
+  const last = curves.filter((c) => c.x.length && !c.isFaint).map((c) => `${c.name}: ${short(c.y.at(-1))} at ${axis} ${short(c.x.at(-1))}`);
+  const box = el("div", { class: "plot", role: "img", "aria-label": `${label}. ${last.join("; ")}` });
+  const soft = ink("ink-soft"), line = ink("ink-line");
+  const ticks = { stroke: soft, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1, size: 4 }, font: "11px system-ui, sans-serif", values: (u, splits) => splits.map((v) => (v === null ? "" : short(v))) };
+  const tell = (u) => {
+    const at = u.cursor.idx;
+    told.textContent = at === null || at === undefined ? "\u00a0" : `${axis} ${short(data[0][at])}: ${drawn.map((c, i) => (typeof data[i + 1][at] === "number" && !c.isFaint ? `${drawn.length > 1 ? `${c.name} ` : ""}${short(data[i + 1][at])}` : "")).filter(Boolean).join(" · ")}`;
+  };
+  const options = {
+    width: 320, height, legend: { show: false }, series: [{}, ...drawn.map((c) => {
+      const stroke = ink(`ink${c.color % COLOURS}`);
+      return { stroke, alpha: c.isFaint ? 0.3 : 1, width: 1.6, spanGaps: true, points: { show: c.isSparse || c.x.length === 1, size: 6, fill: stroke } };
+    })],
+    scales: { x: { time: false, ...(range ? { range: () => range } : {}) }, y: { distr: isLog ? 3 : 1 } },
+    axes: [{ ...ticks, size: 28, space: 60, incrs: axis === "time" ? undefined : WHOLE }, { ...ticks, size: 54, space: 32 }],
+    cursor: { sync: { key: "curves" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => { onZoom(); return null; } }, points: { size: 6 } },
+    hooks: {
+      setCursor: [tell],
+      setSelect: [(u) => {
+        if (u.select.width < 4) return;
+        const [low, high] = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
+        u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+        onZoom(low, high);
+      }],
+    },
+  };
+  if (drawn.length) {
+    box.plot = new uPlot(options, data, box);
+    new ResizeObserver(() => { if (box.clientWidth > 0) box.plot.setSize({ width: box.clientWidth, height }); }).observe(box);
+  } else box.append(el("p", { class: "muted" }, isLog && curves.some((c) => c.x.length) ? "No value above 0." : "Nothing here."));
+  return el("div", {}, box, told);
 }
 
 // A dot for each reward, on the range of all that are shown.
@@ -81,6 +81,36 @@ export function strip(rewards, low, high) {
     const x = Math.round(at(reward)), n = stacked.get(x) ?? 0;
     stacked.set(x, n + 1);
     box.append(svg("circle", { cx: x, cy: 8 + (n % 2 ? -1 : 1) * Math.ceil(n / 2) * 1.6, r: 3, class: "f0", "fill-opacity": 0.65 }));
+  }
+  return box;
+}
+
+// The rewards of a group on one line: its mean, one standard deviation to either side, and each member as a link.
+export function groupStrip(data, href) {
+  const known = data.members.filter((m) => typeof m.reward === "number");
+  const width = 700, height = 84, left = 20, base = 44;
+  const box = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "group-strip", role: "group", "aria-label": "The rewards of the group" });
+  if (!known.length) return box;
+  const spread = data.std ?? 0;
+  let low = Math.min(...known.map((m) => m.reward), (data.mean ?? Infinity) - spread), high = Math.max(...known.map((m) => m.reward), (data.mean ?? -Infinity) + spread);
+  if (low === high) { low -= 0.5; high += 0.5; }
+  const X = (v) => left + ((v - low) / (high - low)) * (width - 2 * left);
+  if (data.mean !== null && spread) box.append(svg("rect", { x: X(data.mean - spread), width: X(data.mean + spread) - X(data.mean - spread), y: base - 16, height: 32, class: "f3", "fill-opacity": 0.25 }));
+  box.append(svg("line", { x1: left, x2: width - left, y1: base, y2: base, class: "axis" }));
+  if (data.mean !== null) {
+    box.append(svg("line", { x1: X(data.mean), x2: X(data.mean), y1: base - 20, y2: base + 20, class: "mean" }));
+    box.append(svg("text", { x: Math.min(Math.max(X(data.mean), 60), width - 60), y: 14, "text-anchor": "middle" }, `mean ${short(data.mean)} ± ${short(spread)}`));
+  }
+  for (const [value, anchor] of [[low, "start"], [high, "end"]]) box.append(svg("text", { x: X(value), y: height - 4, "text-anchor": anchor }, String(short(value))));
+  const stacked = new Map();
+  for (const member of known) {
+    const x = Math.round(X(member.reward)), n = stacked.get(x) ?? 0;
+    stacked.set(x, n + 1);
+    const isOwn = member.id === data.id;
+    const link = svg("a", { href: href(member.id), "aria-label": `${member.id}, reward ${short(member.reward)}${isOwn ? ", this one" : ""}` });
+    link.append(svg("title", {}, `${member.id}: reward ${short(member.reward)}, advantage ${short(member.advantage)}`),
+      svg("circle", { cx: x + (n % 2 ? 1 : -1) * Math.ceil(n / 2) * 9, cy: base, r: isOwn ? 8 : 5, class: isOwn ? "own f1" : member.is_failed ? "f3" : "f0" }));
+    box.append(link);
   }
   return box;
 }

@@ -1,159 +1,17 @@
-"""The viewer in a real browser: a person's way through a run, a hostile trajectory, the keyboard, accessibility.
-
-Needs Chromium and playwright (`make browser`); skipped with that sentence where they are missing. Screenshots are kept under
-POLYTURN_ARTEFACTS, or with the other temporary files of the test run.
-"""
+"""The viewer in a real browser: a person's way through a run, a hostile trajectory, the keyboard, accessibility."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from polyturn.config.load import RESOLVED_HEAD
-from polyturn.core.trajectory import TrajectoryGroup
-from polyturn.interactions.gsm8k import Gsm8kInteraction
-from polyturn.rollout.group import GroupSpec
-from polyturn.rollout.pool import RolloutPool
-from polyturn.store.parquet_store import ParquetStore
-from polyturn.store.schema import Trained
-from polyturn.testing.episodes import scripted_context, task
-from polyturn.testing.tiny_models import tiny_tokenizer
-from polyturn.tools.gsm8k import Gsm8kTool
-from support.services import served_app
+from support.viewer_runs import add_step
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
-playwright.expect.set_options(timeout=60_000)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed; run `make browser`"),
-    pytest.mark.timeout(180),
-]
-
-CALL = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "8"}}\n</tool_call>'
-HOSTILE = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'>\x1b[31mred\x1b[0m \u202eright to left "
-
-
-def write_run(folder: Path) -> None:
-    """Write three steps of real episodes with a scripted model, one of them hostile, and metrics."""
-    says = [CALL, "#### 8", "#### 4"]
-    context = scripted_context(says, tools=[Gsm8kTool({})], interactions={"gsm8k": Gsm8kInteraction({})})
-    with ParquetStore(folder) as store:
-        for step in (1, 2, 3):
-            specs = [
-                GroupSpec(id=f"g{step}{i}", task=task(f"What is 2+2 ({i})?", id=f"t{i}", interaction="gsm8k"), size=2)
-                for i in range(3)
-            ]
-            for group in asyncio.run(RolloutPool(context).run(specs)):
-                trained = {t.id: made(t.num_sampled_tokens) for t in group.trajectories[:1]}
-                trained |= {t.id: Trained(dropped="zero_variance") for t in group.trajectories[1:]}
-                store.add(group, step=step, split="train", trained=trained)
-            store.flush()
-        if folder.name == "first":
-            store.add(hostile_group(), step=3, split="eval/hostile")
-    lines = [
-        {"step": s, "reward/mean": 0.1 * s, "eval/greedy/success": 0.2 * s, "rollout/turns": 3 - 0.1 * s} for s in (1, 2, 3)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "config.yaml").write_text("name: <b>run</b>\n")
-    tiny_tokenizer().save_pretrained(folder / "tokenizer")
-
-
-def made(count: int) -> Trained:
-    return Trained(advantages=np.linspace(-1, 1, count), policy_logprobs=np.full(count, -0.5, np.float32))
-
-
-def hostile_group() -> TrajectoryGroup:
-    long = HOSTILE * (500_000 // len(HOSTILE))
-    hostile = task(long, id="<b>t</b>", data_source="<i>x</i>", ground_truth="4")
-    context = scripted_context([HOSTILE], rewards={"<i>x</i>": lambda trajectory: 1.0})
-    spec = GroupSpec(id="<u>evil</u>", task=hostile, size=1)
-    (group,) = asyncio.run(RolloutPool(context).run([spec]))
-    return group
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    for name in ("first", "second", "growing"):
-        write_run(folder / name)
-    return folder
-
-
-@pytest.fixture
-def growing(runs: Path) -> Path:
-    return runs / "growing"
-
-
-def add_step(folder: Path, step: int) -> None:
-    """Add a group of two trajectories to a run, as training does; playwright has the event loop of this thread."""
-    with ThreadPoolExecutor(1) as other:
-        other.submit(_add_step, folder, step).result()
-
-
-def _add_step(folder: Path, step: int) -> None:
-    context = scripted_context(["#### 4"], rewards={"": lambda trajectory: 1.0})
-    spec = GroupSpec(id=f"more{step}", task=task("What is 2+2?", id=f"more{step}"), size=2)
-    (group,) = asyncio.run(RolloutPool(context).run([spec]))
-    with ParquetStore(folder) as store:
-        store.add(group, step=step, split="train")
-
-
-@pytest.fixture(scope="module")
-def address(runs: Path) -> Iterator[str]:
-    from polyturn.viewer.app import create_app
-    from polyturn.viewer.run_view import RunView
-
-    shown = [RunView(runs / name) for name in ("first", "second", "growing")]
-
-    def appeared() -> list[RunView]:
-        if len(shown) == 4 or not (runs / "warming/sft_metrics.jsonl").exists():
-            return []
-        shown.append(RunView(runs / "warming"))
-        return shown[3:]
-
-    with served_app(create_app(list(shown), appeared=appeared)) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def browser(address: str) -> Iterator[object]:
-    with playwright.sync_playwright() as running:
-        found = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
-@pytest.fixture
-def page(browser, address: str) -> Iterator[object]:
-    page = browser.new_page(viewport={"width": 1280, "height": 800}, base_url=address)
-    problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    yield page
-    page.close()
-    assert problems == []
-
-
-@pytest.fixture
-def keep(tmp_path: Path, request: pytest.FixtureRequest):
-    folder = Path(os.environ.get("POLYTURN_ARTEFACTS", tmp_path))
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def screenshot(page, name: str) -> None:
-        picture = folder / f"viewer-{name}.png"
-        page.screenshot(path=str(picture))
-        assert picture.stat().st_size > 5_000
-
-    return screenshot
+pytestmark = pytest.mark.timeout(180)
 
 
 def test_a_visitor_filters_opens_a_trajectory_and_reads_why_a_token_was_masked_in_two_clicks(page, keep):
@@ -198,6 +56,20 @@ def test_a_trained_token_says_everything_that_is_known_about_it(page):
     assert page.locator(".tokens .heat3").count() > 0 and page.locator(".tokens .heat-3").count() > 0
 
 
+def test_the_table_leads_to_why_an_advantage_is_what_it_is_in_one_click(page, keep):
+    page.goto("/#/0/trajectories?split=train")
+    page.get_by_label("why this advantage of g30/0?").click()
+    page.wait_for_selector(".formula")
+    said = page.inner_text(".answer")
+    assert "grpo: A = (r − mean) / (std + eps)" in said and "A = (0.95 − 0.95) / (0 + 1e-06) = 0" in said
+    assert page.locator(".group-strip a").count() == 2 and "tool_step" in page.inner_text("main")
+    keep(page, "why")
+    page.get_by_role("row", name="g30/1").get_by_role("link", name="g30/1").click()
+    playwright.expect(page.locator(".answer")).to_contain_text("every member of its group had the same reward")
+    page.get_by_role("link", name="the task t0 over training").click()
+    playwright.expect(page.locator("tbody tr")).to_have_count(6)
+
+
 def test_two_trajectories_and_two_runs_stand_side_by_side(page, keep):
     page.goto("/#/0/trajectories?split=train")
     page.wait_for_selector("tbody tr")
@@ -209,8 +81,9 @@ def test_two_trajectories_and_two_runs_stand_side_by_side(page, keep):
     assert "Both conversations are the same." in page.inner_text("[role=status] >> nth=1")
     keep(page, "compare")
     page.goto("/#/0/curves?with=1")
-    page.wait_for_selector(".chart svg path.c1")
+    page.wait_for_selector(".chart canvas")
     assert page.inner_text(".legend").split() == ["first", "second"]
+    assert page.evaluate("document.querySelector('.plot').plot.series.length") == 3, "the axis and two runs"
     keep(page, "curves")
 
 
@@ -272,7 +145,8 @@ def test_labels_and_contrast_hold_on_every_page(browser, address: str, scheme: s
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed; run `make browser`")
     page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme, base_url=address)
     ways = {"curves": ".chart", "trajectories": "tbody tr", "groups": "tbody tr", "timeline?step=2&split=train": "svg g",
-            "one?id=g30/1&step=3&split=train": ".tokens span", "about": "pre"}  # fmt: skip
+            "one?id=g30/1&step=3&split=train": ".tokens span", "about": "pre",
+            "why?id=g30/0&step=3&split=train": ".formula"}  # fmt: skip
     for way, ready in ways.items():
         page.goto(f"/#/0/{way}")
         page.wait_for_selector(ready)
@@ -285,6 +159,7 @@ def test_labels_and_contrast_hold_on_every_page(browser, address: str, scheme: s
 def test_on_a_narrow_screen_the_parts_of_a_page_stand_below_each_other(browser, address: str, keep, width: int):
     """Not beside each other, with a letter a line: `scrollWidth` alone does not see that."""
     page = browser.new_page(viewport={"width": width, "height": 760}, base_url=address)
+    page.set_default_timeout(90_000)
     for way, ready in {"trajectories": "tbody tr", "one?id=g30/1&step=3&split=train": ".tokens span"}.items():
         page.goto(f"/#/0/{way}")
         page.wait_for_selector(ready)
@@ -302,7 +177,7 @@ def test_a_run_that_goes_on_is_followed_without_a_reload(page, runs: Path):
     with (runs / "first" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/mean": 0.9}\n')
     playwright.expect(page.locator("#live")).to_contain_text("step 4", timeout=8000)
-    playwright.expect(page.locator(".chart title").filter(has_text="0.9 at step 4")).to_have_count(1)
+    playwright.expect(page.get_by_role("img", name="0.9 at step 4")).to_have_count(1)
 
 
 def test_every_page_of_a_run_follows_it_and_keeps_what_is_being_typed(page, growing: Path):
@@ -343,7 +218,7 @@ def test_a_warm_start_is_followed_before_the_run_has_metrics_of_its_own(page, gr
     assert page.locator("[role=alert]").count() == 0
     with (folder / "sft_metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "loss/sft": 1.5}\n')
-    playwright.expect(page.locator(".chart title").filter(has_text="1.5 at step 2")).to_have_count(1)
+    playwright.expect(page.get_by_role("img", name="1.5 at step 2")).to_have_count(1)
 
 
 def test_a_token_that_no_loss_saw_has_the_weight_0(page):
@@ -375,18 +250,9 @@ def test_tokens_beyond_the_first_page_can_be_opened_and_linked(page):
     assert "position 20005" in page.inner_text(".side-panel").replace("\n", " ")
 
 
-def test_smoothing_leaves_what_was_measured_and_is_part_of_the_address(page):
-    page.goto("/#/0/curves?metric=greedy")
-    page.wait_for_selector(".chart")
-    before = page.get_attribute(".chart path.c0", "d")
-    page.fill("input[aria-label=Smoothing]", "0.9")
-    assert page.get_attribute(".chart path.c0:not(.smoothed)", "d") == before
-    assert page.get_attribute(".chart path.smoothed", "d") != before
-    assert "smooth=0.9" in page.url and "metric=greedy" in page.url
-
-
 def test_a_filter_that_cannot_be_understood_leaves_the_form(browser, address: str):
     page = browser.new_page(base_url=address)  # a refused request is an error on the console
+    page.set_default_timeout(90_000)
     page.goto("/#/0/trajectories?split=train")
     page.wait_for_selector("tbody tr")
     page.fill("input[name=where]", "num_tokens >")

@@ -1,0 +1,146 @@
+"""Which trajectories of a run a page is about: its filters, how many there are of each kind, and a file of them.
+
+    ?split=train&min_reward=0.5&text=refund   ->  the rows that all of them let through
+
+Columns by value, numbers by their bounds, words and expressions in what was said, labels, and SQL.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from polyturn.core.errors import DataError, did_you_mean
+from polyturn.core.serde import to_json
+from polyturn.store.schema import INDEX_COLUMNS, SCHEMA
+from polyturn.store.stored_run import StoredRun
+from polyturn.viewer.labels import Label
+
+NUMERIC = ("step", "reward", "num_turns", "num_tokens", "num_sampled_tokens", "num_tool_calls", "num_tool_errors")
+PLAIN = tuple(name for name in INDEX_COLUMNS if not pa.types.is_nested(SCHEMA.field(name).type))
+"""Columns of single values, which can be compared and sorted by."""
+_WHOLE_RUN = ("text", "regex", "where", "label")
+"""Filters that are no comparison of one column."""
+MAX_VALUES = 12
+"""Values of one kind that are counted, the most frequent ones."""
+MAX_EXPORT = 20_000
+"""Trajectories of one file."""
+FACETS = (
+    ("split", "Split"),
+    ("stop_reason", "Stop reason"),
+    ("data_source", "Data source"),
+    ("num_tool_errors", "Failed tool calls"),
+    ("num_turns", "Turns"),
+    ("reward", "Reward"),
+)
+
+
+def narrow(
+    run: StoredRun,
+    wanted: Mapping[str, str],
+    labels: Mapping[tuple[str, int, str], Label],
+    *,
+    stop: threading.Event | None = None,
+) -> StoredRun:
+    """Return the rows of a run that all filters let through.
+
+    Args:
+        run: The run.
+        wanted: Filters: a column's name for equality, `min_` or `max_` before a numeric one, `errors` ("1": failed or with a
+            failed tool call), `text` (words; an expression with `regex` "1"), `label` (one, or "*" for any), `where` (SQL).
+        labels: Of the run.
+        stop: Ends the search when it is set.
+
+    Raises:
+        DataError: a filter cannot be understood, or takes too long.
+    """
+    mask = _mask(run.table(), {key: value for key, value in wanted.items() if key not in _WHOLE_RUN})
+    if mask is not None:
+        run = run.keep(mask)
+    if label := wanted.get("label"):
+        chosen = {key for key, one in labels.items() if label in ("*", one.label)}
+        run = run.keep(_labelled(run.table(["id", "step", "split"]), chosen))
+    if text := wanted.get("text"):
+        run = run.search(text, is_expression=wanted.get("regex") == "1", stop=stop)
+    return run.filter(wanted["where"], stop=stop) if wanted.get("where") else run
+
+
+def facets(table: pa.Table) -> list[dict[str, Any]]:
+    """Return for each kind its most frequent values with how many rows have each; training comes before evaluations."""
+    found = []
+    for name, title in FACETS:
+        counts = pc.value_counts(table[name].drop_null())
+        first = pc.sort_indices(counts.field("counts"), sort_keys=[("", "descending")])[:MAX_VALUES]
+        values = [(c["values"], c["counts"]) for c in counts.take(first).to_pylist() if c["values"] == c["values"]]  # no NaN
+        values.sort(key=lambda one: (not str(one[0]).startswith("train"), str(one[0])) if name == "split" else (False, 0))
+        if name in NUMERIC:
+            values.sort()
+        if len(values) > 1:
+            shown = [{"value": str(value), "count": count} for value, count in values]
+            found.append({"name": name, "title": title, "values": shown, "num_more": max(0, len(counts) - MAX_VALUES)})
+    return found
+
+
+def check_size(chosen: StoredRun) -> None:
+    """Refuse to write more trajectories into one file than it may have.
+
+    Raises:
+        DataError: there are more.
+    """
+    if len(chosen) > MAX_EXPORT:
+        raise DataError(f"{len(chosen)} trajectories are chosen, and one file takes {MAX_EXPORT}; narrow the table first")
+
+
+def as_jsonl(chosen: StoredRun) -> Iterator[bytes]:
+    """Yield a line of JSON for each trajectory: its place in the run, and the whole of it."""
+    for record in chosen.records():
+        line = {"group": record.group, "step": record.step, "split": record.split, "dropped": record.trained.dropped}
+        yield json.dumps({**line, "trajectory": to_json(record.trajectory)}).encode() + b"\n"
+
+
+def _labelled(table: pa.Table, chosen: set[tuple[str, int, str]]) -> pa.Array:
+    likely = pc.is_in(table["id"], pa.array([id for id, _, _ in chosen], pa.string())).to_numpy()
+    mask = np.zeros(table.num_rows, np.bool_)
+    for at in np.flatnonzero(likely).tolist():
+        mask[at] = tuple(table.slice(at, 1).to_pylist()[0].values()) in chosen
+    return pa.array(mask)
+
+
+def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:
+    """Return which rows all filters let through; None if there is no filter."""
+    masks = []
+    for key, value in wanted.items():
+        if value == "":
+            continue
+        kind, _, column = key.partition("_") if key.startswith(("min_", "max_")) else ("", "", key)
+        if key == "errors":
+            failed = pc.is_valid(table["error"])
+            masks.append(pc.or_(failed, pc.fill_null(pc.greater(table["num_tool_errors"], 0), False)))
+        elif kind and column in NUMERIC:
+            compare = pc.greater_equal if kind == "min" else pc.less_equal
+            masks.append(pc.fill_null(compare(table[column], _as_number(key, value)), False))
+        elif column in PLAIN and not kind:
+            given: Any = value if pa.types.is_string(table[column].type) else _as_number(key, value)
+            masks.append(pc.fill_null(pc.equal(table[column], given), False))
+        else:
+            known = [*PLAIN, "errors", *_WHOLE_RUN, *(f"min_{c}" for c in NUMERIC)]
+            raise DataError(f"there is no filter {key!r}.{did_you_mean(key, known)}")
+    if not masks:
+        return None
+    mask = masks[0]
+    for other in masks[1:]:
+        mask = pc.and_(mask, other)
+    return mask
+
+
+def _as_number(key: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError as problem:
+        raise DataError(f"the filter {key} is {value!r}; it must be a number") from problem

@@ -1,0 +1,96 @@
+"""Labels and notes that people give to trajectories, kept beside the run: one line for each change, the last one counts.
+
+    {"id": "g5/2", "step": 12, "split": "train", "label": "reward hack", "note": "copies the test", "at": 1763846400.0}
+
+The only file that the viewer writes. A line with neither label nor note takes both away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polyturn.core.contained import contained, read_contained
+from polyturn.core.errors import DataError, one_line
+
+FILE = "labels.jsonl"
+MAX_BYTES = 8 << 20
+MAX_LABEL, MAX_NOTE = 60, 4000
+_Key = tuple[str, int, str]
+
+
+class Label(NamedTuple):
+    """What somebody wrote about a trajectory."""
+
+    label: str
+    note: str
+
+
+class Labels:
+    """The labels of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        """Name the run's folder."""
+        self._folder = folder
+        self._lock = threading.Lock()
+
+    def read(self) -> dict[_Key, Label]:
+        """Return what is written, by (id, step, split); damaged lines are left out.
+
+        Raises:
+            DataError: the file leads out of the run's folder, or is larger than any.
+        """
+        found: dict[_Key, Label] = {}
+        for line in (read_contained(self._folder, FILE, max_bytes=MAX_BYTES) or "").splitlines():
+            try:
+                key, label = _parsed(json.loads(line))
+            except (ValueError, RecursionError):
+                continue
+            found.pop(key, None)
+            if any(label):
+                found[key] = label
+        return found
+
+    def write(self, given: Mapping[str, Any]) -> Label:
+        """Add a line and return what it says.
+
+        Raises:
+            DataError: it is no label, or cannot be written.
+        """
+        (id, step, split), label = _parsed(given)
+        line = {"id": id, "step": step, "split": split, **label._asdict(), "at": round(time.time(), 3)}
+        data = (json.dumps(line) + "\n").encode()
+        with self._lock:
+            try:
+                place = contained(self._folder, FILE)  # a link out of the run is refused
+                if place is not None and place.stat().st_size + len(data) > MAX_BYTES:
+                    raise DataError(f"{FILE} has {MAX_BYTES >> 20} MB of labels, and takes no more")
+                descriptor = os.open(self._folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+                with os.fdopen(descriptor, "ab") as file:
+                    file.write(data)
+            except OSError as problem:
+                raise DataError(f"{FILE} cannot be written: {one_line(problem)}") from problem
+        return label
+
+
+def known_labels(labels: Iterable[Label]) -> list[str]:
+    """Return every label once, sorted."""
+    return sorted({one.label for one in labels if one.label})
+
+
+def _parsed(given: Any) -> tuple[_Key, Label]:
+    if not isinstance(given, Mapping):
+        raise DataError("a label is a JSON object")
+    texts = {name: given.get(name, "") for name in ("id", "split", "label", "note")}
+    step = given.get("step")
+    if not all(isinstance(text, str) for text in texts.values()) or type(step) is not int or not 0 <= step < 2**53:
+        raise DataError("a label needs texts `id`, `split`, `label` and `note`, and a whole number `step`")
+    texts = {name: text.encode(errors="replace").decode().strip() for name, text in texts.items()}
+    if len(texts["label"]) > MAX_LABEL or len(texts["note"]) > MAX_NOTE or max(map(len, texts.values())) > MAX_NOTE:
+        raise DataError(f"a label has at most {MAX_LABEL} characters and a note at most {MAX_NOTE}")
+    return (texts["id"], step, texts["split"]), Label(texts["label"], texts["note"])

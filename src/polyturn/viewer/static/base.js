@@ -1,0 +1,82 @@
+// What every page uses: elements, requests, the address and what the frame remembers of it.
+//   #/0/curves   #/0/trajectories?min_reward=1   #/0/one?id=g5/2&step=3&split=train   #/0/compare?a=…&b=…
+
+export const el = (name, attributes = {}, ...children) => {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (value === true) element.setAttribute(key, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, value);
+  }
+  element.append(...children.filter((c) => c !== null && c !== undefined && c !== false));
+  return element;
+};
+
+// `last` holds the address at which each tab was left, so that its filters are there again; `list` is the table as it was last read.
+export const state = { runs: [], marked: [], list: [], page: null, last: {} };
+
+// Values of a query without those that are empty; a list is a name that stands there several times.
+export function query(values) {
+  const given = Object.entries(values).flatMap(([name, value]) => (Array.isArray(value) ? value.map((one) => [name, one]) : [[name, value]]));
+  return new URLSearchParams(given.filter(([, v]) => v !== "" && v !== null && v !== undefined));
+}
+
+export async function get(path, values = {}) {
+  const asked = query(values);
+  const answer = await fetch(`/api/${path}${asked.size ? `?${asked}` : ""}`);
+  const data = await answer.json();
+  if (!answer.ok) throw new Error(data.detail ?? `${answer.status}`);
+  return data;
+}
+
+export async function post(path, body) {
+  const answer = await fetch(`/api/${path}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  const data = await answer.json();
+  if (!answer.ok) throw new Error(data.detail ?? `${answer.status}`);
+  return data;
+}
+
+export function place() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const [run = "0", page = "curves"] = path.split("/");
+  return { run: Number(run) || 0, page: page || "curves", values: Object.fromEntries(new URLSearchParams(query)) };
+}
+
+export function address(page, values = {}, run = place().run) {
+  const asked = query(values);
+  return `#/${run}/${page}${asked.size ? `?${asked}` : ""}`;
+}
+
+export function go(page, values = {}, { run = place().run, replace = false } = {}) {
+  if (!replace) { location.hash = address(page, values, run); return; }
+  history.replaceState(null, "", address(page, values, run));
+  window.dispatchEvent(new HashChangeEvent("hashchange"));
+}
+
+// Write values into the address without another page, so that a link shows what is on the screen.
+export function remember(values) {
+  const { run, page, values: before } = place();
+  history.replaceState(null, "", address(page, { ...before, ...values }, run));
+  if (`${run}/${page}` in state.last) state.last[`${run}/${page}`] = location.hash;
+}
+
+// From a trajectory back to the table as it was.
+export function leave() {
+  const { run, page } = place();
+  if (["one", "compare", "why"].includes(page)) location.hash = state.last[`${run}/trajectories`] ?? `#/${run}/trajectories`;
+}
+
+export function short(value) {
+  if (typeof value !== "number") return value ?? "–";
+  if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(2);
+  return String(Number(value.toPrecision(4)));
+}
+
+// Control characters and those that turn the direction of writing are seen, not obeyed.
+export function legible(text) { return text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd"); }
+
+export function select(name, values, choices, label) {
+  return el("label", {}, label, el("select", { name }, el("option", { value: "" }, "all"), ...choices.map((c) => el("option", { value: c, selected: values[name] === c }, c))));
+}

@@ -1,0 +1,107 @@
+// The table of trajectories: filters, columns, marks, pages. Text from a run only ever becomes text nodes.
+
+import { address, el, get, go, query, select, short, state } from "/static/base.js";
+
+// Columns: their name, their title, whether they are numbers. Those of `DEFAULT` are shown unless the address names others.
+const COLUMNS = [["id", "id"], ["step", "step", 1], ["split", "split"], ["reward", "reward", 1], ["num_turns", "turns", 1], ["num_sampled_tokens", "tokens", 1], ["num_tool_calls", "calls", 1], ["num_tool_errors", "errors", 1], ["stop_reason", "stop reason"], ["label", "label"], ["task_id", "task"], ["question", "question"],
+  ["group", "group"], ["data_source", "data source"], ["dropped", "left out"], ["error", "error"], ["num_segments", "segments", 1], ["num_tokens", "all tokens", 1], ["num_trained_tokens", "trained tokens", 1], ["min_version", "oldest policy version", 1], ["max_version", "newest policy version", 1], ["generate_s", "generation (s)", 1], ["tools_s", "tools (s)", 1], ["interaction_s", "interaction (s)", 1], ["note", "note"]];
+const DEFAULT = COLUMNS.slice(0, 12).map(([name]) => name);
+const NOT_SORTED = ["label", "note"];
+const SIZE = 100;
+const OTHER = ["group", "sort", "desc", "cols", "task_id", "label", "num_tool_errors", "num_turns", "reward"];
+
+function filterForm(run, values, info) {
+  const number = (name, label) => el("label", {}, label, el("input", { type: "number", step: "any", name, value: values[name] ?? "" }));
+  const form = el("form", { class: "bar", role: "search", "aria-label": "Filter the trajectories" },
+    el("label", {}, "Search", el("input", { type: "search", name: "text", value: values.text ?? "", placeholder: "words in what was said" })),
+    el("label", { class: "check" }, el("input", { type: "checkbox", name: "regex", value: "1", checked: values.regex === "1" }), "regular expression"),
+    select("split", values, info.splits, "Split"), select("stop_reason", values, info.stop_reasons, "Stop reason"), select("data_source", values, info.data_sources, "Data source"),
+    number("min_step", "Step from"), number("max_step", "to"), number("min_reward", "Reward from"), number("max_reward", "to"), number("min_num_turns", "Turns from"),
+    el("label", { class: "check" }, el("input", { type: "checkbox", name: "errors", value: "1", checked: values.errors === "1" }), "errors only"),
+    el("label", {}, "SQL condition", el("input", { type: "text", name: "where", value: values.where ?? "", placeholder: "num_tokens > 500", size: 24 })),
+    el("button", { type: "submit" }, "Filter"), el("button", { type: "button", onclick: () => go("trajectories", { cols: values.cols }) }, "Reset"));
+  const apply = () => go("trajectories", { ...Object.fromEntries(OTHER.map((name) => [name, values[name]])), ...Object.fromEntries(new FormData(form)) });
+  form.addEventListener("submit", (event) => { event.preventDefault(); apply(); });
+  form.addEventListener("change", (event) => { if (event.target.matches("select,[type=checkbox]")) apply(); });
+  return form;
+}
+
+// How many of the rows are of which kind: a click narrows the table to them, a second one takes that back.
+function facetBar(run, values, found) {
+  const link = (name, value, text) => {
+    const isOn = values[name] === value;
+    return el("a", { class: "facet", "aria-current": isOn ? "true" : null, href: address("trajectories", { ...values, offset: "", [name]: isOn ? "" : value }, run) }, isOn ? `${text} ×` : text);
+  };
+  const active = ["group", "task_id", "label", "stop_reason", "num_tool_errors", "num_turns", "reward", "data_source", "split"].filter((name) => values[name] && !found.facets.some((f) => f.name === name));
+  const kinds = found.facets.map((f) => el("div", { class: "facets" }, el("b", {}, f.title), ...f.values.map((v) => link(f.name, v.value, `${short(f.name === "reward" ? Number(v.value) : v.value)} (${v.count})`)), f.num_more ? el("span", { class: "muted" }, `${f.num_more} further values`) : null));
+  if (found.labels.length) kinds.push(el("div", { class: "facets" }, el("b", {}, "Label"), link("label", "*", "any"), ...found.labels.map((label) => link("label", label, label))));
+  return el("nav", { "aria-label": "Kinds of trajectories" }, active.length ? el("div", { class: "facets" }, el("b", {}, "Only"), ...active.map((name) => link(name, values[name], `${name} ${values[name]}`))) : null, ...kinds);
+}
+
+function columnPicker(values, shown) {
+  const box = ([name, label]) => el("label", { class: "check" }, el("input", { type: "checkbox", value: name, checked: shown.includes(name) }), label);
+  const picker = el("details", { class: "picker" }, el("summary", {}, "Columns"), ...COLUMNS.map(box));
+  picker.addEventListener("change", () => {
+    const chosen = [...picker.querySelectorAll("input:checked")].map((one) => one.value).join(",");
+    go("trajectories", { ...values, cols: chosen === DEFAULT.join(",") ? "" : chosen });
+  });
+  return picker;
+}
+
+export async function trajectories(run, values, info) {
+  const { cols, ...asked } = values;
+  const found = await get(`runs/${run}/trajectories`, { desc: values.sort ? values.desc : values.desc ?? 1, ...asked, limit: SIZE });
+  state.list = found.rows.map((r) => ({ id: r.id, step: r.step, split: r.split }));
+  const wanted = cols ? cols.split(",") : DEFAULT;
+  const columns = COLUMNS.filter(([name]) => wanted.includes(name));
+  const form = filterForm(run, values, info);
+  const head = el("tr", {}, el("th", {}, el("span", { class: "muted" }, "compare")), ...columns.map(([name, label, isNumber]) => {
+    if (NOT_SORTED.includes(name)) return el("th", {}, label);
+    const on = values.sort === name;
+    return el("th", { class: isNumber ? "number" : null, "aria-sort": on ? (values.desc === "1" ? "descending" : "ascending") : "none" },
+      el("button", { type: "button", onclick: () => go("trajectories", { ...values, offset: "", sort: name, desc: on && values.desc === "1" ? "0" : "1" }) }, label + (on ? (values.desc === "1" ? " ↓" : " ↑") : "")));
+  }).toSpliced(4, 0, el("th", {}, "advantage")));
+  const isMarked = (row) => state.marked.some((m) => m.id === row.id && m.step === row.step && m.split === row.split && m.run === run);
+  const compareButton = el("button", { type: "button", disabled: state.marked.length !== 2, onclick: () => openCompare() }, label());
+  function label() { return state.marked.length === 2 ? "Compare the two marked" : `Compare (${state.marked.length} of 2 marked)`; }
+  function mark(row, box) {
+    if (isMarked(row)) state.marked = state.marked.filter((m) => !(m.id === row.id && m.step === row.step && m.split === row.split));
+    else state.marked = [...state.marked, { run, id: row.id, step: row.step, split: row.split }].slice(-2);
+    for (const tr of body.children) tr.querySelector("input").checked = isMarked(found.rows[tr.dataset.at]);
+    compareButton.disabled = state.marked.length !== 2;
+    compareButton.textContent = label();
+  }
+  const open = (row) => go("one", { id: row.id, step: row.step, split: row.split });
+  const body = el("tbody", {}, ...found.rows.map((row, at) => {
+    const box = el("input", { type: "checkbox", "aria-label": `mark ${row.id} for comparing`, checked: isMarked(row), tabindex: -1, onclick: (e) => { e.stopPropagation(); }, onchange: () => mark(row) });
+    return el("tr", { tabindex: at ? -1 : 0, "data-at": at, "data-key": `${row.id} ${row.step} ${row.split}`, onclick: () => open(row), "aria-label": `trajectory ${row.id} of step ${row.step}, reward ${short(row.reward)}` },
+      el("td", { onclick: (e) => e.stopPropagation() }, box),
+      ...columns.map(([name, , isNumber]) => {
+        const bad = (name === "num_tool_errors" && row[name] > 0) || (name === "stop_reason" && row.error);
+        const good = name === "reward" && row[name] > 0;
+        return el("td", { class: [isNumber ? "number" : "", bad ? "bad" : "", good ? "good" : ""].join(" ").trim() || null, title: name === "question" || name === "note" ? row[name] : row.error && name === "stop_reason" ? row.error : null }, isNumber ? String(short(row[name])) : String(row[name] ?? "–"));
+      }).toSpliced(4, 0, el("td", { onclick: (e) => e.stopPropagation() }, row.split.startsWith("train") ? el("a", { href: address("why", { id: row.id, step: row.step, split: row.split }, run), "aria-label": `why this advantage of ${row.id}?`, tabindex: -1 }, "why?") : null)));
+  }));
+  const offset = Number(values.offset ?? 0);
+  const page = (to) => go("trajectories", { ...values, offset: to || "" });
+  const pager = el("div", { class: "pager" },
+    el("button", { type: "button", disabled: offset <= 0, onclick: () => page(Math.max(0, offset - SIZE)) }, "‹ before"),
+    el("span", { role: "status" }, found.total ? `${offset + 1}–${Math.min(offset + SIZE, found.total)} of ${found.total}` : "no trajectory matches"),
+    el("button", { type: "button", disabled: offset + SIZE >= found.total, onclick: () => page(offset + SIZE) }, "after ›"), compareButton);
+  function key(event) {
+    const rows = [...body.children];
+    const at = rows.indexOf(document.activeElement);
+    const move = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key];
+    if (move && rows.length) { const next = rows[Math.min(Math.max(at + move, 0), rows.length - 1)]; rows.forEach((r) => (r.tabIndex = -1)); next.tabIndex = 0; next.focus(); return true; }
+    if (event.key === "Enter" && at >= 0) { open(found.rows[at]); return true; }
+    if (event.key === "w" && at >= 0) { go("why", { id: found.rows[at].id, step: found.rows[at].step, split: found.rows[at].split }); return true; }
+    if (event.key === "c" && at >= 0) { mark(found.rows[at]); return true; }
+    return false;
+  }
+  const { sort, desc, offset: at, ...filters } = asked;
+  const save = (format) => el("a", { href: `/api/runs/${run}/export?${query({ ...filters, format })}`, download: `trajectories.${format}` }, format === "parquet" ? "Parquet" : format);
+  const tools = el("div", { class: "bar" }, columnPicker(values, wanted), found.total ? el("span", {}, `Save these ${found.total}: `, save("jsonl"), " ", save("parquet")) : null);
+  const openCompare = () => { const [a, b] = state.marked; go("compare", { a: a.id, as: a.step, al: a.split, ar: a.run, b: b.id, bs: b.step, bl: b.split, br: b.run }); };
+  return { element: el("div", {}, form, facetBar(run, values, found), tools, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), body)), pager), key, follows: true };
+}
+

@@ -1,0 +1,103 @@
+"""Curves in a real browser: long runs thinned and zoomed, axes, scales, what was measured behind what is smoothed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from support.viewer_runs import until
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 5000
+DATA = "() => document.querySelector('.plot').plot.data.map((a) => [...a])"
+
+
+def write_long_run(folder: Path) -> None:
+    """Write metrics of many steps, a spike of one step among them, and an evaluation every hundred."""
+    folder.mkdir()
+    lines = [
+        {"step": s, "reward/mean": 9.0 if s == 3333 else s / STEPS, "loss/grad_norm": 10.0 ** -(s % 7), "time/step_s": 2.0}
+        | ({"eval/greedy/success": s / STEPS} if s % 100 == 0 else {})
+        for s in range(1, STEPS + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text("name: long\n")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("first", "second", "growing"):
+        write_long_run(folder / name)
+    return folder
+
+
+@pytest.fixture
+def drawn(page):
+    """Open the curves of an address; gives what the first chart draws: [x, then y for each curve]."""
+
+    def open_curves(query: str) -> list[list[float | None]]:
+        page.goto("about:blank")
+        page.goto(f"/#/0/curves?{query}")
+        page.wait_for_selector(".plot canvas")
+        found: list[list[float | None]] = page.evaluate(DATA)
+        return found
+
+    return open_curves
+
+
+def test_a_long_run_is_thinned_without_losing_an_extreme_and_zooming_shows_every_step(page, drawn, keep):
+    x, y = drawn("metric=reward/mean")
+    assert len(x) <= 1200 and max(y) == 9.0 and x[-1] == STEPS
+    assert "Mean total reward of the scored trajectories." in page.inner_text(".chart")
+    keep(page, "curves-long")
+    box = page.locator(".plot .u-over").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 60, steps=4)
+    page.mouse.up()
+    page.wait_for_url("**low=*")
+    until(page, "document.querySelector('.plot').plot.data[0].length < 600")
+    x, y = page.evaluate(DATA)
+    assert [b - a for a, b in itertools.pairwise(x)] == [1] * (len(x) - 1) and 2900 < x[0] < 3100 < x[-1] < 3600
+    assert 3333 in x
+    page.get_by_role("button", name="Whole run").click()
+    until(page, "document.querySelector('.plot').plot.data[0].at(-1) === 5000")
+    assert "low=" not in page.url
+
+
+def test_the_axis_may_be_time_and_the_scale_logarithmic_and_both_are_in_the_address(page, drawn):
+    x, _ = drawn("metric=reward/mean&axis=time")
+    assert x[-1] == 2.0 * STEPS
+    drawn("metric=grad_norm")
+    page.get_by_label("log scale").check()
+    until(page, "document.querySelector('.plot').plot.scales.y.distr === 3")
+    page.get_by_label("Over").select_option("time")
+    until(page, "document.querySelector('.plot').plot.data[0].at(-1) === 10000")
+    assert "log=1" in page.url and "axis=time" in page.url
+
+
+def test_smoothing_leaves_what_was_measured_and_marks_what_stands_apart(page, drawn):
+    before = drawn("metric=greedy")
+    page.get_by_label("Smoothing").fill("0.9")
+    until(page, "document.querySelector('.plot').plot.data.length === 3")
+    x, measured, smoothed = page.evaluate(DATA)
+    assert [x, measured] == before and smoothed != measured and "smooth=0.9" in page.url
+    assert page.evaluate("document.querySelector('.plot').plot.series[1].points.show"), "an evaluation every hundred steps"
+
+
+def test_several_runs_are_drawn_with_their_names_in_either_theme(page, drawn, keep):
+    drawn("metric=reward/mean")
+    page.get_by_text("Beside: none").click()
+    page.get_by_role("checkbox", name="growing").check()
+    page.wait_for_selector(".legend >> text=growing")
+    until(page, "document.querySelector('.plot').plot.series.length === 3")
+    light = page.evaluate("document.querySelector('.plot').plot.series[2].stroke()")
+    page.click("#theme")
+    until(page, f"document.querySelector('.plot').plot.series[2].stroke() !== '{light}'")
+    keep(page, "curves-two-dark")

@@ -1,0 +1,85 @@
+"""Runs for tests of the viewer: three steps of real episodes with a scripted model, one of them hostile, and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.interactions.gsm8k import Gsm8kInteraction
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.schema import Trained
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.testing.tiny_models import tiny_tokenizer
+from polyturn.tools.gsm8k import Gsm8kTool
+
+CALL = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "8"}}\n</tool_call>'
+HOSTILE = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'>\x1b[31mred\x1b[0m \u202eright to left "
+
+
+def write_run(folder: Path) -> None:
+    """Write three steps of real episodes with a scripted model, one of them hostile, and metrics."""
+    says = [CALL, "#### 8", "#### 4"]
+    context = scripted_context(says, tools=[Gsm8kTool({})], interactions={"gsm8k": Gsm8kInteraction({})})
+    with ParquetStore(folder) as store:
+        for step in (1, 2, 3):
+            specs = [
+                GroupSpec(id=f"g{step}{i}", task=task(f"What is 2+2 ({i})?", id=f"t{i}", interaction="gsm8k"), size=2)
+                for i in range(3)
+            ]
+            for group in asyncio.run(RolloutPool(context).run(specs)):
+                trained = {t.id: made(t.num_sampled_tokens) for t in group.trajectories[:1]}
+                trained |= {t.id: Trained(dropped="zero_variance") for t in group.trajectories[1:]}
+                store.add(group, step=step, split="train", trained=trained)
+            store.flush()
+        if folder.name == "first":
+            store.add(hostile_group(), step=3, split="eval/hostile")
+    lines = [
+        {"step": s, "reward/mean": 0.1 * s, "eval/greedy/success": 0.2 * s, "rollout/turns": 3 - 0.1 * s} for s in (1, 2, 3)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text("name: <b>run</b>\nalgorithm: {advantage: {name: grpo}}\n")
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")
+
+
+def made(count: int) -> Trained:
+    return Trained(advantages=np.linspace(-1, 1, count), policy_logprobs=np.full(count, -0.5, np.float32))
+
+
+def hostile_group() -> TrajectoryGroup:
+    long = HOSTILE * (500_000 // len(HOSTILE))
+    hostile = task(long, id="<b>t</b>", data_source="<i>x</i>", ground_truth="4")
+    context = scripted_context([HOSTILE], rewards={"<i>x</i>": lambda trajectory: 1.0})
+    spec = GroupSpec(id="<u>evil</u>", task=hostile, size=1)
+    (group,) = asyncio.run(RolloutPool(context).run([spec]))
+    return group
+
+
+def add_step(folder: Path, step: int) -> None:
+    """Add a group of two trajectories to a run, as training does; playwright has the event loop of this thread."""
+    with ThreadPoolExecutor(1) as other:
+        other.submit(_add_step, folder, step).result()
+
+
+def _add_step(folder: Path, step: int) -> None:
+    context = scripted_context(["#### 4"], rewards={"": lambda trajectory: 1.0})
+    spec = GroupSpec(id=f"more{step}", task=task("What is 2+2?", id=f"more{step}"), size=2)
+    (group,) = asyncio.run(RolloutPool(context).run([spec]))
+    with ParquetStore(folder) as store:
+        store.add(group, step=step, split="train")
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait until an expression holds in a page; playwright's own way evaluates text, which the pages' policy forbids."""
+    for _ in range(900):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError(f"{expression} did not come true")

@@ -1,0 +1,98 @@
+"""The table's filters, counts, labels and files, as the pages ask for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from starlette.testclient import TestClient
+
+from polyturn.core.serde import from_json
+from polyturn.core.trajectory import Trajectory
+from polyturn.rollout.group import GroupSpec
+from polyturn.rollout.pool import RolloutPool
+from polyturn.serving.rules import ServerRules
+from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.stored_run import open_store
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.viewer import filters
+from polyturn.viewer.app import create_app
+from polyturn.viewer.run_view import RunView
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    rewards = iter([0.0, 1.0, 1.0, 0.5])
+    context = scripted_context(["Four apples."], rewards={"x": lambda trajectory: next(rewards)})
+    with ParquetStore(tmp_path / "run") as store:
+        for step, split in ((1, "train"), (2, "eval/greedy")):
+            spec = GroupSpec(id=f"g{step}", task=task("What is 2+2?", id="t", data_source="x"), size=2)
+            (group,) = asyncio.run(RolloutPool(context).run([spec]))
+            store.add(group, step=step, split=split)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def client(run: Path) -> TestClient:
+    return TestClient(create_app([RunView(run)], rules=ServerRules()), base_url="http://127.0.0.1")
+
+
+def label(client: TestClient, id: str, said: str, note: str = "", step: object = 1) -> int:
+    body = {"id": id, "step": step, "split": "train", "label": said, "note": note}
+    return client.post("/api/runs/0/label", json=body).status_code
+
+
+def test_kinds_are_counted_with_training_first_and_empty_columns_left_out(client: TestClient):
+    counted = {f["name"]: f["values"] for f in client.get("/api/runs/0/trajectories").json()["facets"]}
+    assert [v["value"] for v in counted["split"]] == ["train", "eval/greedy"]
+    assert counted["reward"] == [{"value": v, "count": n} for v, n in (("0.0", 1), ("0.5", 1), ("1.0", 2))]
+    assert "stop_reason" not in counted, "all are of one kind"
+    assert client.get("/api/runs/0/trajectories?text=apples&reward=1.0").json()["total"] == 2
+    assert client.get("/api/runs/0/trajectories?text=(&regex=1").status_code == 422
+
+
+def test_a_label_is_kept_beside_the_run_and_narrows_the_table(client: TestClient, run: Path):
+    assert [label(client, f"g1/{i}", "odd <b>", "why?") for i in (0, 1)] == [200, 200]
+    assert label(client, "g1/1", "fine") == 200 and label(client, "g1/0", "") == 200 and label(client, "g1/0", "odd") == 200
+    found = client.get("/api/runs/0/trajectories?label=odd").json()
+    assert [r["id"] for r in found["rows"]] == ["g1/0"] and found["labels"] == ["fine", "odd"]
+    assert client.get("/api/runs/0/trajectories?label=*").json()["total"] == 2
+    assert client.get("/api/runs/0/trajectory?id=g1/1").json()["label"] == "fine"
+    assert len((run / "labels.jsonl").read_text().splitlines()) == 5
+    (run / "labels.jsonl").open("a").write("half a li\n")
+    assert client.get("/api/runs/0/trajectories?label=*").json()["total"] == 2
+
+
+def test_what_is_no_label_is_refused_and_a_link_out_of_the_run_is_not_written(client: TestClient, run: Path, tmp_path: Path):
+    assert [label(client, "g9/9", "a"), label(client, "g1/0", "a" * 61), label(client, "g1/0", "a", step="1")] == [422] * 3
+    assert client.post("/api/runs/0/label", json=[1]).status_code in (400, 422)
+    outside = tmp_path / "outside.jsonl"
+    outside.write_text("")
+    os.symlink(outside, run / "labels.jsonl")
+    assert label(client, "g1/0", "a") == 422 and outside.read_text() == ""
+    hostile = client.post("/api/runs/0/label", json={}, headers={"Origin": "http://evil.example"})
+    assert hostile.status_code == 403
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_selection_becomes_a_file_with_everything_in_it(client: TestClient, run: Path, tmp_path: Path, kind: str):
+    answer = client.get(f"/api/runs/0/export?format={kind}&split=train&text=apples")
+    assert answer.status_code == 200 and f'filename="trajectories.{kind}"' in answer.headers["content-disposition"]
+    store = open_store(run)
+    if kind == "jsonl":
+        lines = [json.loads(line) for line in answer.text.splitlines()]
+        assert [line["group"] for line in lines] == ["g1", "g1"]
+        assert from_json(Trajectory, lines[0]["trajectory"]).same_as(store.trajectory("g1/0", step=1))
+    else:
+        (tmp_path / "a.parquet").write_bytes(answer.content)
+        assert pq.read_table(tmp_path / "a.parquet")["id"].to_pylist() == ["g1/0", "g1/1"]
+
+
+def test_a_file_has_bounds_and_a_known_format(client: TestClient, monkeypatch: pytest.MonkeyPatch):
+    assert client.get("/api/runs/0/export?format=exe").status_code == 422
+    monkeypatch.setattr(filters, "MAX_EXPORT", 1)
+    assert "narrow the table" in client.get("/api/runs/0/export").json()["detail"]
