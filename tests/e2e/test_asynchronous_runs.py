@@ -15,6 +15,7 @@ from support.forked import Forked
 from support.runs import call_command, write_tiny_run
 
 call = functools.partial(call_command, main)
+MIX = "data.sampler={name: mix, weights: {tiny: "
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
@@ -46,7 +47,7 @@ def test_a_run_with_staleness_samples_beside_training_what_the_trainer_would_hav
 
 def test_over_sampling_with_the_engine_in_this_process_cuts_off_and_counts(tmp_path: Path):
     config = write_tiny_run(tmp_path)
-    mix = ["data.mix.weights.tiny=[[0, 1], [2, 3]]", "data.mix.by_success=1"]
+    mix = ["data.sampler=mix", "data.sampler.weights.tiny=[[0, 1], [2, 3]]", "data.sampler.by_success=1"]
     called = call("train", config, "train.oversample=1", "train.dynamic_sampling=1", *mix)
     assert called.code == 0, called.err
     assert sum(s.get("buffer/groups_left_over", 0) for s in steps_of(tmp_path)) > 0
@@ -80,9 +81,9 @@ def test_an_interrupt_while_a_thread_trains_leaves_a_checkpoint_and_the_run_goes
         ),
         (["engine.num_threads=2"], "engine.num_threads is 2 and the embedded engine shares the trainer's process"),
         (["engine.update=pause"], "engine.update"),
-        (["data.mix.weights.tiny=1", "train.epochs=2"], "data.mix decides the order of tasks and has no epochs; drop train"),
-        (["data.mix.weights.tiny=-1"], "give a number from 0 on, or [step, weight] pairs in rising order of steps"),
-        (["data.mix.weights.tini=1"], "data.mix names 'tini', which no task comes from. Did you mean 'tiny'?"),
+        ([f"{MIX}1}}}}", "train.epochs=2"], "the sampler mix decides the order of tasks and has no epochs; drop train"),
+        ([f"{MIX}-1}}}}"], "give a number from 0 on, or [step, weight] pairs in rising order of steps"),
+        ([MIX.replace("tiny", "tini") + "1}}"], "the mix names 'tini', which no task comes from. Did you mean 'tiny'?"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_a_sentence(tmp_path: Path, settings: list[str], says: str):

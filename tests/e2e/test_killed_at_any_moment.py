@@ -67,7 +67,7 @@ KINDS = {
     "critic": ["algorithm.advantage=gae", "algorithm.critic.optim.lr=1e-3", "train.minibatches=2",
                "algorithm.kl={place: reward, coef: 0.05, target: 1.0, horizon: 12}"],
     "adaptive_kl": ["algorithm.kl={coef: 0.05, target: 0.1}"],
-    "mix": ["data.mix={weights: {tiny0: 1, tiny1: 2}, by_success: 1.0}"],
+    "mix": ["data.sampler={name: mix, weights: {tiny0: 1, tiny1: 2}, by_success: 1.0}"],
     "lora": ["model.lora={rank: 2}", "train.optim.lr=1e-2"],
 }  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from polyturn.core.plugin_class import check_class
 from polyturn.core.plugins import load_plugins
 from polyturn.core.protocols import Engine
 from polyturn.core.registry import import_attr
-from polyturn.core.secret import token_from
 from polyturn.core.signature import has_parameter, lacks
 from polyturn.core.stand_in import stand_ins
 from polyturn.core.watchdog import LoopWatchdog
@@ -291,14 +289,7 @@ def build_rewarder(
         interaction_aggregate=reward.interaction,
         calls=reward,
         overlong=_overlong(reward.overlong, place.config.rollout.limits),
-        sandbox=Sandbox(
-            url=reward.sandbox.url,
-            memory_limit_mb=reward.sandbox.memory_limit_mb,
-            timeout_s=reward.sandbox.timeout_s,
-            python=reward.sandbox.python,
-            token=token_from({"token_env": reward.sandbox.token_env}, where="reward.sandbox"),
-            slots=threading.Semaphore(reward.sandbox.max_concurrent),
-        ),
+        sandbox=Sandbox.of(reward.sandbox),
         scores_turns=scores_turns,
         may_be_given=may_be_given,
         policies=policies.by_name,

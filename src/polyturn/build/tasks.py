@@ -20,6 +20,7 @@ from polyturn.build.parts import Parts, Plugins, sampling_params
 from polyturn.config.models import (
     TaskSourceConfig,
 )
+from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, DataError, TemplateError
 from polyturn.core.plugin_class import check_class
 from polyturn.core.registry import import_attr
@@ -29,7 +30,8 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.dataset import DatasetSummary, TaskDataset, check_tasks, generate_tasks
 from polyturn.data.hub_dataset import open_hub_dataset
-from polyturn.data.mix import MixSettings, MixState, TaskMix
+from polyturn.data.mix import MixState, TaskMix
+from polyturn.data.options import MixOptions
 from polyturn.data.sampler import CURRICULUM, Curriculum, TaskSampler
 from polyturn.data.sequences import Subset, WithInteraction, WithSystem
 from polyturn.evaluation.evaluate import EvalSet
@@ -261,34 +263,34 @@ def build_sampler(place: ConfigSource, tasks: Sequence[Task]) -> Callable[[], Ta
         ConfigError: `data.sampler` names no Curriculum.
     """
     data, seed = place.config.data, place.config.seed
-    if data.mix is not None:
+    sampler = data.sampler
+    if isinstance(sampler, MixOptions):
         train = place.config.train
         extra = 0 if train.leftover == "carry" else math.ceil(train.oversample * train.groups_per_step)
-        points = {k: [(0, v)] if isinstance(v, int | float) else v for k, v in data.mix.weights.items()}
         return functools.partial(
             TaskMix,
             tasks,
-            MixSettings(weights=points, by_success=data.mix.by_success),
+            sampler,
             per_step=train.groups_per_step + extra,
             seed=seed,
             shuffle=data.shuffle,
             state=MixState(),
         )
-    if data.sampler is None:
+    if sampler is None:
         return functools.partial(TaskSampler, len(tasks), seed=seed, shuffle=data.shuffle)
-    found = import_attr(data.sampler, base=place.base)
+    found = import_attr(sampler.name, base=place.base)
     if not isinstance(found, type) or not issubclass(found, Curriculum):
         raise ConfigError(
-            f"data.sampler names {data.sampler!r}, which is no Curriculum; inherit polyturn.data.sampler.Curriculum"
+            f"data.sampler names {sampler.name!r}, which is no Curriculum; inherit polyturn.data.sampler.Curriculum"
         )
-    check_class(found, CURRICULUM, where=f"data.sampler {data.sampler!r}")
-    kwargs = dict(data.sampler_kwargs)
+    check_class(found, CURRICULUM, where=f"data.sampler {sampler.name!r}")
+    kwargs = arguments_of(sampler)
     if has_parameter(found.maker, "base"):
         kwargs.setdefault("base", place.base)
     try:
         return found.maker(tasks, seed=seed, shuffle=data.shuffle, **kwargs)
     except TypeError as problem:
-        raise ConfigError(f"data.sampler_kwargs do not fit the sampler {data.sampler!r}: {problem}") from problem
+        raise ConfigError(f"the arguments in data.sampler do not fit the sampler {sampler.name!r}: {problem}") from problem
 
 
 def _prompt_limit(parts: Parts) -> int:

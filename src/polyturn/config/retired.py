@@ -25,6 +25,8 @@ RETIRED: Mapping[str, str] = {
     "algorithm.clip_dual": "write algorithm.loss: {name: ppo_clip, dual_clip: …}",
     "algorithm.correction": "write algorithm.loss: {name: ppo_clip, correction: {…}}",
     "algorithm.distill": "write algorithm.loss: {name: ppo_clip, distill: {…}}",
+    "data.mix": "write data.sampler: {name: mix, weights: {…}}",
+    "data.sampler_kwargs": "write them beside the name: data.sampler: {name: …, start: …}",
     "model.lora.rank_stabilized": "multiply model.lora.alpha by the square root of the rank, which scales the update alike",
     "train.distributed.strategy": "leave it out: ranks train with torch's FSDP2, and Megatron is not built "
     "(docs/guides/scale.md says why)",

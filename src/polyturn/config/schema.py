@@ -287,7 +287,8 @@ def without_other_kinds(annotation: Any, value: Any, *, of_run: bool = False) ->
     if not isinstance(value, Mapping):
         return value
     others = {key for m in unwrap(annotation) if is_model(m) and is_model(of) for key in keys_of(m).keys() - keys_of(of)}
-    kept = {key: inner for key, inner in value.items() if key not in others or not (of_run or inner is None)}
+    had_no_effect = of_run and not (is_model(of) and takes_more(of))
+    kept = {key: inner for key, inner in value.items() if key not in others or not (had_no_effect or inner is None)}
     return {key: without_other_kinds(child(of, key), inner, of_run=of_run) for key, inner in kept.items()}
 
 
@@ -366,9 +367,11 @@ def _rows(model: type, prefix: str, above: tuple[type, ...], instance: Any) -> I
         if inner and not doc:
             doc = (inner[0][1].__doc__ or "").strip().partition("\n")[0]
         is_section = bool(inner) and inner[0][0] == key
-        is_part = any(hasattr(of, "PART") for _, of in inner)
-        kind = "name | section" if is_part else "section" if is_section else type_name(found.annotation)
-        yield KeyInfo(key, kind, _default_text(found, is_section), doc, declared=_declaration(model, name))
+        kind = "section" if is_section else type_name(found.annotation)
+        if is_section and all("name" in keys_of(of) for at, of in inner if at == key):
+            kind = "name | section"
+        of_kind = getattr(model, "ONLY", {}).get(name, "")
+        yield KeyInfo(key, kind, _default_text(found, is_section), doc, of=of_kind, declared=_declaration(model, name))
         places: dict[str, list[type]] = {}
         for at, of in inner:
             if of not in above:

@@ -23,22 +23,13 @@ from numpy.typing import NDArray
 
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean
 from polyturn.core.task import Task
+from polyturn.data.options import MixOptions
 from polyturn.data.sampler import TaskSampler, Visit
 
 MEMORY = 0.9
 """How much of what is known of a source's successes stays with every step that has tasks of it."""
 LEAST = 0.1
 """What is left of the weight of a source that always or never succeeds, with `by_success` 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixSettings:
-    """Which share of the visits each data source gets."""
-
-    weights: Mapping[str, Sequence[tuple[int, float]]]
-    """data_source -> points (step, weight), steps rising."""
-    by_success: float = 0.0
-    """How strongly a source's successes change its weight; 0 is not at all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +50,7 @@ class TaskMix(TaskSampler):
     def __init__(
         self,
         tasks: Sequence[Task],
-        settings: MixSettings,
+        settings: MixOptions,
         *,
         per_step: int,
         seed: int,
@@ -82,13 +73,13 @@ class TaskMix(TaskSampler):
         self._sources: dict[str, list[int]] = {}
         for index, task in enumerate(tasks):
             self._sources.setdefault(task.data_source or "", []).append(index)
-        for name in settings.weights:
+        for name in settings.points:
             if name not in self._sources:
-                raise ConfigError(f"data.mix names {name!r}, which no task comes from.{did_you_mean(name, self._sources)}")
+                raise ConfigError(f"the mix names {name!r}, which no task comes from.{did_you_mean(name, self._sources)}")
         for name, found in self._sources.items():
-            if name not in settings.weights:
+            if name not in settings.points:
                 raise ConfigError(
-                    f"data.mix has no weight for the data_source {name!r} of {len(found)} tasks; 0 leaves them out"
+                    f"the sampler mix has no weight for the data_source {name!r} of {len(found)} tasks; 0 leaves them out"
                 )
         self._settings = settings
         self._per_step = per_step
@@ -117,7 +108,7 @@ class TaskMix(TaskSampler):
 
     def visits(self, epochs: int) -> int:
         """Refuse: there are no epochs."""
-        raise ConfigError("data.mix has no epochs, because its sources are visited at different rates; set train.steps")
+        raise ConfigError("the mix has no epochs, because its sources are visited at different rates; set train.steps")
 
     def seek(self, visits: int) -> None:
         """Go to the place after so many visits from the start."""
@@ -131,13 +122,13 @@ class TaskMix(TaskSampler):
 
     def shares(self, step: int) -> dict[str, float]:
         """Return the share of each source in a step, by what is known now."""
-        weights = {name: max(0.0, _at(self._settings.weights[name], step)) for name in self._sources}
+        weights = {name: max(0.0, _at(self._settings.points[name], step)) for name in self._sources}
         if self._settings.by_success:
             for name, known in self._state.success.items():
                 weights[name] *= max(LEAST, 4 * known * (1 - known)) ** self._settings.by_success
         total = sum(weights.values())
         if not total:
-            raise ConfigError(f"data.mix gives every source the weight 0 at step {step}; raise one")
+            raise ConfigError(f"the sampler mix gives every source the weight 0 at step {step}; raise one")
         return {name: weight / total for name, weight in weights.items()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Curriculum(TaskSampler):
 
     @classmethod
     def maker(cls, tasks: Sequence[Task], *, seed: int, shuffle: bool, **kwargs: Any) -> Callable[[], TaskSampler]:
-        """Return what makes the order anew, from the start; `kwargs` are `data.sampler_kwargs`."""
+        """Return what makes the order anew, from the start; `kwargs` are those beside its name in `data.sampler`."""
         return functools.partial(cls, tasks, seed=seed, shuffle=shuffle, **kwargs)
 
 

@@ -11,9 +11,11 @@ Where there is no answer, it is asked about another program: a sandbox that runs
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +25,10 @@ from typing import Any
 
 from polyturn.core.errors import DataError, RewardError, one_line
 from polyturn.core.own_time import OwnTime
-from polyturn.core.secret import bearer, hide
+from polyturn.core.secret import bearer, hide, token_from
 from polyturn.infra.http import ask_now
 from polyturn.rewards.local_sandbox import LocalSandbox, local_sandbox
+from polyturn.rewards.options import SandboxOptions
 
 logger = logging.getLogger(__name__)
 
@@ -56,20 +59,23 @@ class _BusyError(ConnectionError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sandbox:
+class Sandbox(SandboxOptions):
     """Where programs run, and how far they may go."""
 
-    url: str | None
-    """A SandboxFusion service's `run_code`; None runs programs on this machine, behind walls of their own."""
-    memory_limit_mb: int = 1024
-    timeout_s: float = 10.0
-    """How long one program may run."""
-    python: str | None = None
-    """The interpreter on this machine; None is this one's, with the standard library alone."""
     token: str | None = field(default=None, repr=False)
     """What the sandbox demands."""
     slots: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     """Entered for each program: a semaphore bounds how many run at once."""
+
+    @classmethod
+    def of(cls, options: SandboxOptions) -> Sandbox:
+        """Return the sandbox of a run.
+
+        Raises:
+            ConfigError: its token is not in the environment.
+        """
+        token = token_from({"token_env": options.token_env}, where="reward.sandbox")
+        return cls(**dataclasses.asdict(options), token=token, slots=threading.Semaphore(options.max_concurrent))
 
     def require(self) -> None:
         """Refuse a machine that cannot isolate programs, where they are to run on it.

@@ -1,4 +1,4 @@
-"""What can be chosen about the calls of reward functions: deadlines, what they read, how often and how many at a time.
+"""What can be chosen about reward functions: deadlines, what they read, how often they are called, where programs run.
 
 reward: {timeout_s: 120, rate: {calls_per_minute: 300}, batch_size: 32}
 """
@@ -6,7 +6,7 @@ reward: {timeout_s: 120, rate: {calls_per_minute: 300}, batch_size: 32}
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ from polyturn.rewards.rendered_text import TextOf
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRate:
     """How often reward functions may be called, for those that ask a paid or a slow service; null means no limit."""
+
+    PART: ClassVar[str] = "the rate"
 
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     """Calls at once; null is no limit."""
@@ -31,6 +33,27 @@ class CallRate:
         """Calls a minute that both limits allow; None is no limit."""
         of_tokens = None if self.tokens_per_minute is None else self.tokens_per_minute / self.tokens_per_call
         return min((rate for rate in (self.calls_per_minute, of_tokens) if rate is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxOptions:
+    """The sandbox that runs the model's programs for the reward of code."""
+
+    PART: ClassVar[str] = "the sandbox"
+
+    url: str | None = None
+    """Address of a SandboxFusion `run_code` endpoint; null runs programs on this machine, isolated by bubblewrap."""
+    python: str | None = None
+    """The interpreter for programs that run on this machine, whose packages they may import; null is this one's, with the
+    standard library alone."""
+    token_env: str | None = None
+    """The environment variable that holds the token which the sandbox demands."""
+    max_concurrent: Annotated[int, Field(ge=1)] = 64
+    """Programs that run at once."""
+    memory_limit_mb: Annotated[int, Field(ge=16)] = 1024
+    """Megabytes that one program may use."""
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """How long one test may run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ Separate from the reward functions, because it looks at tokens and not at what t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -19,6 +19,8 @@ from polyturn.core.trajectory import Trajectory
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlong:
     """A penalty that grows over the last tokens before the limit, as DAPO has it."""
+
+    PART: ClassVar[str] = "the penalty for length"
 
     buffer: Annotated[int, Field(ge=0)] = 0
     """Over how many tokens before `max_tokens` it grows from 0 to `penalty`; 0 is no penalty."""

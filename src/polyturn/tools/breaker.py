@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerSettings:
     """When a tool that does not answer is left alone for a while, its calls answered at once with an error."""
+
+    PART: ClassVar[str] = "the breaker"
 
     failures: Annotated[int, Field(ge=0)] = 8
     """Time-outs or lost connections in a row after which it is; 0 never."""

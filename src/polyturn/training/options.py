@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -74,6 +74,8 @@ class CriticSettings:
     Its loss is the mean over targets of max((v - G)^2, (clip(v, v_old - clip, v_old + clip) - G)^2) / 2. Source: Schulman et
     al. 2017 (PPO), in the form of its implementation; without `clip` it is (v - G)^2 / 2.
     """
+
+    PART: ClassVar[str] = "gae, turn_gae, bilevel_gae"
 
     path: str | None = None
     """Folder or hub id of the model whose backbone it starts from, with the same vocabulary; null takes the policy's."""

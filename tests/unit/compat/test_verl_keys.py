@@ -553,8 +553,8 @@ def test_samples_are_limited_and_ordered_as_asked():
         *("data.sampler.class_path=stages.py", "data.sampler.class_name=Stages"),
     ).native
     assert made["data"]["train"] == {"files": ["a.parquet"], "limit": 5}
-    assert made["data"]["sampler"] == "polyturn.compat.verl.sampler:SamplerOrder"
-    assert made["data"]["sampler_kwargs"]["sampler"] == "stages.py:Stages"
+    assert made["data"]["sampler"]["name"] == "polyturn.compat.verl.sampler:SamplerOrder"
+    assert made["data"]["sampler"]["sampler"] == "stages.py:Stages"
     assert made["evaluation"]["data"] == {"files": ["b.parquet"], "limit": 6}
 
 

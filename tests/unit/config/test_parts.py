@@ -13,7 +13,7 @@ from polyturn.algorithms.advantages import advantages
 from polyturn.algorithms.estimator_options import NamedEstimatorOptions
 from polyturn.algorithms.loss_options import LossOptions, NamedLossOptions
 from polyturn.algorithms.losses import policy_losses, takes_option
-from polyturn.config.load import load_config
+from polyturn.config.load import load_config, write_resolved
 from polyturn.config.models import AlgorithmConfig, RunConfig
 from polyturn.config.parts import arguments_of
 from polyturn.config.schema import keys_of, kinds_of
@@ -38,6 +38,12 @@ def test_options_laid_over_a_name_keep_it(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("defaults: below.yaml\nalgorithm: {loss: {clip_low: 0.1}}\n")
     loss = algorithm("algorithm.loss.clip_high=0.2", path=tmp_path / "run.yaml").loss
     assert (loss.name, arguments_of(loss)) == ("gspo", {"clip_low": 0.1, "clip_high": 0.2})
+
+
+def test_a_run_of_ones_own_loss_keeps_the_arguments_that_losses_of_ours_have_too(tmp_path: Path) -> None:
+    loaded = load_config(RunConfig, None, ["model.path=x", "algorithm.loss={name: 'mine.py:f', clip_low: 0.1}"])
+    write_resolved(loaded.resolved, tmp_path / "config.yaml")
+    assert arguments_of(load_config(RunConfig, tmp_path).config.algorithm.loss)["clip_low"] == 0.1
 
 
 @pytest.mark.parametrize(

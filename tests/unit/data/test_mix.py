@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import CheckpointError, ConfigError
-from polyturn.data.mix import MixSettings, MixState, TaskMix
+from polyturn.data.mix import MixState, TaskMix
+from polyturn.data.options import MixOptions
 from polyturn.testing.episodes import task
 
 TASKS = [
@@ -19,7 +20,7 @@ TASKS = [
 
 def mix(weights: Mapping[str, Sequence[tuple[int, float]] | float], **options: Any) -> TaskMix:
     points = {k: [(0, v)] if isinstance(v, int | float) else v for k, v in weights.items()}
-    settings = MixSettings(weights=points, by_success=options.pop("by_success", 0.0))
+    settings = MixOptions(weights=points, by_success=options.pop("by_success", 0.0))
     return TaskMix(TASKS, settings, **{"per_step": 8, "seed": 0, **options})
 
 

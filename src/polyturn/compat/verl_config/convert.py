@@ -118,8 +118,9 @@ def sampler(s: Source) -> None:
             "sampler": f"{_absolute(file) if file.endswith('.py') else file}:{name}",
             "config": s.sections("data")["data"],
         }
-        s.put("data.sampler", "polyturn.compat.verl.sampler:SamplerOrder", by="data.sampler.class_path")
-        s.put("data.sampler_kwargs", own, by="data.sampler.class_path")
+        s.put("data.sampler.name", "polyturn.compat.verl.sampler:SamplerOrder", by="data.sampler.class_path")
+        for option, value in own.items():
+            s.put(f"data.sampler.{option}", value, by="data.sampler.class_path")
 
 
 def minibatches(s: Source) -> None:

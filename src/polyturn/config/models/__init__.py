@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from polyturn.config.models.algorithm import AlgorithmConfig
 from polyturn.config.models.cluster import ActorsConfig, ClusterConfig
-from polyturn.config.models.data import DataConfig, MixConfig, TaskSourceConfig
+from polyturn.config.models.data import DataConfig, TaskSourceConfig
 from polyturn.config.models.env import EnvConfig
 from polyturn.config.models.evaluation import EvalConfig, EvalSetConfig
 from polyturn.config.models.model import ModelConfig, TrainTokenizerConfig
 from polyturn.config.models.policies import PolicyConfig
 from polyturn.config.models.records import DumpConfig, TrackerConfig
-from polyturn.config.models.reward import RewardConfig, RewardFunctionConfig, SandboxConfig
+from polyturn.config.models.reward import RewardConfig, RewardFunctionConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.models.run import CompatConfig, RunConfig
 from polyturn.config.models.train import DistributedConfig, TrainConfig
@@ -41,14 +41,12 @@ __all__ = [
     "EnvConfig",
     "EvalConfig",
     "EvalSetConfig",
-    "MixConfig",
     "ModelConfig",
     "PolicyConfig",
     "RewardConfig",
     "RewardFunctionConfig",
     "RolloutConfig",
     "RunConfig",
-    "SandboxConfig",
     "TaskSourceConfig",
     "TrackerConfig",
     "TrainConfig",

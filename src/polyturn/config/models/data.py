@@ -1,6 +1,6 @@
 """The section `data`: the tasks to train on, and in which order they are visited.
 
-    data: {train: {files: train.parquet}, mix: {weights: {gsm8k: 2, search: 1}}}
+    data: {train: {files: train.parquet}, sampler: {name: mix, weights: {gsm8k: 2, search: 1}}}
 
 Tasks come from files, from a data set of the Hugging Face hub, or from a generator: exactly one of the three.
 `evaluation.data` names its tasks in the same way.
@@ -8,15 +8,27 @@ Tasks come from files, from a data set of the Hugging Face hub, or from a genera
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from polyturn.config.models.base import Section
+from polyturn.config.parts import BY_NAME, OwnPart
+from polyturn.data.options import MixOptions
 
 
 class TaskSourceConfig(Section):
     """Where tasks come from: files of rows, a data set of the hub, or a generator."""
+
+    ONLY: ClassVar[Mapping[str, str]] = {
+        "subset": "dataset",
+        "split": "dataset",
+        "streaming": "dataset",
+        "columns": "dataset",
+        "kwargs": "generator",
+    }
+    """Keys that only one kind of source has, and the key that says which."""
 
     files: str | list[str] | None = None
     """jsonl or parquet files; globs are allowed."""
@@ -45,34 +57,20 @@ class TaskSourceConfig(Section):
     def _one_source(self) -> TaskSourceConfig:
         if sum(one is not None for one in (self.files, self.dataset, self.generator)) != 1:
             raise ValueError("set exactly one of files, dataset and generator")
-        of_datasets = {"subset": self.subset, "split": self.split, "streaming": self.streaming, "columns": self.columns}
-        given = [key for key, value in of_datasets.items() if value]
-        if given and self.dataset is None:
-            raise ValueError(f"{given[0]} belongs to `dataset`, a data set of the hub; set `dataset`, or drop {given[0]}")
+        set_ = {key: value for key, value in self if value}
+        for key, kind in self.ONLY.items():
+            if key in set_ and kind not in set_:
+                what = "a data set of the hub" if kind == "dataset" else "the function that it is for"
+                raise ValueError(f"{key} belongs to `{kind}`, {what}; set `{kind}`, or drop {key}")
         if self.streaming and self.limit is None:
             raise ValueError("streaming fetches the first `limit` rows of a data set; set limit, or drop streaming")
         return self
 
 
-class MixConfig(Section):
-    """How the visits of a run are divided among data sources."""
+class OwnSampler(OwnPart):
+    """An order of tasks of your own: a Curriculum, which chooses those of each epoch. Further keys are its arguments."""
 
-    weights: dict[str, float | list[tuple[int, float]]]
-    """data_source to a weight, or to [step, weight] pairs with straight lines between them."""
-    by_success: float = Field(0.0, ge=0)
-    """How strongly sources are preferred in which about half of the episodes succeed; 0 is not at all."""
-
-    @model_validator(mode="after")
-    def _points(self) -> MixConfig:
-        for name, weight in self.weights.items():
-            points = [(0, weight)] if isinstance(weight, int | float) else weight
-            steps = [step for step, _ in points]
-            if not points or steps != sorted(set(steps)) or any(value < 0 for _, value in points):
-                raise ValueError(
-                    f"data.mix.weights has {weight!r} for {name!r}; give a number from 0 on, or [step, weight] pairs in "
-                    "rising order of steps"
-                )
-        return self
+    PART: ClassVar[str] = MixOptions.PART
 
 
 class DataConfig(Section):
@@ -81,11 +79,8 @@ class DataConfig(Section):
     train: TaskSourceConfig | None = None
     shuffle: bool = True
     """Draw the tasks in a random order; false keeps theirs."""
-    sampler: str | None = None
-    """`file.py:Class` of a Curriculum, which chooses the tasks of each epoch; the default visits every task once."""
-    sampler_kwargs: dict[str, Any] = {}
-    """Arguments of the sampler."""
-    mix: MixConfig | None = None
-    """Divides the visits among data sources by weights that may change with the step; instead of `sampler`."""
+    sampler: Annotated[MixOptions | OwnSampler, BY_NAME] | None = None
+    """The order of tasks: `mix`, which divides the visits among data sources, or `file.py:Class` of a Curriculum; null
+    visits every task once in each epoch."""
     drop_long_prompts: bool = False
     """Leave out the tasks whose prompt is longer than rollout.limits.max_prompt_tokens instead of refusing the run."""

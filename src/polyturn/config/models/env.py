@@ -9,7 +9,7 @@ It stands in place of `data`, `rollout.scheduler` and a reward.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -18,6 +18,8 @@ from polyturn.config.models.base import Section
 
 class EnvConfig(Section):
     """An environment: where tasks come from, what acts on them and what scores them, all in one."""
+
+    PART: ClassVar[str] = "any environment"
 
     name: str
     """`prefix:id`, for instance `textarena:GuessTheNumber-v0`; or `package.module:Class` or `file.py:Class` of one's own."""

@@ -8,9 +8,12 @@ metrics.jsonl is always written, whatever stands here.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import ClassVar
+
+from pydantic import Field
 
 from polyturn.config.models.base import Section
+from polyturn.config.parts import OwnPart
 
 
 class DumpConfig(Section):
@@ -22,10 +25,10 @@ class DumpConfig(Section):
     """Folder for evaluation, relative to the working directory."""
 
 
-class TrackerConfig(BaseModel):
+class TrackerConfig(OwnPart):
     """A program that the numbers of a run are passed on to. Further keys are its own, for instance `project`."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True, protected_namespaces=())
+    PART: ClassVar[str] = "any tracker"
 
     name: str
     """tensorboard, wandb, mlflow, trackio, otel, a registered name or `file.py:Class`."""

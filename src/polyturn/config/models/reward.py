@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import Field
-
 from polyturn.config.models.base import Section
-from polyturn.rewards.options import CallOptions
+from polyturn.rewards.options import CallOptions, SandboxOptions
 from polyturn.rewards.overlong import Overlong
 
 
@@ -26,24 +24,6 @@ class RewardFunctionConfig(Section):
     """Passed to every call, by name."""
 
 
-class SandboxConfig(Section):
-    """The sandbox that runs the model's programs for the reward of code."""
-
-    url: str | None = None
-    """Address of a SandboxFusion `run_code` endpoint; null runs programs on this machine, isolated by bubblewrap."""
-    python: str | None = None
-    """The interpreter for programs that run on this machine, whose packages they may import; null is this one's, with the
-    standard library alone."""
-    token_env: str | None = None
-    """The environment variable that holds the token which the sandbox demands."""
-    max_concurrent: int = Field(64, ge=1)
-    """Programs that run at once."""
-    memory_limit_mb: int = Field(1024, ge=16)
-    """Megabytes that one program may use."""
-    timeout_s: float = Field(10.0, gt=0)
-    """How long one test may run."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig(CallOptions):
     """How scores become a trajectory's reward."""
@@ -53,7 +33,7 @@ class RewardConfig(CallOptions):
     routes: dict[str, str | RewardFunctionConfig] = field(default_factory=dict)
     """data_source, exact or as a glob, to a reward function. The built-in routes are always there."""
     overlong: Overlong = field(default_factory=Overlong)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
     weights: dict[str, float] | None = None
     """Weight of each named score; null keeps the default: 1 for `outcome` and for `tool_step`."""
     interaction: Literal["last", "sum", "max", "mean"] = "last"

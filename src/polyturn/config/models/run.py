@@ -26,6 +26,7 @@ from polyturn.config.models.records import DumpConfig, TrackerConfig
 from polyturn.config.models.reward import RewardConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.models.train import TrainConfig
+from polyturn.data.options import MixOptions
 from polyturn.engines.options import AnyEngineOptions, EmbeddedOptions, is_deterministic
 from polyturn.store.options import StoreSettings
 from polyturn.training.options import SftOptions
@@ -96,9 +97,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _promises(self) -> RunConfig:
         train = self.train
-        if self.data.mix is not None and (self.data.sampler is not None or train.epochs is not None):
-            other = "data.sampler" if self.data.sampler is not None else "train.epochs"
-            raise ValueError(f"data.mix decides the order of tasks and has no epochs; drop {other} (set train.steps)")
+        if isinstance(self.data.sampler, MixOptions) and train.epochs is not None:
+            raise ValueError("the sampler mix decides the order of tasks and has no epochs; drop train.epochs (set steps)")
         late = {"train.max_staleness": train.max_staleness, "train.oversample": train.oversample}
         for name, value in late.items():
             if is_deterministic(self.engine) and value:
