@@ -40,11 +40,10 @@ DEFAULT_INTERACTION = "gsm8k"
 """The interaction of a row whose `interaction_kwargs` name none."""
 
 _TOOL_KWARGS = tuple(f.name for f in fields(ToolKwargs))
-_TYPED = frozenset(
-    {"id", "prompt", "data_source", "ground_truth", "reward_model", "extra_info", "interaction", "interaction_kwargs"}
-    | {"tools", "tools_kwargs", "tool_kwargs", "tool_selection", "need_tools_kwargs"}
-)
-"""Keys that became fields of the task; every other key of the row goes to `Task.extra`."""
+_PARTNERS = frozenset({"interaction_kwargs", "tools", "tools_kwargs", "tool_kwargs", "tool_selection", "need_tools_kwargs"})
+"""Keys of a row and of its `extra_info` that became fields of the task."""
+_TYPED = _PARTNERS | {"id", "prompt", "data_source", "ground_truth", "reward_model", "extra_info", "interaction"}
+"""Keys of a row that did; every other key, and all else in `extra_info`, goes to `Task.extra`."""
 
 
 def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str, row_number: int | None = None) -> Task:
@@ -102,7 +101,8 @@ class _RowReader:
         identity = row.get("id", f"{split}-{index}")
         if not isinstance(identity, str | int):
             self.fail(f"'id' must be a string or an integer, not {_show(identity)}")
-        rest = {k: v for part in (row, extra) for k, v in part.items() if k not in _TYPED and k not in COLUMNS}
+        of_row = {k: v for k, v in row.items() if k not in _TYPED and k not in COLUMNS}
+        rest = of_row | {k: v for k, v in extra.items() if k not in _PARTNERS and k not in COLUMNS}
         return Task(
             id=str(identity),
             prompt=self.prompt(row),

@@ -249,3 +249,10 @@ def test_tools_of_a_row_of_messages_are_configured_ones_by_name() -> None:
         assert task_from_row(row, index=0, split="train", source="f").tools == ("calc",)
     with pytest.raises(DataError, match="'tools' must be a list of tools, or that as JSON"):
         task_from_row({"messages": [{"role": "user", "content": "Hi"}], "tools": "calc"}, index=0, split="train", source="f")
+
+
+def test_all_else_in_extra_info_is_kept_whatever_its_name() -> None:
+    """Reward functions read `extra_info["ground_truth"]` and `extra_info["prompt"]`; the task itself has the row's."""
+    extra = {"prompt": "as it was", "ground_truth": "5", "id": 7, "data_source": "x", "interaction": "old", "index": 0}
+    task = task_from_row({"prompt": "q", "ground_truth": "4", "extra_info": extra}, index=0, split="train", source="f")
+    assert task.extra == extra and task.ground_truth == "4" and task.interaction is None
