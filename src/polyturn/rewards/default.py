@@ -16,13 +16,14 @@ from typing import Any
 
 from polyturn.rewards import code, geo3k, gsm8k, math, math_dapo, search_r1
 
-MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "numina_*")
+MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 DAPO = ("math_dapo", "math", "math_dapo_reasoning", "aime*")
 CODE = ("codecontests", "apps", "codeforces", "taco")
 
 ROUTES: Mapping[str, str] = {
     "openai/gsm8k": "gsm8k",
     **dict.fromkeys(MATH, "math"),
+    "numina_*": "math_stated",
     **dict.fromkeys(DAPO, "math_dapo"),
     **dict.fromkeys(CODE, "code"),
     "hiyouga/geometry3k": "geo3k",
@@ -33,6 +34,7 @@ ROUTES: Mapping[str, str] = {
 _SCORERS: Mapping[str, Callable[..., Any]] = {
     "gsm8k": lambda text, truth: gsm8k.compute_score(text, truth),
     "math": lambda text, truth: math.compute_score(text, truth),
+    "math_stated": lambda text, truth: math.stated_score(text, truth),
     "math_dapo": lambda text, truth: math_dapo.compute_score(text, truth),
     "geo3k": lambda text, truth: geo3k.compute_score(text, truth),
     "search_r1": lambda text, truth: search_r1.compute_score(text, truth),

@@ -19,6 +19,7 @@ import re
 import sys
 import threading
 import time
+from math import isclose, pi
 from typing import Any
 
 from polyturn.core.errors import ConfigError, RewardError
@@ -40,6 +41,13 @@ _PLAIN = (
     ("tfrac", "frac"),
     ("dfrac", "frac"),
 )
+_OPENS_ANSWER = ("answer:", "answer is", "answers are")
+_CLOSES_ANSWER = ("is answer", "is the answer", "are answers", "are the answers")
+_EQUATES = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n", "get\n")
+_NEAR = 1e-4
+_NUMBER = re.compile(r"\\?\$?(-?(?:\d[\d,]{0,30}\.?\d*|\.\d+)(?:e[+-]?\d{1,2})?)(?:\\?%)?")
+_MIXED = re.compile(r"(?:(\d{1,9}) +)?(\d{1,9})/([1-9]\d{0,8})")
+_OF_PI = re.compile(r"(\d*\.?\d+)?\\pi")
 _NOTHING = re.compile(r"[\s$]")
 _MARKS = re.compile(r"\\f?box(?:ed)?\s*\{|[{}]")
 
@@ -57,6 +65,51 @@ def compute_score(solution_str: Any, ground_truth: Any, *, score: float = 1.0, f
     if answer is None:
         return 0.0
     return score if is_equal(answer, str(ground_truth)) else format_score
+
+
+def stated_score(solution_str: Any, ground_truth: Any) -> float:
+    """Return 1.0 where the answer that a text states, in a box or in words, is the right one, else 0.0."""
+    return float(isinstance(solution_str, str) and is_near(stated_answer(solution_str), str(ground_truth)))
+
+
+def is_near(answer: str, truth: str) -> bool:
+    """Return whether two answers are the same mathematics, or numbers that differ by 1e-4 or by a factor of 100."""
+    pairs = [(a, t * scale) for a in _numbers(answer) for t in _numbers(truth) for scale in (0.01, 1.0, 100.0)]
+    return any(isclose(a, t, rel_tol=_NEAR) for a, t in pairs) or is_equal(answer, truth)
+
+
+def _numbers(text: str) -> list[float]:
+    r"""Return the values of a number such as 1,000, 50\%, 1e3, 3 1/2 or 2\pi, which some write 6.28; none of other text."""
+    if found := _MIXED.fullmatch(text.strip()):
+        return [float(found[1] or 0) + float(found[2]) / float(found[3])]
+    if found := _OF_PI.fullmatch(text.strip()):
+        return [float(found[1] or 1) * value for value in (pi, 3.14)]
+    found = _NUMBER.fullmatch(text.strip())
+    return [float(found[1].replace(",", ""))] if found else []
+
+
+def stated_answer(text: str) -> str:
+    r"""Return the answer that a text states: "so x = 5", "The answer is 5", "5 is the answer", `\boxed{5}`  ->  "5".
+
+    Each mark cuts what the marks before it left: what follows "answer:", what precedes "is the answer", what stands in the
+    last box, everything but the last sentence, what follows "is", "=" and their like. A text without marks is its answer.
+    """
+    for mark in _OPENS_ANSWER:
+        text = _behind(text, mark)
+    for mark in _CLOSES_ANSWER:
+        at = text.lower().rfind(mark)
+        text = text if at < 0 else text[:at].strip()
+    text = last_boxed(text) or text
+    if ". " in text:
+        text = text[: text.rfind(". ")].strip()
+    for mark in _EQUATES:
+        text = _behind(text, mark)
+    return text
+
+
+def _behind(text: str, mark: str) -> str:
+    at = text.lower().rfind(mark)
+    return text if at < 0 else text[at + len(mark) :].strip()
 
 
 def last_boxed(text: str) -> str | None:

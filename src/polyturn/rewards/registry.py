@@ -55,6 +55,12 @@ def score_math(trajectory: Trajectory) -> float:
     return math.compute_score(last_answer(trajectory), ground_truth(trajectory))
 
 
+@rewards.register("math_stated")
+def score_math_stated(trajectory: Trajectory) -> float:
+    """Score the answer that the last answer states, in a box or in words, as mathematics."""
+    return math.stated_score(last_answer(trajectory), ground_truth(trajectory))
+
+
 @rewards.register("math_dapo")
 def score_math_dapo(trajectory: Trajectory) -> dict[str, Any]:
     """Score what follows `Answer:` in the last answer: 1 or -1."""
@@ -86,6 +92,7 @@ QUICK = (score_environment, score_gsm8k, score_gsm8k_flexible, score_exact_match
 
 CHECKS: tuple[tuple[Callable[..., Any], Callable[[Mapping[str, Any]], object]], ...] = (
     (score_math, lambda kwargs: math.require()),
+    (score_math_stated, lambda kwargs: math.require()),
     (score_geo3k, lambda kwargs: math.require()),
     (score_code, lambda kwargs: kwargs["sandbox"].require()),
     (judge.score_conversation, judge.require),

@@ -42,6 +42,25 @@ def test_every_scorer_is_found_and_scores(module: str, arguments: Any, score: An
     assert scorer(module).compute_score(*arguments) == score
 
 
+@pytest.mark.parametrize(
+    ("text", "truth", "found"),
+    [
+        ("The answer is 7. I hope it is right", "7", (True, True, "7")),
+        ("12 is the answer", "12", (True, True, "12")),
+        (r"Answer: \boxed{x=7}", "7", (True, True, "7")),
+        ("x^2 + y^2 + 4x - 6y + 13", "(x + 2)^2 + (y - 3)^2 ", (True, True, "x^2 + y^2 + 4x - 6y + 13")),
+        ("50%", "50", (True, True, "50%")),
+        ("7 3/4", "31/4", (True, True, "7 3/4")),
+        ("3.14", r"\pi", (True, True, "3.14")),
+        ("5.01", "5", (False, False, "5.01")),
+        (r"Step 2: done. \boxed{8}", "7", (False, True, "8")),
+        ("", "7", (False, False, "")),
+    ],
+)
+def test_prime_math_reads_an_answer_in_words_too(text: str, truth: str, found: Any) -> None:
+    assert scorer("prime_math").compute_score(text, truth) == found
+
+
 def test_a_scorer_is_the_native_module_so_that_replacing_it_works() -> None:
     assert scorer("gsm8k") is gsm8k
     from verl.utils.reward_score import default_compute_score  # type: ignore[import-not-found]

