@@ -71,6 +71,29 @@ def test_a_tensordict_holds_ragged_tensors_lists_and_facts() -> None:
         tu.get_tensordict({"a": torch.zeros(2), "b": [1]})
 
 
+def test_the_ragged_axis_of_rows_is_kept_where_rows_are_drawn_and_joined() -> None:
+    """Also where the rows that are drawn have one length, so that their shapes do not tell which axis it is."""
+    for axis, shapes in ((1, [(5, 4), (5, 4), (3, 4)]), (2, [(4, 5), (4, 5), (4, 3)])):
+        rows = [torch.randn(shape) for shape in shapes]
+        td = tu.get_tensordict({"x": tu.nested_tensor_from_tensor_list(rows)})
+        drawn = tu.index_select_tensor_dict(td, [0, 1])
+        assert drawn["x"]._ragged_idx == axis
+        whole = tu.concat_tensordict([drawn, tu.index_select_tensor_dict(td, [2])])
+        assert all(torch.equal(a, b) for a, b in zip(whole["x"].unbind(), rows, strict=True))
+    with pytest.raises(AssertionError, match="ragged_idx is 3"):
+        tu.nested_tensor_from_tensor_list(rows, ragged_idx=3)
+
+
+def test_names_of_other_releases_do_the_same() -> None:
+    td = tu.assign_non_tensor_dict(tu.get_tensordict({"a": torch.zeros(2), "b": ["x", "y"]}), {"c": [1]})
+    assert tu.get(td, "c") == [1]
+    taken = tu.pop(td, keys=["b", "c"])
+    assert tu.get(taken, "b") == ["x", "y"] and list(td.keys()) == ["a"]
+    data = DataProto()
+    data.__setstate__(batch().__getstate__())
+    assert data.batch["ids"].tolist() == batch().batch["ids"].tolist()
+
+
 def test_numbers_are_collected_and_reduced() -> None:
     found: dict[str, object] = {}
     for value in (1.0, 3.0):

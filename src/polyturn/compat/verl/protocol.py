@@ -67,6 +67,11 @@ class DataProto:
     def __post_init__(self) -> None:
         self.check_consistency()
 
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Take what `__getstate__` returned."""
+        self.__dict__.update(state)
+        self.check_consistency()
+
     def check_consistency(self) -> None:
         """Check that the tensors have one axis of rows, and every column is an array with as many.
 

@@ -8,6 +8,7 @@ A list is held as a stack of non-tensors; a fact as one. A ragged tensor is nest
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,13 @@ def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence[Any
     """Hold a list of B objects, which may be lists or dicts themselves."""
     check(isinstance(tensor_dict, TensorDict), f"a {type(tensor_dict).__name__} is no TensorDict")
     tensor_dict[key] = _stack(val)
+
+
+def assign_non_tensor_dict(tensor_dict: TensorDict, non_tensor_dict: Mapping[str, Any]) -> TensorDict:
+    """Hold facts of the whole batch, lists too, and return the tensordict."""
+    for key, val in non_tensor_dict.items():
+        assign_non_tensor_data(tensor_dict, key, val)
+    return tensor_dict
 
 
 def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> TensorDict:
@@ -94,12 +102,14 @@ def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
     return _of(tensordict, keys, tensordict.get)
 
 
-def pop(tensordict: TensorDict, key: str, default: Any = None) -> Any:
-    """Take a column out and return it as `get` does.
+def pop(tensordict: TensorDict, key: str = "", default: Any = None, *, keys: Iterable[str] | None = None) -> Any:
+    """Take a column out and return it as `get` does; or several, as `pop_keys` does.
 
     Raises:
-        KeyError: it is not there, and no default is given.
+        KeyError: one is not there, and no default is given.
     """
+    if keys is not None:
+        return pop_keys(tensordict, keys)
     if key not in tensordict and default is not None:
         return default
     return _plain(tensordict.pop(key))
@@ -123,7 +133,7 @@ def index_select_tensor_dict(batch: TensorDict, indices: Any) -> TensorDict:
     found = others[which]
     for key, tensor in ragged.items():
         parts = tensor.unbind()
-        found[key] = nested_tensor_from_tensor_list([parts[row] for row in rows])
+        found[key] = nested_tensor_from_tensor_list([parts[row] for row in rows], tensor._ragged_idx)
     return found
 
 
@@ -172,12 +182,23 @@ def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
         BatchError: one is not ragged and contiguous.
     """
     check(all(t.is_nested and t.is_contiguous() and t.dim() > 1 for t in tensors), "give nested, contiguous tensors")
-    return nested_tensor_from_tensor_list([row for tensor in tensors for row in tensor.unbind()])
+    rows = [row for tensor in tensors for row in tensor.unbind()]
+    return nested_tensor_from_tensor_list(rows, tensors[0]._ragged_idx)
 
 
-def nested_tensor_from_tensor_list(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a ragged tensor of rows. What may differ is the first axis, or the second where the first never does."""
-    found: Tensor = torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
+def nested_tensor_from_tensor_list(tensors: Sequence[Tensor], ragged_idx: int | None = None) -> Tensor:
+    """Return a ragged tensor of rows that differ in one axis: `ragged_idx`, counted from 1, else where they do."""
+    rows = list(tensors)
+    if ragged_idx is None:
+        differing = [
+            axis for axis, sizes in enumerate(zip(*(row.shape for row in rows), strict=True)) if len(set(sizes)) > 1
+        ]
+        ragged_idx = (differing or [rows[0].dim() - 1])[0] + 1
+    check(1 <= ragged_idx <= rows[0].dim(), f"ragged_idx is {ragged_idx}; it must be from 1 to {rows[0].dim()}")
+    offsets = torch.tensor([0, *itertools.accumulate(row.shape[ragged_idx - 1] for row in rows)])
+    found: Tensor = torch.nested.nested_tensor_from_jagged(
+        torch.cat(rows, dim=ragged_idx - 1), offsets, jagged_dim=ragged_idx
+    )
     return found
 
 
