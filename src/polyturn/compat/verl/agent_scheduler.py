@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omegaconf import OmegaConf
+from pydantic import BaseModel
 
 from polyturn.compat.verl.agent_loop import (
     AGENT_LOOP,
@@ -338,7 +339,16 @@ def _score(claims: Sequence[_Claim], outputs: Sequence[AgentLoopOutput]) -> None
             claim.turn.scores["interaction"] = float(score)
     if last.reward_score is not None:
         claims[-1].turn.scores["interaction"] = float(last.reward_score)
-    claims[-1].turn.info.update({k: v for k, v in last.extra_fields.items() if k != "turn_scores"})
+    claims[-1].turn.info.update({k: _plain(v) for k, v in last.extra_fields.items() if k != "turn_scores"})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that a loop hands on with its messages as plain data, as a record holds them."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_none=True)
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _config(episode: Episode, given: Any) -> Any:

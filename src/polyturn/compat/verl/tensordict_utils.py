@@ -133,7 +133,7 @@ def index_select_tensor_dict(batch: TensorDict, indices: Any) -> TensorDict:
     found = others[which]
     for key, tensor in ragged.items():
         parts = tensor.unbind()
-        found[key] = nested_tensor_from_tensor_list([parts[row] for row in rows], tensor._ragged_idx)
+        found[key] = nested_tensor_from_tensor_list([parts[row] for row in rows], _ragged_axis(tensor))
     return found
 
 
@@ -183,7 +183,7 @@ def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """
     check(all(t.is_nested and t.is_contiguous() and t.dim() > 1 for t in tensors), "give nested, contiguous tensors")
     rows = [row for tensor in tensors for row in tensor.unbind()]
-    return nested_tensor_from_tensor_list(rows, tensors[0]._ragged_idx)
+    return nested_tensor_from_tensor_list(rows, _ragged_axis(tensors[0]))
 
 
 def nested_tensor_from_tensor_list(tensors: Sequence[Tensor], ragged_idx: int | None = None) -> Tensor:
@@ -256,6 +256,11 @@ def contiguous(data: TensorDict) -> TensorDict:
         value = data.get(key)
         found[key] = value.contiguous() if isinstance(value, Tensor) else value
     return found
+
+
+def _ragged_axis(ragged: Any) -> int:
+    """Return in which axis the rows of a ragged tensor may differ, counted from 1."""
+    return int(ragged._ragged_idx)
 
 
 def _stack(values: Iterable[Any]) -> NonTensorStack:

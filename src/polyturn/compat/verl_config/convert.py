@@ -30,6 +30,7 @@ from polyturn.tokens.parsers import parsers
 ROLLOUT = "actor_rollout_ref.rollout"
 MULTI_TURN = f"{ROLLOUT}.multi_turn"
 ACTOR = "actor_rollout_ref.actor"
+FUTURES = f"{MULTI_TURN}.num_repeat_rollouts"
 NO_LIMIT_CHARS = 1_000_000
 _OWN = "one of your own is named as file.py:function, or by its name where it was registered before the run begins"
 _MEANS_OF_SEQUENCES = ("gspo", "sapo", "geo_mean")
@@ -197,7 +198,7 @@ def validation(s: Source) -> None:
 def limits(s: Source) -> None:
     """Set the lengths: `response_length` bounds all turns of a trajectory together."""
     s.put("rollout.limits.max_prompt_tokens", _prompt(s), by=f"{ROLLOUT}.prompt_length")
-    s.put("rollout.limits.max_tokens", _response(s), by=f"{ROLLOUT}.response_length")
+    s.put("rollout.limits.max_tokens", _response(s) * _num_conversations(s), by=f"{ROLLOUT}.response_length")
     s.put("rollout.limits.max_tokens_per_turn", _response(s), by=f"{ROLLOUT}.response_length")
     s.put("rollout.limits.max_context", _max_context(s), by=f"{ROLLOUT}.max_model_len")
 
@@ -211,13 +212,23 @@ def turns(s: Source) -> None:
     if not s.get(key):
         if partners and key in s.written:
             s.refuse(key, f"and {MULTI_TURN}.{partners[0]} is set; set enable to True, or remove that key with ~")
-        if not partners:
+        if not partners and s.get(f"{ROLLOUT}.agent.agent_loop_config_path") is None:
             s.put("rollout.limits.max_turns", 1, by=key)
             return
     third = max(1, _max_context(s) // 3)
     for who, native in (("assistant", "max_turns"), ("user", "max_user_turns")):
         cap = f"{MULTI_TURN}.max_{who}_turns"
-        s.put(f"rollout.limits.{native}", s.get(cap, third), by=cap)
+        s.put(f"rollout.limits.{native}", s.number(cap, third) * _num_conversations(s), by=cap)
+
+
+def futures(s: Source) -> None:
+    """Let an agent loop of one's own fork conversations; `limits` and `turns` make room for them in the episode."""
+    if s.get(FUTURES) and s.get(f"{ROLLOUT}.agent.agent_loop_config_path") is None:
+        s.refuse(
+            FUTURES,
+            "only an agent loop of your own forks so many conversations from a first turn, and agent_loop_config_path names "
+            "none; +polyturn.rollout.scheduler=lookahead forks from every turn, and needs a judge",
+        )
 
 
 def agent_loop(s: Source) -> None:
@@ -335,6 +346,11 @@ def _put_function(s: Source, native_key: str, name: str, *, by: str) -> None:
         s.put(native_key, name, by=by)
 
 
+def _num_conversations(s: Source) -> int:
+    """Return how many conversations an episode holds: one, and those that an agent loop forks from it."""
+    return 1 + int(s.number(FUTURES, 0))
+
+
 def _prompt(s: Source) -> int:
     return int(s.number(f"{ROLLOUT}.prompt_length", 512))
 
@@ -352,8 +368,8 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
         model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, grad_clip, warmup,
-        temperature, agent_loop, engine, top_k, validation, limits, turns, tool_response, sanity_mode, parser, advantage,
-        discount, critic, kl_in_reward, trackers,
+        temperature, agent_loop, engine, top_k, validation, limits, turns, tool_response, futures, sanity_mode, parser,
+        advantage, discount, critic, kl_in_reward, trackers,
         policy_loss, lora, correction, reward_function, reward_manager, steps, run_folder, every, keep,
     )
 }  # fmt: skip

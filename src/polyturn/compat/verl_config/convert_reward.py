@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,13 @@ from polyturn.core.errors import did_you_mean
 
 if TYPE_CHECKING:
     from polyturn.compat.verl_config.source import Source
+
+
+MANAGER = "reward_model.reward_manager"
+MANAGERS = ("naive", "prime", "batch", "dapo", "rate_limited", "limited")
+"""The managers that need no class here."""
+MANAGER_S = 600.0
+"""How long one of a project's own, which may ask other models, has for a trajectory; verl waits for ever."""
 
 
 def reward_function(s: Source) -> None:
@@ -20,6 +28,9 @@ def reward_function(s: Source) -> None:
         return
     where = str(where).removeprefix("pkg://")
     name = f"{Path(where).expanduser()}:{s.get('custom_reward_function.name', 'compute_score')}"
+    if s.get(MANAGER, "naive") not in MANAGERS:
+        _managed(s, name)
+        return
     s.put("reward.function.name", name, by=key)
     s.put("reward.num_processes", 4, by=key)  # verl calls it in the main thread of a process, so it may use signals
     if where.endswith(".py"):
@@ -28,13 +39,27 @@ def reward_function(s: Source) -> None:
         s.put("reward.function.kwargs", dict(kwargs), by="custom_reward_function.reward_kwargs")
 
 
+def _managed(s: Source, function: str) -> None:
+    """Score with a manager that the function's file registers; it calls the function as it likes."""
+    file, model = Path(function.rpartition(":")[0]), str(s.get("data.tokenizer", s.get("actor_rollout_ref.model.path", "")))
+    own = {
+        "manager": s.get(MANAGER),
+        "function": f"{file.absolute()}:{function.rpartition(':')[2]}",
+        "tokenizer": str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model,
+        "kwargs": s.get("reward_model.reward_kwargs", {}),
+        "function_kwargs": s.get("custom_reward_function.reward_kwargs", {}),
+    }
+    s.put("reward.function.name", "polyturn.compat.verl.managed_reward:score", by=MANAGER)
+    s.put("reward.function.kwargs", own, by=MANAGER)
+    s.put("reward.timeout_s", MANAGER_S, by=MANAGER)
+
+
 def reward_manager(s: Source) -> None:
     """Set what a manager adds to the function: a penalty for length, or limits of its calls."""
-    key = "reward_model.reward_manager"
-    known = ("naive", "prime", "batch", "dapo", "rate_limited", "limited")
-    name = str(s.get(key, "naive"))
-    if name not in known:
-        s.refuse(key, f"there is no such reward manager.{did_you_mean(name, known)}")
+    key, name = MANAGER, str(s.get(MANAGER, "naive"))
+    if name not in MANAGERS:
+        _check_registered(s, name)
+        return
     kwargs = dict(s.get("reward_model.reward_kwargs", {}))
     overlong = {**s.get("reward_model.overlong_buffer", {}), **(kwargs.pop("overlong_buffer_cfg", None) or {})}
     longest = kwargs.pop("max_resp_len", None)
@@ -53,3 +78,13 @@ def reward_manager(s: Source) -> None:
         s.put("reward.rate.tokens_per_minute", s.get("reward_model.max_tpm"), by=key)
         s.put("reward.rate.tokens_per_call", s.get("reward_model.estimated_tokens_per_request", 2000), by=key)
         s.put("reward.timeout_s", s.get("reward_model.timeout", 300.0), by=key)
+
+
+def _check_registered(s: Source, name: str) -> None:
+    """Refuse a manager that the file of the reward function does not register; nothing is imported for the question."""
+    where = s.get("custom_reward_function.path")
+    file = None if where is None else Path(str(where)).expanduser()
+    text = file.read_text(encoding="utf-8") if file is not None and file.is_file() else ""
+    if re.search(rf"register\(\s*['\"]{re.escape(name)}['\"]", text) is None:
+        here = "no custom_reward_function.path registers one" if where is None else f"{where} registers none of that name"
+        s.refuse(MANAGER, f"there is no such reward manager, and {here}.{did_you_mean(name, MANAGERS)}")

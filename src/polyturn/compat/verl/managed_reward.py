@@ -1,0 +1,84 @@
+"""A reward manager of a project's own, as a reward function: a finished trajectory is shown to it as a batch of one row.
+
+    reward_manager: collabllm, custom_reward_function.path: reward_function.py, which registers it
+      ->  reward.function {name: "polyturn.compat.verl.managed_reward:score", kwargs: {manager: collabllm, …}}
+
+A manager sees the columns that verl's trainer shows it: the row's, what the episode scored, and what an agent loop returned
+in `extra_fields`. One trajectory at a time, so none waits for the others; what a manager compares across a batch it cannot
+compare here. Calls run in threads, several at once, on one manager.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from polyturn.compat.verl.dataproto import to_dataproto
+from polyturn.compat.verl.protocol import DataProto
+from polyturn.compat.verl.reward_manager import get_reward_manager_cls
+from polyturn.compat.verl.rollout_schemas import Message
+from polyturn.compat.verl.tokenizer import hf_tokenizer
+from polyturn.core.registry import import_attr
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+
+
+def score(
+    trajectory: Trajectory,
+    *,
+    manager: str,
+    function: str,
+    tokenizer: str,
+    kwargs: Mapping[str, Any] | None = None,
+    function_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what a manager gives to a trajectory, and what it reports of it.
+
+    Args:
+        trajectory: The record.
+        manager: The name under which it is registered.
+        function: The reward function that it is given, `file.py:name`; importing it registers the manager.
+        tokenizer: The folder or the name of the model.
+        kwargs: Arguments of the manager.
+        function_kwargs: Arguments that the function always gets.
+    """
+    made = _manager(json.dumps([manager, function, tokenizer, dict(kwargs or {}), dict(function_kwargs or {})]))
+    found = made(as_batch(trajectory), return_dict=True)
+    reported = found.get("reward_extra_info") or {}
+    return {**{key: values[0] for key, values in reported.items()}, "score": float(found["reward_tensor"].sum())}
+
+
+@functools.cache
+def _manager(described: str) -> Any:
+    """Return the manager that `score`'s arguments describe, as JSON; the same one for all trajectories of a run."""
+    name, function, tokenizer, kwargs, function_kwargs = json.loads(described)
+    compute_score = import_attr(function)
+    if function_kwargs:
+        compute_score = functools.partial(compute_score, **function_kwargs)
+    made = get_reward_manager_cls(name)
+    return made(hf_tokenizer(tokenizer), 0, compute_score=compute_score, reward_fn_key="data_source", **kwargs)
+
+
+def as_batch(trajectory: Trajectory) -> DataProto:
+    """Return a trajectory as a batch of one row: of the segment that is trained, the last one of several."""
+    task = trajectory.task
+    group = TrajectoryGroup(id=task.id, task=task, trajectories=(trajectory,))
+    found = to_dataproto([group])
+    trained = found["response_mask"].any(dim=-1).nonzero().flatten().tolist()
+    last = trained[-1] if trained else len(found) - 1
+    row = DataProto.from_tensordict(found.exclude("rm_scores"))[last : last + 1]
+    told = {key: value for turn in trajectory.turns for key, value in turn.info.items()}
+    columns = {**task.extra, "ground_truth": task.ground_truth, **told}
+    messages = (told if "messages" in told else row.non_tensor_batch["messages"][0])["messages"]
+    columns["messages"] = {"messages": _as_messages(messages["messages"] if isinstance(messages, Mapping) else messages)}
+    more = DataProto.from_dict(non_tensors={key: [value] for key, value in columns.items()})
+    row.non_tensor_batch = {**more.non_tensor_batch, **{k: v for k, v in row.non_tensor_batch.items() if k != "messages"}}
+    return row
+
+
+def _as_messages(values: Any) -> Any:
+    """Return a conversation, or a list of them, with the objects for messages that code written for verl reads."""
+    if isinstance(values, Mapping):
+        return Message.model_validate(values)
+    return [_as_messages(value) for value in values]

@@ -1,0 +1,107 @@
+"""A reward manager of a project's own: what a config makes of it, and what it is shown of a trajectory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyturn.compat import install
+from polyturn.compat.verl.managed_reward import as_batch, score
+from polyturn.compat.verl_config.compose import compose_name
+from polyturn.compat.verl_config.translate import translate
+from polyturn.core.errors import ConfigError
+from polyturn.core.trajectory import Trajectory
+from polyturn.interactions.gsm8k import Gsm8kInteraction
+from polyturn.rollout.run_episode import run_episode
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.testing.tiny_models import tiny_tokenizer
+
+MANAGER = """
+from verl.workers.reward_manager import register
+from verl.workers.reward_manager.abstract import AbstractRewardManager
+
+
+async def judge(text, *, bonus=0.0):
+    return len(text) + bonus
+
+
+@register("talkative")
+class Talkative(AbstractRewardManager):
+    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key="data_source", per_char=1.0):
+        self.compute_score, self.per_char = compute_score, per_char
+
+    def __call__(self, data, return_dict=False):
+        import asyncio
+        import torch
+
+        assert "rm_scores" not in data.batch.keys()
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        for i, messages in enumerate(data.non_tensor_batch["messages"]):
+            said = [m.content for m in messages["messages"] if m.role == "assistant"]
+            rewards[i, -1] = asyncio.run(self.compute_score(said[-1])) * self.per_char
+        truths = data.non_tensor_batch["ground_truth"].tolist()
+        return {"reward_tensor": rewards, "reward_extra_info": {"truth": truths}}
+"""
+OVERRIDES = ["actor_rollout_ref.model.path=m", "data.train_files=a.parquet", "data.val_files=null"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    install("verl")
+    (tmp_path / "manager.py").write_text(MANAGER)
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "manager.py"
+
+
+async def finished() -> Trajectory:
+    context = scripted_context(["#### 5", "#### 4"], interactions={"gsm8k": Gsm8kInteraction({"name": "gsm8k"})})
+    return await run_episode(context, task(interaction="gsm8k"), id="g0/0", seed=1)
+
+
+async def test_a_manager_scores_a_trajectory_and_reports_beside_it(file: Path) -> None:
+    trajectory = await finished()
+    row = as_batch(trajectory)
+    assert len(row) == 1 and row.non_tensor_batch["ground_truth"][0] == trajectory.task.ground_truth
+    assert row.non_tensor_batch["data_source"][0] == trajectory.task.data_source
+
+    import asyncio
+
+    def call() -> dict[str, Any]:
+        of = {"manager": "talkative", "function": f"{file}:judge", "tokenizer": str(file.parent / "model")}
+        return score(trajectory, **of, kwargs={"per_char": 0.5}, function_kwargs={"bonus": 4.0})
+
+    assert await asyncio.to_thread(call) == {"score": 5.0, "truth": trajectory.task.ground_truth}
+
+
+def test_a_config_names_a_manager_that_its_functions_file_registers(file: Path) -> None:
+    overrides = [*OVERRIDES, f"custom_reward_function.path={file}", "custom_reward_function.name=judge"]
+    overrides += ["reward_model.reward_manager=talkative", "+reward_model.reward_kwargs.per_char=2"]
+    native = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native
+    function = native["reward"]["function"]
+    assert function["name"] == "polyturn.compat.verl.managed_reward:score"
+    assert function["kwargs"]["function"] == f"{file}:judge" and function["kwargs"]["kwargs"] == {"per_char": 2}
+
+
+def test_a_manager_that_nothing_registers_is_refused(file: Path) -> None:
+    for more in ([], [f"custom_reward_function.path={file}"]):
+        overrides = [*OVERRIDES, "reward_model.reward_manager=talkativ", *more]
+        with pytest.raises(ConfigError, match=r"there is no such reward manager.*registers"):
+            translate(compose_name("ppo_trainer", folder=None, overrides=overrides))
+
+
+def test_an_agent_loop_that_samples_what_comes_of_a_turn_has_room_for_it(tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    (tmp_path / "agents.yaml").write_text("- {name: forks, _target_: forks.Loop}\n")
+    turns = [f"{rollout}.multi_turn.{key}" for key in ("enable=True", "max_assistant_turns=3", "max_user_turns=2")]
+    overrides = [*OVERRIDES, *turns, f"{rollout}.multi_turn.num_repeat_rollouts=3", "data.max_response_length=100"]
+    with pytest.raises(ConfigError, match="only an agent loop of your own forks so many conversations"):
+        translate(compose_name("ppo_trainer", folder=None, overrides=overrides))
+    overrides.append(f"{rollout}.agent.agent_loop_config_path={tmp_path / 'agents.yaml'}")
+    native = translate(compose_name("ppo_trainer", folder=None, overrides=overrides)).native["rollout"]
+    limits = native["limits"]
+    assert (limits["max_turns"], limits["max_user_turns"], limits["max_tokens"]) == (12, 8, 400)
+    assert limits["max_tokens_per_turn"] == 100
+    told = native["scheduler_kwargs"]["config"]["actor_rollout_ref"]["rollout"]["multi_turn"]
+    assert told["num_repeat_rollouts"] == 3 and told["max_assistant_turns"] == 3
