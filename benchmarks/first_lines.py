@@ -35,7 +35,6 @@ import time
 
 began = time.perf_counter()
 import polyturn
-from polyturn.testing import tiny
 
 
 class Watch(logging.Handler):
@@ -47,7 +46,7 @@ class Watch(logging.Handler):
 logging.getLogger("polyturn").addHandler(Watch())
 logging.getLogger("polyturn").setLevel("INFO")
 small = {"steps": 1, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 16, "max_turns": 1}
-model = tiny("Qwen/Qwen3-0.6B")
+model = polyturn.tiny("Qwen/Qwen3-0.6B")
 polyturn.train(model, ["What is 1 + 1?"], reward=lambda t: float(t.segments[0].token_ids.sum() % 5), **small)
 """
 

@@ -3,7 +3,6 @@
 import sys
 
 import polyturn
-from polyturn.testing import tiny
 
 GSM8K = {"dataset": "openai/gsm8k", "subset": "main", "columns": {"prompt": "question", "ground_truth": "answer"}}
 BFLOAT16 = {"path": "Qwen/Qwen3-0.6B", "dtype": "bfloat16"}
@@ -31,7 +30,8 @@ def correct(trajectory: polyturn.Trajectory) -> float:
 
 if "--tiny" in sys.argv:
     sums = [{"prompt": f"What is {i} + {i}?", "ground_truth": f"#### {2 * i}"} for i in range(8)]
-    given = {"model": tiny("Qwen/Qwen3-0.6B"), "tasks": sums, "steps": 2, "groups_per_step": 2, "max_tokens_per_turn": 48}
+    small = {"steps": 2, "groups_per_step": 2, "max_tokens_per_turn": 48}
+    given = {"model": polyturn.tiny("Qwen/Qwen3-0.6B"), "tasks": sums, **small}
 else:
     given = {"model": BFLOAT16, "tasks": GSM8K, "engine": VLLM, "steps": 200}
 run = polyturn.train(**given, tools=[calculate], reward=correct, max_turns=4, name="gsm8k")

@@ -4,7 +4,6 @@ import sys
 from typing import Annotated
 
 import polyturn
-from polyturn.testing import tiny
 
 PRICES = {"lamp": 40, "chair": 75}
 
@@ -48,7 +47,7 @@ def row(item: str, purse: int) -> dict:
 TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 32}
 REAL = {"steps": 100, "groups_per_step": 16}
 run = polyturn.train(
-    model=tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
+    model=polyturn.tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
     tasks=[row(item, purse) for item in PRICES for purse in (30, 50, 90)],
     tools=[price, can_afford],
     reward=told_the_truth,

@@ -3,7 +3,6 @@
 import sys
 
 import polyturn
-from polyturn.testing import tiny
 
 PRICES = {"lamp": 40, "chair": 75}
 
@@ -22,7 +21,7 @@ class Customer(polyturn.BaseInteraction):
 TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 32}
 REAL = {"steps": 100, "groups_per_step": 16}
 run = polyturn.train(
-    model=tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
+    model=polyturn.tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
     tasks=[{"prompt": f"What does the {i} cost?", "interaction": {"name": "customer", "item": i}} for i in PRICES],
     interaction=Customer,
     max_turns=4,

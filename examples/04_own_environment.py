@@ -5,7 +5,6 @@ import re
 import sys
 
 import polyturn
-from polyturn.testing import tiny
 
 
 class Game:
@@ -33,7 +32,7 @@ REAL = {"steps": 100, "groups_per_step": 16}
 
 if __name__ == "__main__":  # the environment is made from this file, by its name
     run = polyturn.train(
-        model=tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
+        model=polyturn.tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
         env={
             "name": f"{__file__}:Game",
             "prompt": "Find a number from 1 to 9. Write nothing but a number.",

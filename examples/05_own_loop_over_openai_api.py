@@ -9,7 +9,6 @@ import sys
 import openai
 
 import polyturn
-from polyturn.testing import tiny
 
 
 async def agent(base_url, api_key, task):
@@ -29,7 +28,7 @@ async def agent(base_url, api_key, task):
 TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 32}
 REAL = {"steps": 100, "groups_per_step": 16}
 run = polyturn.train(
-    model=tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
+    model=polyturn.tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
     tasks=[{"prompt": f"What is {a} + {b}?", "ground_truth": str(a + b)} for a in range(2, 9) for b in range(2, 9)],
     scheduler="black_box",
     scheduler_kwargs={"agent": agent},

@@ -39,6 +39,7 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
         "steps": "polyturn.api.front",
         "Run": "polyturn.api.run",
         "open_store": "polyturn.store.stored_run",
+        "tiny": "polyturn.testing.published",
     },
     "Write a tool": {
         "tool": "polyturn.tools.function",
@@ -194,6 +195,7 @@ if TYPE_CHECKING:
     from polyturn.rollout.pool import RolloutPool
     from polyturn.rollout.scheduler import MultiTurnScheduler
     from polyturn.store.stored_run import open_store
+    from polyturn.testing.published import tiny
     from polyturn.tokens.codec import Codec
     from polyturn.tokens.parsers import PlainParser
     from polyturn.tokens.train import train_tokenizer

@@ -58,4 +58,4 @@ def test_the_first_example_is_at_most_forty_lines_and_imports_polyturn_alone():
     text = (EXAMPLES / "01_train_gsm8k.py").read_text()
     assert len(text.splitlines()) <= 40
     imported = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
-    assert imported == ["import sys", "import polyturn", "from polyturn.testing import tiny"]
+    assert imported == ["import sys", "import polyturn"]
