@@ -37,10 +37,12 @@ def python_of(engine: str) -> Path:
     assert spec is not None and spec.loader is not None
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
-    folder: Path = build.folder_of(engine)
-    if not (folder / build.MARKER).exists():
+    from venv_cache import interpreter  # beside the script, which made it importable
+
+    found: Path | None = interpreter(build.folder_of(engine))
+    if found is None:
         sys.exit(f"there is no environment for {engine}; build it with `make engines`")
-    return folder / "bin" / "python"
+    return found
 
 
 def write_model(folder: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from venv_cache import built  # noqa: E402
+import venv_cache  # noqa: E402
 
 CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 SHARED = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface-hub", "accelerate", "jinja2")
@@ -52,7 +52,12 @@ def folder(name: str) -> Path:
 
 def build(name: str) -> Path:
     """Build an environment unless it is there; return its interpreter."""
-    return built(folder(name), functools.partial(_fill, name))
+    return venv_cache.built(folder(name), functools.partial(_fill, name))
+
+
+def interpreter(name: str) -> Path | None:
+    """Return the interpreter of an environment; None where it was not built to the end."""
+    return venv_cache.interpreter(folder(name))
 
 
 def _fill(name: str, python: Path) -> None:

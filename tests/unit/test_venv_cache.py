@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import runpy
 import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PROGRAM = """
@@ -70,3 +74,24 @@ def test_two_builders_build_one_environment(tmp_path: Path):
     working, waiting = (first, second) if ready is first.stdout else (second, first)
     assert working.communicate("\n")[0].startswith("built")
     assert waiting.communicate()[0] == f"built {folder / 'bin' / 'python'}\n", "the second one filled nothing"
+
+
+def test_half_an_environment_is_none_for_whoever_asks_for_its_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build = runpy.run_path(str(SCRIPTS / "environments" / "build.py"))
+    folder = build["folder"]("trl")
+    assert folder.is_relative_to(tmp_path) and build["interpreter"]("trl") is None
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").touch()
+    assert build["interpreter"]("trl") is None, "nothing says that it is complete"
+    (folder / ".complete").touch()
+    assert build["interpreter"]("trl") == folder / "bin" / "python"
+
+
+def test_benchmarks_ask_for_interpreters_as_the_scripts_offer_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(SCRIPTS.parent / "benchmarks"))
+    servers, rows = importlib.import_module("_real_servers"), importlib.import_module("_environment_rows")
+    assert rows.other_interpreter() is None
+    with pytest.raises(SystemExit, match="no environment for vllm; build it with `make engines`"):
+        servers.python_of("vllm")

@@ -14,12 +14,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyturn.core.errors import DataError
+from polyturn.core.media import kind_of
 from polyturn.core.messages import Message
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.tokens.codec import Codec
+from polyturn.tokens.frames import map_all_strings
 
 LONG_CHARS = 1 << 16
 """Texts of together so many characters are counted in a thread; shorter ones need no count."""
+
+LONG_WORD = 256
+"""Characters of a role, a name or an id up to which it is not counted: few templates show all of them."""
 
 
 class TooLongError(DataError):
@@ -42,6 +47,8 @@ async def check_length(
     """
     texts = [*map(_text_of, messages), *([json.dumps(tools)] if tools else [])]
     num_chars, limit = sum(map(len, texts)), limits.max_context
+    if limit is not None and len(messages) > limit:
+        raise TooLongError(f"there are {len(messages)} messages, more than a context of {limit} tokens holds")
     if num_chars <= LONG_CHARS or limit is None:
         return
     if num_chars > limit * codec.longest_token:
@@ -54,5 +61,23 @@ async def check_length(
 
 
 def _text_of(message: Message) -> str:
-    calls = (call.raw or json.dumps(dict(call.arguments)) for call in message.tool_calls)
-    return "".join((message.text, message.reasoning or "", *calls))
+    """Return what a template may show of a message: what it says, and each of its names that is no name any more."""
+    calls = message.tool_calls
+    words = [message.role, message.name or "", message.tool_call_id or "", *(w for c in calls for w in (c.id, c.name))]
+    arguments = (call.raw or json.dumps(dict(call.arguments)) for call in calls)
+    content = message.content if isinstance(message.content, str) else "".join(map(_text_of_part, message.content))
+    return "".join((content, message.reasoning or "", *arguments, *(word for word in words if len(word) > LONG_WORD)))
+
+
+def _text_of_part(part: Mapping[str, Any]) -> str:
+    """Return the texts of a part of a content; a medium's source is none."""
+    kind, found = kind_of(part), list[str]()
+
+    def note(text: str) -> str:
+        found.append(text)
+        return text
+
+    for key, value in part.items():
+        if key not in ("type", kind):
+            map_all_strings(value, note)
+    return "".join(found)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
+from polyturn.core.errors import ConfigError, DataError, PolyturnError, did_you_mean, one_line
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
@@ -163,6 +163,8 @@ class RolloutService:
             if self.is_stopping and running.cancelled():
                 return [_failure(name, "the server was stopped before the episode was over")]
             raise
+        except DataError as problem:  # the request names what is not here
+            return [_failure(name, f"the request cannot be run: {one_line(problem)}")]
         except Exception as problem:
             logger.exception("the episode %s broke", name)
             return [_failure(name, one_line(problem))]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
 
-from polyturn.core.messages import Message
+from polyturn.core.messages import Message, ToolCall
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.request_length import LONG_CHARS, TooLongError, check_length
 from polyturn.testing.tiny_models import tiny_tokenizer
@@ -45,6 +46,45 @@ async def test_a_history_is_too_long_as_a_whole_and_where_it_is_shortened_by_mes
         await check_length(
             history, codec=CODEC, limits=Limits(max_context=each - 1, context_policy=ContextPolicy.DROP_OLDEST)
         )
+
+
+LONG = "a " * 2_000_000
+CALL = ToolCall(id="a", name="f", arguments={})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(role="user", content=({"type": "text", "text": LONG},)),
+        Message(role="user", content=({"type": "json", "data": {"a": [LONG]}},)),
+        Message(role="user", content=({"type": "refusal", "refusal": LONG},)),
+        Message(role="user", content=({"type": "image", "image": "data:image/png;base64,", "alt": LONG},)),
+        Message(role=LONG, content="Hi"),
+        Message(role="user", content="Hi", name=LONG),
+        Message(role="tool", content="Hi", tool_call_id=LONG),
+        Message(role="assistant", content="Hi", reasoning=LONG),
+        Message(role="assistant", content="", tool_calls=(dataclasses.replace(CALL, id=LONG),)),
+        Message(role="assistant", content="", tool_calls=(dataclasses.replace(CALL, name=LONG),)),
+        Message(role="assistant", content="", tool_calls=(dataclasses.replace(CALL, arguments={"a": [LONG]}),)),
+        Message(role="assistant", content="", tool_calls=(dataclasses.replace(CALL, raw=LONG),)),
+    ],
+    ids=lambda message: message.role[:9],
+)
+async def test_a_long_text_is_seen_in_every_field_of_a_message(message: Message):
+    with pytest.raises(TooLongError, match=r"[0-9]+ characters, more than a context of 512 tokens holds"):
+        await check_length([*said("Hi"), message], codec=CODEC, limits=Limits(max_context=512))
+
+
+async def test_media_and_the_names_of_a_long_conversation_do_not_count():
+    shown = Message(role="user", content=({"type": "image", "image": "data:image/png;base64," + LONG},))
+    called = dataclasses.replace(CALL, id="i" * 200, name="n" * 200)
+    turns = [Message(role="assistant", content="", tool_calls=(called,)), Message(role="tool", tool_call_id="i" * 200)]
+    await check_length([shown, *turns * 200], codec=CODEC, limits=Limits(max_context=512))
+
+
+async def test_each_message_takes_a_token_at_least():
+    with pytest.raises(TooLongError, match="there are 600 messages"):
+        await check_length(said(*["x"] * 600), codec=CODEC, limits=Limits(max_context=512))
 
 
 async def test_tools_of_a_request_count_too():
