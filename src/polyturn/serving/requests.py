@@ -38,8 +38,13 @@ _ENVIRONMENTS = ("env", "env_config")
 """Columns that name an environment."""
 
 
-def task_of(request: Any, *, id: str) -> Task:
+def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
     """Return the task that a request describes.
+
+    Args:
+        request: What was sent.
+        id: The task's.
+        max_messages: More are refused unread, because no context has room for them.
 
     Raises:
         DataError: it is none, shows a file or an address, or names what would have to be imported.
@@ -54,6 +59,8 @@ def task_of(request: Any, *, id: str) -> Task:
     messages, columns = request.get("messages"), request.get("data_dict") or {}
     if not isinstance(messages, list) or not messages:
         raise DataError(f"`messages` is a list of messages, not {messages!r:.100}")
+    if max_messages is not None and len(messages) > max_messages:
+        raise DataError(f"there are {len(messages)} messages, more than a context of {max_messages} tokens holds")
     if not isinstance(columns, Mapping):
         raise DataError("data_dict exists but is not a dictionary")
     for key, why in _NOT_READ.items():

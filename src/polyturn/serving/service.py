@@ -147,7 +147,7 @@ class RolloutService:
         given = request.get("uuid") if isinstance(request, Mapping) else None
         name = str(given or f"chatcmpl-{uuid.uuid4().hex}")
         try:
-            task = task_of(request, id=name)
+            task = task_of(request, id=name, max_messages=self.context.limits.max_context)
             await check_length(task.prompt, codec=self.context.codec, limits=self.context.limits)
             running = asyncio.create_task(self._run(task, asked))
         except (PolyturnError, TypeError) as problem:

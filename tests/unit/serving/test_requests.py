@@ -60,3 +60,8 @@ def test_what_would_be_imported_is_refused(name: str):
     for columns in ({"env_config": {"name": name}}, {"env": name}, {"env": {"name": name, "seed": 1}}):
         with pytest.raises(DataError, match="imports nothing"):
             task_of({"messages": SAID, "data_dict": columns}, id="a")
+
+
+def test_more_messages_than_a_context_holds_are_not_read():
+    with pytest.raises(DataError, match="there are 600 messages, more than a context of 512 tokens holds"):
+        task_of({"messages": [object()] * 600}, id="a", max_messages=512)
