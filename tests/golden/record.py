@@ -337,12 +337,17 @@ def load_renames() -> dict[str, dict[str, str]]:
     return {kind: found.get(kind) or {} for kind in ("rows", "metrics")}
 
 
+def later_columns() -> dict[str, Any]:
+    """Return the columns of rows that are newer than the fixtures, with what they hold in a run as was recorded."""
+    return (yaml.safe_load(RENAMES.read_text(encoding="utf-8")) or {}).get("later") or {}
+
+
 def renamed(record: Mapping[str, Any], renames: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    """Return a record with the new names of its rows and metrics."""
+    """Return a record with the new names of its rows and metrics, and with columns that rows have had since."""
     columns = renames["rows"]
 
     def row(one: Mapping[str, Any]) -> dict[str, Any]:
-        return {columns.get(name, name): field(name, value) for name, value in one.items()}
+        return {**{columns.get(name, name): field(name, value) for name, value in one.items()}, **renames.get("later", {})}
 
     def field(column: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -442,7 +447,7 @@ def _compare(checkout: Path, chosen: Sequence[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         theirs = _record_of(checkout.resolve(), chosen, Path(folder) / "theirs.json")
         ours = _record_of(HERE.parents[1], chosen, Path(folder) / "ours.json")
-    maps = load_renames()
+    maps = {**load_renames(), "later": later_columns()}
     return [
         f"{name}{problem}"
         for name in chosen
