@@ -139,9 +139,7 @@ class BatchStep:
         ids = np.where(is_real, slots.ids[rows[:, None], positions], 0)
         self._model.prefill(rows, ids, positions, is_real=is_real)
         if slots.routes is not None:
-            for index, count in enumerate(todo.tolist()):
-                part = slice(index, index + 1)
-                slots.note_routes(rows[part], positions[part, :count], self._model.routes[part, :count])
+            slots.note_routes(rows, start, todo, self._model.routes)
         slots.cached[rows] += todo
         self._stats.prefill_steps += 1
 
@@ -160,7 +158,7 @@ class BatchStep:
             inputs=shown.inputs(start, end),
         )
         if slots.routes is not None:
-            slots.note_routes(np.array([row]), positions, self._model.routes)
+            slots.note_routes(np.array([row]), np.array([start]), np.array([end - start]), self._model.routes)
         slots.cached[row] = end
         self._stats.prefill_steps += 1
 
@@ -183,11 +181,11 @@ class BatchStep:
             num_rows=_round_up(extent_rows, self._row_multiple),
             offsets=slots.rope_offset[rows],
         )
-        if slots.routes is not None:
-            slots.note_routes(rows, cached[:, None], self._model.routes[rows])
         self._stats.decode_steps += 1
         tokens, logprobs = self._sample(rows, logits, is_real)
         ended = self._keep(rows, drafts, tokens, logprobs)
+        if slots.routes is not None:  # of the drafts, those that were right
+            slots.note_routes(rows, cached, slots.cached[rows] - cached, self._model.routes[rows])
         if self._drafts is not None:
             self._drafts.took(is_real.size, time.perf_counter() - start)
         return ended

@@ -156,17 +156,17 @@ class Slots:
             self.running[a], self.running[b] = self.running[b], self.running[a]
             self.session[a], self.session[b] = self.session[b], self.session[a]
 
-    def note_routes(self, rows: NDArray[np.int64], positions: NDArray[np.int64], routes: Any) -> None:
-        """Keep [B, Q, L, K] the experts that the ids at `positions` [B, Q] of the slots `rows` went to.
+    def note_routes(self, rows: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[np.int64], routes: Any) -> None:
+        """Keep the experts that `counts` [B] ids of the slots `rows`, from index `first` [B] on, went to: [B, Q, L, K].
 
         An id keeps the experts that it had first: those it was sampled with, whatever newer weights choose when its keys and
         values are computed again.
         """
         assert self.routes is not None
-        for row, at, new in zip(rows.tolist(), positions, routes, strict=True):
-            fresh = at >= self.routed[row]
-            self.routes[row, at[fresh]] = new[fresh]
-            self.routed[row] = max(self.routed[row], at[-1] + 1)
+        for row, begin, count, new in zip(rows.tolist(), first.tolist(), counts.tolist(), routes, strict=True):
+            fresh = min(max(begin, int(self.routed[row])), begin + count)
+            self.routes[row, fresh : begin + count] = new[fresh - begin : count]
+            self.routed[row] = max(int(self.routed[row]), begin + count)
 
     def routes_of(self, slot: int, start: int) -> Any | None:
         """Return [R, L, K] the experts of the ids from `start` to the last but one; None where they are not all known."""
