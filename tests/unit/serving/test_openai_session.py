@@ -205,6 +205,29 @@ async def test_a_limit_is_told_to_the_agent_and_ends_the_episode_as_a_truncation
     assert t.reward is not None and t.reward.total == 0.0, "nothing was earned before the end"
 
 
+async def test_a_long_request_is_refused_whichever_field_is_long():
+    long = "a " * 100_000
+    call = {"id": "c", "type": "function", "function": {"name": "lookup", "arguments": "{}"}}
+    ways: list[list[dict[str, Any]]] = [
+        [user(long)],
+        [{**user("Hi"), "name": long}],
+        [user("Hi"), {"role": "assistant", "content": "", "reasoning_content": long}, user("Go on")],
+        [user("Hi"), {"role": "assistant", "content": "", "tool_calls": [{**call, "id": long}]}, user("Go on")],
+        [user("Hi"), {"role": "tool", "content": "4", "tool_call_id": long}],
+        [user("Hi")] * 101,
+    ]
+
+    async def agent(client: Client) -> None:
+        for messages in ways:
+            status, answer = await client.post("/chat/completions", {"model": "m", "messages": messages})
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded"), answer
+        await client.chat([user("Hi")])
+        await client.reward({"reward": 1.0})
+
+    t = await play(agent, ["4"], limits=Limits(max_context=100))
+    assert t.error is None and len(t.turns) == 1
+
+
 async def test_the_run_samples_unless_the_request_may():
     seen: list[GenerateRequest] = []
 

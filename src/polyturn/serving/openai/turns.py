@@ -17,6 +17,7 @@ from polyturn.core.errors import DataError
 from polyturn.core.generation import FinishReason
 from polyturn.core.messages import Message, Origin
 from polyturn.rollout.episode import Episode
+from polyturn.rollout.limits import Limits
 from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.request_length import LONG_CHARS, TooLongError, check_length
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
@@ -47,7 +48,7 @@ async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
     Raises:
         BadRequest: it is too long, or a message or a medium cannot be read.
     """
-    if _is_short(ask):
+    if _is_short(ask, episode.limits):
         return
     messages = typed_messages(ask.messages)
     try:
@@ -59,14 +60,17 @@ async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
         raise BadRequest(unrenderable(problem), param="messages") from problem
 
 
-def _is_short(ask: ChatRequest) -> bool:
-    """Return whether a request holds text alone, and so little that it is never counted."""
+def _is_short(ask: ChatRequest, limits: Limits) -> bool:
+    """Return whether a request holds text alone, and so little that `check_length` would count none of it."""
+    if limits.max_context is not None and len(ask.messages) > limits.max_context:
+        return False
     num_chars = len(json.dumps(ask.tools)) if ask.tools else 0
     for message in ask.messages:
         if not isinstance(message["content"], str):
             return False
-        num_chars += len(message["content"]) + len(message.get("reasoning_content", ""))
-        num_chars += sum(len(c["function"]["arguments"]) for c in message.get("tool_calls", ()))
+        num_chars += sum(len(value) for value in message.values() if isinstance(value, str))
+        for call in message.get("tool_calls", ()):
+            num_chars += len(call["id"]) + sum(map(len, call["function"].values()))
     return num_chars <= LONG_CHARS
 
 
