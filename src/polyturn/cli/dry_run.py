@@ -11,6 +11,7 @@ import yaml
 
 from polyturn import build
 from polyturn.cli.console import Output
+from polyturn.cli.plan import num_frozen
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
 from polyturn.config.models.policies import SELF
@@ -20,7 +21,7 @@ from polyturn.core.task import Task
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
-from polyturn.training import hf
+from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -99,31 +100,30 @@ def written(section: Any) -> Any:
 def estimates(parts: build.Parts, *, num_prompt_tokens: int) -> dict[str, str]:
     """Return upper estimates of what each rank and a step need, in words. Lengths are the limits, so real runs need less.
 
-    Memory counts what a rank holds at one moment: parameters, gradients and AdamW's two moments (float32), each divided by
-    the ranks; a copy of the parameters for the reference; activations of one micro-batch; and the engine's KV cache. The
+    Memory counts what a rank holds at the moment when it holds most (`training.memory`), and the engine's KV cache. The
     time of a step is measured: a forward and a backward pass over some tokens of this model on this machine, times the
     tokens of a step, of which generation reads each once more.
     """
+    import torch
+
     config = parts.place.config
-    parameters = hf.count_parameters(parts.model)
-    trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
-    size = 4 if config.model.dtype == "float32" else 2
     ranks = max(1, config.train.distributed.ranks)
     turns = config.rollout.limits.max_turns or 8
     per_turn = config.rollout.limits.max_tokens_per_turn or 512
     longest = min(parts.max_context, num_prompt_tokens + turns * per_turn)
     episodes = config.train.groups_per_step * config.train.group_size
     tokens = min(longest * episodes, max(longest, config.train.max_tokens_per_batch))
-    has_reference = config.algorithm.has_kl
-    held = {
-        "parameters": parameters * size // ranks,
-        "gradients": trained * size // ranks,
-        "moments of AdamW": 2 * trained * 4 // ranks,
-        "reference": parameters * size // ranks if has_reference else 0,
-        f"activations of a micro-batch of {tokens} tokens": _activation_bytes(parts, tokens, size),
-        "KV cache of the engine": _kv_bytes(parts) if parts.engine.capabilities.shares_weights else 0,
-    }
-    out = {"parameters": f"{parameters / 1e6:.2f} M, {trained / 1e6:.2f} M of them trained"}
+    load = RankLoad(
+        ranks=ranks,
+        num_frozen=num_frozen(config),
+        tokens=tokens,
+        recomputes=config.model.gradient_checkpointing,
+        on_gpu=torch.cuda.is_available(),
+    )
+    size = ModelSize.of(parts.model)
+    held = rank_bytes(size, load)
+    held["KV cache of the engine"] = _kv_bytes(parts, size) if parts.engine.capabilities.shares_weights else 0
+    out = {"parameters": f"{size.parameters / 1e6:.2f} M, {size.trained / 1e6:.2f} M of them trained"}
     out |= device_plan(config)
     out |= {f"each rank: {name}": _mib(num) for name, num in held.items() if num}
     out["each rank: in all, at most"] = f"{_mib(sum(held.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
@@ -222,24 +222,11 @@ def _wait(total: torch.Tensor) -> None:
         torch.cuda.synchronize(total.device)
 
 
-def _activation_bytes(parts: build.Parts, tokens: int, size: int) -> int:
-    """Return what a backward pass keeps: 34 numbers of the hidden width for each token and layer (Korthikanti et al. 2022,
-    Reducing Activation Recomputation in Large Transformer Models, eq. 1, without the scores of attention, which are not kept
-    whole), halved because theirs count bytes of 16-bit numbers; only each layer's input where layers are computed again."""
-    config = parts.model.config.get_text_config()
-    kept = 1 if parts.place.config.model.gradient_checkpointing else 17
-    return int(tokens * config.hidden_size * config.num_hidden_layers * kept * size)
-
-
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**20:.2f} MiB"
 
 
-def _kv_bytes(parts: build.Parts) -> int:
-    config = parts.model.config.get_text_config().to_dict()
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    size = next(parts.model.parameters()).element_size()
+def _kv_bytes(parts: build.Parts, size: ModelSize) -> int:
     engine = parts.place.config.engine
     assert isinstance(engine, EmbeddedOptions)  # no other one shares the weights
-    return 2 * config["num_hidden_layers"] * heads * width * size * engine.num_slots * parts.max_context
+    return server_bytes(size, tokens=engine.num_slots * parts.max_context)["KV cache"]

@@ -32,6 +32,7 @@ app = typer.Typer(
 app.add_typer(data.data_app, name="data")
 app.add_typer(config.config_app, name="config")
 app.command(cls=learning.TrainCommand)(learning.train)
+app.command()(learning.plan)
 app.command()(learning.sft)
 app.command("eval")(learning.evaluate)
 app.command()(recorded.compare)

@@ -79,6 +79,20 @@ def train(
     native.run(config, overrides or [], resume=resume, dry_run=dry_run, with_ids=ids)
 
 
+def plan(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many GPUs there are.")] = 8,
+    gpu_memory: Annotated[float, typer.Option("--gpu-memory", min=0.1, help="GB of each.")] = 80.0,
+    link: Annotated[float, typer.Option("--link", min=0.01, help="GB a second from the ranks to a server.")] = 50.0,
+) -> None:
+    """Say what each process of a run holds on such GPUs, how long a weight sync takes, and what would fit."""
+    _check_config(config, overrides or [])
+    from polyturn.cli import plan as command
+
+    command.run(config, overrides or [], gpus=gpus, gpu_memory=gpu_memory, link=link)
+
+
 def sft(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
     """Train on conversations, or on a run's best trajectories (the `warm_start` part of the config, alone)."""
     _check_config(config, overrides or [])

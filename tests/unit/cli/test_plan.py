@@ -1,0 +1,74 @@
+"""`polyturn plan`: what fits is shown, what does not is refused with the nearest layout that does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from polyturn.cli.main import main
+from polyturn.cli.plan import Demand, GpuLayout, layout_of, nearest
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.training.memory import ModelSize, RankLoad
+from support.runs import Called, call_command, write_tiny_run
+
+GB = 10**9
+SERVERS = ["cluster.engines={count: 2, resources: {GPU: 1}}", "train.distributed.ranks=2"]
+EIGHT_BILLION = ModelSize(
+    parameters=8 * GB,
+    trained=8 * GB,
+    layer=GB // 5,
+    outside=GB,
+    element=2,
+    hidden=4096,
+    num_layers=36,
+    vocab=150_000,
+    kv_width=1024,
+)
+
+
+def plan(tmp_path: Path, *arguments: object) -> Called:
+    return call_command(main, "plan", write_tiny_run(tmp_path), *arguments)
+
+
+def test_a_run_that_fits_is_shown_by_process_and_no_weights_are_read(tmp_path: Path) -> None:
+    called = plan(tmp_path, *SERVERS, "model.dtype=bfloat16", "--gpus", 4, "--gpu-memory", 1)
+    assert called.code == 0, called.err
+    for words in ("2 ranks and 2 servers of 1 GPUs", "float32 masters", "room for conversations", "over 50 GB/s"):
+        assert words in called.out
+    assert re.search(r"GPUs +4 of 4", called.out)
+
+
+def test_more_gpus_than_there_are_is_refused_with_the_layout_that_fits(tmp_path: Path) -> None:
+    called = plan(tmp_path, *SERVERS, "--gpus", 3, "--gpu-memory", 1)
+    assert called.code != 0
+    assert "takes 4 GPUs and there are 3" in called.err and "2 ranks and 1 servers of 1 GPUs would fit" in called.err
+
+
+def test_gpus_too_small_for_any_layout_say_so(tmp_path: Path) -> None:
+    called = plan(tmp_path, *SERVERS, "--gpus", 8, "--gpu-memory", 0.1, "train.max_tokens_per_batch=10000000")
+    assert called.code != 0 and "no layout on 8 GPUs fits" in called.err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "limit_gb", "found"),
+    [(8, 60, GpuLayout(4, 4, 1)), (8, 40, GpuLayout(5, 3, 1)), (8, 12, None), (64, 12, GpuLayout(33, 6, 2)), (4, 40, None)],
+)
+def test_the_nearest_layout_adds_ranks_then_widens_servers(gpus: int, limit_gb: int, found: GpuLayout | None) -> None:
+    demand = Demand(EIGHT_BILLION, RankLoad(tokens=1000, recomputes=True), context=8192)
+    assert nearest(demand, GpuLayout(4, 6, 1), gpus=gpus, limit=limit_gb * GB) == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        (["train.distributed.ranks=4"], GpuLayout(4, 0, 0)),
+        (["engine={kind: vllm, launch: {replicas: 2, devices: ['4,5', '6,7']}}"], GpuLayout(1, 2, 2)),
+        (["engine={kind: vllm, urls: ['http://a:1']}"], GpuLayout(1, 0, 0)),
+        (["engine={kind: sglang}", "cluster.engines={count: 3, resources: {GPU: 4}}"], GpuLayout(1, 3, 4)),
+    ],
+)
+def test_the_layout_is_that_of_the_config(settings: list[str], found: GpuLayout) -> None:
+    assert layout_of(load_config(RunConfig, None, ["model.path=none", *settings]).config) == found
