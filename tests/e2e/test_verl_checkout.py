@@ -1,0 +1,125 @@
+"""Programs of a checkout of verl, as they are: its own scripts, configs, preparation, classes and rewards, two steps each.
+
+POLYTURN_VERL_CHECKOUT names the checkout, its recipes included (`benchmarks/verl_tests.py --cache DIR` makes DIR/checkouts/
+0.7.1 and its like). Each program runs in it by `polyturn run-as verl -- bash SCRIPT`, with sizes that fit a processor. The
+model is tiny and random.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyturn.core.trajectory import Trajectory
+from polyturn.store.stored_run import open_store
+from polyturn.testing.tiny_models import write_brief_model
+
+CHECKOUT = Path(os.environ.get("POLYTURN_VERL_CHECKOUT", "/nowhere"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (CHECKOUT / "verl").is_dir(), reason="POLYTURN_VERL_CHECKOUT names no checkout of verl"),
+]
+NUM_STEPS = 2
+SMALL = [
+    "data.train_batch_size=2",
+    "data.max_prompt_length=1400",
+    "data.max_response_length=400",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.max_num_seqs=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "data.val_max_samples=1",
+    f"trainer.total_training_steps={NUM_STEPS}",
+    "trainer.val_before_train=False",
+]
+ROWS = """---
+configs:
+- {config_name: main, data_files: [{split: train, path: train.jsonl}, {split: test, path: test.jsonl}]}
+---
+"""
+"""The card of a data set with a train and a test file."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home folder with GSM8K in small, and a model of short random turns."""
+    folder = tmp_path_factory.mktemp("home")
+    write_brief_model(folder / "model")
+    problems = [{"question": f"What is {i} + 2?", "answer": f"It is {i + 2}.\n#### {i + 2}"} for i in range(4)]
+    write_rows(folder / "gsm8k", problems)
+    return folder
+
+
+def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a data set as the hub has them."""
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text(ROWS)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_as(home: Path, *command: object, overrides: Sequence[str] = (), at: str = ".", program: str = "") -> str:
+    """Run a command in the checkout under `run-as verl`; return what it printed."""
+    sets = [part for override in overrides for part in ("--set", override)]
+    variables = {
+        **os.environ,
+        "HOME": str(home),
+        "DATA_ROOT": str(home),
+        "PYTHONPATH": os.pathsep.join([str(home), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(home / "hub"),
+        "OMP_NUM_THREADS": "1",
+    }
+    line = [sys.executable, "-m", "polyturn", "run-as", "verl", *sets, "--", *map(str, command)]
+    ended = subprocess.run(line, capture_output=True, text=True, env=variables, cwd=CHECKOUT / at, timeout=600, check=False)
+    assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
+    return ended.stdout + ended.stderr
+
+
+def trained(home: Path, script: str, *overrides: str, at: str = ".") -> list[Trajectory]:
+    """Run a script; return the trajectories of its steps."""
+    run = home / "runs" / Path(script).stem
+    sizes = [*SMALL, f"actor_rollout_ref.model.path={home / 'model'}", f"trainer.default_local_dir={run}"]
+    run_as(home, "bash", script, overrides=[*sizes, *overrides], at=at)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in steps if "loss/total" in s] == [1, 2]
+    found = list(open_store(run).trajectories(split="train"))
+    assert len(found) == NUM_STEPS * 4 and not any(t.is_failed for t in found), [t.error for t in found]
+    return found
+
+
+def prepared(home: Path, kind: str, name: str) -> Path:
+    """Let verl's own program prepare GSM8K for a kind of run; return the folder, which its script expects."""
+    folder = home / "data" / name
+    program = f"examples/data_preprocess/gsm8k_multiturn_w_{kind}.py"
+    run_as(home, "python3", program, "--local_dataset_path", home / "gsm8k", "--local_save_dir", folder)
+    return folder
+
+
+# --- examples -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_with_an_interaction(home: Path):
+    prepared(home, "interaction", "gsm8k_verl_sgl_multi_turn_w_interaction")
+    found = trained(home, "examples/sglang_multiturn/run_qwen2.5-0.5b_gsm8k_multiturn_w_interaction.sh")
+    told = [m.text for t in found for turn in t.turns for m in turn.observation if m.role == "user"]
+    assert told and all(text.startswith("Your response is incorrect!") for text in told)
+    assert max(len(t.turn_scores) for t in found) > 1
+
+
+# --- recipes --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_char_count(home: Path):
+    if not (CHECKOUT / "recipe" / "char_count").is_dir():
+        pytest.skip("this release has no recipe char_count")
+    run_as(home, "python3", "recipe/char_count/create_dataset.py", "--total_number", 20)
+    found = trained(home, "train_grpo.sh", at="recipe/char_count")
+    assert all(len(t.turns) == 1 for t in found) and {t.task.data_source for t in found} == {"char_count"}
