@@ -157,7 +157,7 @@ def model_of(place: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaP
 def model_maker(
     place: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, given: PreTrainedModel | None = None
 ) -> Callable[[], PreTrainedModel]:
-    """Return what makes a rank's model, each time anew: without weights where they can be read in parts, else whole.
+    """Return what makes a rank's model: without weights where they can be read in parts, else a copy of one made whole.
 
     Args:
         place: The configuration.
@@ -165,7 +165,7 @@ def model_maker(
         given: What the leader has made of an object that the configuration names, which is to be left as it is.
     """
     path = place.config.model.path
-    if path is None or not is_label(path):
+    if path is not None and not is_label(path):
         reading = dataclasses.replace(place, reads_parts=True)
         return lambda: build_model(reading, tokenizer)
     whole = given or build_model(place, tokenizer)
