@@ -82,8 +82,8 @@ def test_a_teacher_teaches_without_any_reward(tmp_path):
     train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.05")
     teacher = next((tmp_path / "first/runs/tiny").glob("checkpoints/step-*/model"))
     assert AutoModelForCausalLM.from_pretrained(teacher) is not None
-    distill = [f"algorithm.loss.distill={{teacher: {teacher}, estimator: k3+}}", "algorithm.loss=none"]
-    steps = train(tmp_path / "second", *distill, "train.steps=6", "train.optim.lr=0.01")
+    distill = f"algorithm.loss={{name: none, distill: {{teacher: {teacher}, estimator: k3+}}}}"
+    steps = train(tmp_path / "second", distill, "train.steps=6", "train.optim.lr=0.01")
     kl = [s["policy/kl_to_teacher"] for s in steps]
     assert np.mean(kl[-2:]) < 0.5 * kl[0]
     assert all(s["loss/policy"] == 0 for s in steps)

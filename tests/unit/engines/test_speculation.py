@@ -172,7 +172,7 @@ def test_what_is_remembered_is_bounded():
 def test_a_step_is_as_wide_as_pays():
     def width(*, right: float, seconds: dict[int, float]) -> int:
         drafts = Drafts()
-        for turn in range(1000):
+        for turn in range(5000):
             drafts.count(right=(turn * right) % 1 + right >= 1)
         for num_tokens, taken in seconds.items():
             for _ in range(20):
@@ -180,7 +180,8 @@ def test_a_step_is_as_wide_as_pays():
         return drafts.width([MAX_WIDTH] * 8)
 
     free, in_proportion = {8: 1.0, 128: 1.0}, {8 * 2**i: 2.0**i for i in range(5)}
-    assert width(right=0.98, seconds=free) == MAX_WIDTH
+    assert width(right=0.98, seconds=free) == width(right=1, seconds=free) == MAX_WIDTH
+    assert width(right=0, seconds=free) == 1
     assert width(right=0.98, seconds=in_proportion) == 1
     assert width(right=0.05, seconds={8: 1.0, 16: 1.5, 32: 2.0, 64: 3.0, 128: 5.0}) == 1
     assert 1 < width(right=0.8, seconds={8: 1.0, 16: 1.1, 32: 1.3, 64: 1.9, 128: 9.0}) < MAX_WIDTH
