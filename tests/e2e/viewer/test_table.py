@@ -18,7 +18,8 @@ def test_words_kinds_and_columns_narrow_the_table_and_stand_in_the_address(page,
     page.get_by_label("regular expression").check()
     page.get_by_role("button", name="Filter").click()
     playwright.expect(page.locator("tbody tr")).to_have_count(1)  # arguments and messages, not the names of tools
-    page.get_by_label("regular expression").uncheck()
+    page.get_by_label("regular expression").uncheck()  # takes effect at once
+    playwright.expect(page.locator("tbody tr")).to_have_count(0)
     page.get_by_placeholder("words in what was said").fill("2+2 (1)")
     page.get_by_role("button", name="Filter").click()
     playwright.expect(page.locator("tbody tr")).to_have_count(6)
@@ -41,7 +42,7 @@ def test_words_kinds_and_columns_narrow_the_table_and_stand_in_the_address(page,
 def test_a_label_is_given_on_the_page_of_a_trajectory_and_filters_the_table(page, runs: Path, keep):
     page.goto("/#/0/one?id=g30/0&step=3&split=train")
     page.get_by_label("Label", exact=True).fill("<b>odd</b>")
-    page.get_by_label("Note").fill("calls the tool twice")
+    page.get_by_label("Note", exact=True).fill("calls the tool twice")
     page.get_by_role("button", name="Keep").click()
     page.get_by_text("kept beside the run").wait_for()
     assert json.loads((runs / "first/labels.jsonl").read_text())["note"] == "calls the tool twice"
