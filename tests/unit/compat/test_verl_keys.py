@@ -249,7 +249,7 @@ ASKS_FOR_NOTHING = [
 
 REJECTED = [
     (f"{TURNS}.completion_callback=my.Callback", "rollout.scheduler"),
-    (f"{TURNS}.num_repeat_rollouts=4", "forked"),
+    (f"{TURNS}.num_repeat_rollouts=4", "lookahead forks"),
     (f"{TURNS}.format=hermez", "Did you mean 'hermes'"),
     (f"{ROLLOUT}.name=trtllm", "TensorRT"),
     (f"{ROLLOUT}.name=sglangs", "Did you mean 'sglang"),

@@ -69,7 +69,8 @@ def named(union: Any) -> dict[str, type]:
 
 def test_the_options_of_a_loss_are_the_arguments_of_its_function() -> None:
     found = named(NamedLossOptions)
-    assert sorted(found) == sorted(policy_losses)
+    ours = [name for name in policy_losses if policy_losses.resolve(name).__module__.startswith("polyturn.algorithms")]
+    assert sorted(found) == sorted(ours)
     for name, options in found.items():
         loss = policy_losses.resolve(name)
         arguments = {n for n, p in inspect.signature(loss).parameters.items() if p.kind is p.KEYWORD_ONLY} - {
