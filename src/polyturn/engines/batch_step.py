@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from polyturn.engines.speculation import MAX_WIDTH, Drafts, Follower
 ROWS_PER_THREAD = 8
 """Deterministic mode pads decoding so that each thread gets a multiple of this many rows: with fewer or ragged ones the
 matrix kernels, and with them the rounding, change with the size of the batch (measured on CPUs)."""
+MAX_LOGITS = 2**24
+"""Drafts make a step no wider than this many logits, 64 MB of float32: a large vocabulary would take gigabytes else."""
 MAX_WAIT = 4
 """Decoding steps for which a prompt waits for others, while fewer than a quarter of the rows have one to be prefilled."""
 MIN_DENSITY = 0.75
@@ -72,6 +74,8 @@ class BatchStep:
         self._is_alone = is_alone
         self._stats = stats
         self._drafts = None if is_alone else Drafts()
+        config: Any = module.config
+        self._vocab: int = config.get_text_config().vocab_size
         self._num_waited = 0
         self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads() if is_alone else 1
         num_slots, max_context = slots.ids.shape
@@ -202,9 +206,11 @@ class BatchStep:
             if running.follower is None:
                 running.follower = Follower(self._drafts, running.keys.tolist())
             drafts.append(running.follower.drafted(min(most, MAX_WIDTH - 1)))
-        longest = self._drafts.width([len(draft) for draft in drafts]) - 1
-        width = min(longest, max(map(len, drafts)))
-        return np.array([(draft + [-1] * width)[:width] for draft in drafts], np.int64).reshape(len(rows), width)
+        longest = self._drafts.width([len(draft) for draft in drafts])
+        width = min(longest, MAX_LOGITS // (self._vocab * len(rows)), 1 + max(map(len, drafts))) - 1
+        if width <= 0:
+            return np.empty((len(rows), 0), np.int64)
+        return np.array([(draft + [-1] * width)[:width] for draft in drafts], np.int64)
 
     def _sample(
         self, rows: NDArray[np.int64], logits: Tensor, is_real: NDArray[np.bool_]

@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from polyturn.core.generation import FinishReason, GenerateRequest, SamplingParams
+from polyturn.engines import batch_step
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.speculation import CONTEXTS, MAX_ENTRIES, MAX_WIDTH, Drafts, Follower
 
@@ -75,6 +76,27 @@ def test_drafts_change_the_number_of_forward_passes_and_nothing_else(model, samp
         assert engine.stats.accepted_tokens > 0
         assert engine.stats.decode_steps - alone < alone
         assert engine.stats.decoded_tokens == sum(len(c.token_ids) for c in first + second)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("most", "drafts"), [(6 * VOCAB, False), (12 * VOCAB, True)])
+def test_drafts_do_not_make_more_logits_than_are_allowed(model, monkeypatch, most, drafts):
+    monkeypatch.setattr(batch_step, "MAX_LOGITS", most)
+
+    async def main():
+        engine = with_widest_drafts(model)
+        await complete(engine, requests("a"))
+        decode, widths = engine._steps._model.decode, []
+
+        def watched(rows, ids, *args, **kwargs):
+            widths.append(ids.size * VOCAB)
+            return decode(rows, ids, *args, **kwargs)
+
+        engine._steps._model.decode = watched
+        await complete(engine, requests("b"))
+        assert max(widths) <= most
+        assert bool(engine.stats.drafted_tokens) is drafts
 
     asyncio.run(main())
 
