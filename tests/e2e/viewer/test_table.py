@@ -51,3 +51,26 @@ def test_a_label_is_given_on_the_page_of_a_trajectory_and_filters_the_table(page
     page.get_by_role("link", name="<b>odd</b>", exact=True).click()
     playwright.expect(page.locator("tbody tr")).to_have_count(1)
     assert "<b>odd</b>" in page.inner_text("tbody")
+
+
+def test_what_is_typed_while_the_table_is_read_again_stays_with_its_focus(page):
+    """A changed box reloads the table; the answer is held back until more is typed."""
+    page.goto("/#/0/trajectories")
+    playwright.expect(page.locator("tbody tr")).to_have_count(19)
+    held: list[playwright.Route] = []
+    page.route("**/api/runs/0/trajectories?*errors=1*", lambda route: held.append(route))
+    page.get_by_text("Columns", exact=True).click()
+    page.get_by_label("errors only").check()
+    box = page.get_by_placeholder("words in what was said")
+    box.press_sequentially("refnd")
+    box.press("ArrowLeft")
+    box.press("ArrowLeft")
+    (route,) = held
+    route.continue_()
+    playwright.expect(page.locator("tbody tr")).to_have_count(0)
+    assert box.input_value() == "refnd" and page.evaluate("document.activeElement.selectionStart") == 3
+    box.press_sequentially("u")
+    assert box.input_value() == "refund" and page.locator("details.picker[open]").count() == 1
+    page.get_by_role("button", name="Reset").click()
+    playwright.expect(page.locator("tbody tr")).to_have_count(19)
+    assert box.input_value() == ""

@@ -31,40 +31,56 @@ async function show() {
   drawProblems(info);
   if (!info) { main.replaceChildren(el("p", { class: "problem", role: "alert" }, `There is no run ${run}.`)); return; }
   document.title = `${info.name} – polyturn`;
-  const asked = location.hash;
+  const asked = location.hash, of = `${run}/${shown}${INSIDE.includes(shown) ? `/${values.id}/${values.step}/${values.split}` : ""}`;
   try {
     const built = await PAGES[shown](run, values, info);
-    if (location.hash !== asked) return;
-    state.page?.leave?.();
-    state.page = Object.assign(built, { of: `${run}/${shown}` });
-    main.replaceChildren(problems, built.element);
-    built.ready?.();
+    if (location.hash === asked) swap(built, of);
   } catch (problem) {
     const alert = el("div", { class: "problem", role: "alert" }, problem.message);
     main.querySelector(".refused")?.remove();
     // A filter that cannot be understood leaves the form in which it is corrected.
-    if (state.page?.of === `${run}/${shown}` && main.querySelector("form")) { alert.classList.add("refused"); main.prepend(alert); return; }
+    if (state.page?.of === of && main.querySelector("form")) { alert.classList.add("refused"); main.prepend(alert); return; }
     state.page = null;
     main.replaceChildren(problems, alert, el("p", {}, el("a", { href: `#/${run}/${current}` }, "Back to all")));
   }
 }
 
-// Build the page again where the run has gone on: the row in focus and the place on the screen stay, and nothing that is being typed is lost.
+const fields = () => [...main.querySelectorAll("form [name]")];
+const isTyped = (field) => (field.type === "checkbox" ? field.checked !== field.defaultChecked : field.tagName !== "SELECT" && field.value !== field.defaultValue);
+const isTextual = (field) => isTyped(field) && field.type !== "checkbox";
+
+// Put a page in place of the one before. Where it is the same one, built again, what was typed, opened or in focus stays so.
+function swap(built, of) {
+  const isSame = state.page?.of === of, before = document.activeElement, row = before?.closest("tr[data-key]")?.dataset.key;
+  const typed = fields().filter(isTextual), opened = [...main.querySelectorAll("details[open] > summary")].map((one) => one.textContent);
+  state.page?.leave?.();
+  state.page = Object.assign(built, { of });
+  main.replaceChildren(problems, built.element);
+  built.ready?.();
+  if (!isSame) return;
+  for (const field of fields()) {
+    const old = typed.find((one) => one.name === field.name);
+    if (old) field.value = old.value;
+    if (field.name !== before?.name || document.activeElement !== document.body) continue;
+    field.focus({ preventScroll: true });
+    if (typeof before.selectionStart === "number") field.setSelectionRange(before.selectionStart, before.selectionEnd);
+  }
+  for (const summary of main.querySelectorAll("details > summary")) if (opened.includes(summary.textContent)) summary.parentElement.open = true;
+  const again = row && [...main.querySelectorAll("tr[data-key]")].find((tr) => tr.dataset.key === row);
+  if (again) { main.querySelectorAll("tr[data-key]").forEach((tr) => (tr.tabIndex = -1)); again.tabIndex = 0; again.focus({ preventScroll: true }); }
+}
+
+// Build the page again where the run has gone on: the place on the screen stays, and a form that somebody is filling in.
 async function follow() {
   const page = state.page, hash = location.hash;
   if (page?.update) return page.update();
-  if (!page?.follows) return;
-  const isTyped = [...main.querySelectorAll("form input")].some((x) => x === document.activeElement || (x.type === "checkbox" ? x.checked !== x.defaultChecked : x.value !== x.defaultValue));
-  if (isTyped) return;
+  if (!page?.follows || fields().some((field) => field === document.activeElement || isTyped(field))) return;
   const { run, page: name, values } = place();
   const built = await PAGES[name](run, values, state.runs[run]);
   if (location.hash !== hash || state.page !== page) return;
-  const row = document.activeElement?.closest("tr[data-key]")?.dataset.key, [x, y] = [scrollX, scrollY];
-  state.page = Object.assign(built, { of: page.of });
-  main.replaceChildren(problems, built.element);
+  const [x, y] = [scrollX, scrollY];
+  swap(built, page.of);
   scrollTo(x, y);
-  const again = row && [...main.querySelectorAll("tr[data-key]")].find((tr) => tr.dataset.key === row);
-  if (again) { main.querySelectorAll("tr[data-key]").forEach((tr) => (tr.tabIndex = -1)); again.tabIndex = 0; again.focus({ preventScroll: true }); }
 }
 
 function drawRuns() {

@@ -19,7 +19,7 @@ function filterForm(run, values, info) {
     number("min_step", "Step from"), number("max_step", "to"), number("min_reward", "Reward from"), number("max_reward", "to"), number("min_num_turns", "Turns from"),
     el("label", { class: "check" }, el("input", { type: "checkbox", name: "errors", value: "1", checked: values.errors === "1" }), "errors only"),
     el("label", {}, "SQL condition", el("input", { type: "text", name: "where", value: values.where ?? "", placeholder: "num_tokens > 500", size: 24 })),
-    el("button", { type: "submit" }, "Filter"), el("button", { type: "button", onclick: () => go("trajectories", { cols: values.cols }) }, "Reset"));
+    el("button", { type: "submit" }, "Filter"), el("button", { type: "button", onclick: () => { form.reset(); go("trajectories", { cols: values.cols }); } }, "Reset"));
   const apply = () => go("trajectories", { ...Object.fromEntries(OTHER.map((name) => [name, values[name]])), ...Object.fromEntries(new FormData(form)) });
   form.addEventListener("submit", (event) => { event.preventDefault(); apply(); });
   form.addEventListener("change", (event) => { if (event.target.matches("select,[type=checkbox]")) apply(); });
