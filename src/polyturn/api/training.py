@@ -28,7 +28,7 @@ from polyturn.api.folders import check_writable, keep_tokenizer, new_run_folder
 from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
-from polyturn.config.schema import without_other_kinds
+from polyturn.config.unknown import as_of_now
 from polyturn.core.errors import CheckpointError, EngineLostError, PolyturnError, RankLostError
 from polyturn.core.run_loop import run_loop
 from polyturn.core.secret import masked
@@ -263,7 +263,7 @@ def tell_changes(path: Path, resolved: Mapping[str, Any]) -> None:
     except (OSError, yaml.YAMLError) as problem:
         logger.warning("what this run was started with is not known (%s)", problem)
         return
-    known = without_other_kinds(RunConfig, former if isinstance(former, dict) else {}, of_run=True)
+    known = as_of_now(RunConfig, former) if isinstance(former, dict) else {}
     for line in changed_settings(known, masked(resolved)):
         logger.warning("resumed with another setting: %s", line)
 

@@ -27,6 +27,7 @@ from polyturn.config.explain import as_shown, explain
 from polyturn.config.references import resolve, writable
 from polyturn.config.schema import KeyPath, dotted, schema_table
 from polyturn.config.sources import Sources, leaves, merge
+from polyturn.config.unknown import as_of_now, unknown_keys, without_other_kinds
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.live import is_held, is_label
 from polyturn.core.nesting import MAX_DEPTH, is_deep
@@ -86,7 +87,7 @@ def load_config(
         sources.merge(defaults, "from the built-in defaults")
     if path is not None:
         for file, read in _read_chain(_file(path), ()):
-            sources.merge(_with_effect(model, read, file) if _is_of_run(file) else read, f"in {file}")
+            sources.merge(_of_run(model, read, file) if _is_of_run(file) else read, f"in {file}")
     if values:
         sources.merge(values, "given in Python")
     for override in overrides:
@@ -120,11 +121,11 @@ def _load(model: type[ModelT], sources: Sources) -> Loaded[ModelT]:
         raise ConfigError(f"the configuration is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter")
     written, raw_env = resolve(model, sources)
     written = schema.with_choices(model, written)
-    written = schema.without_other_kinds(model, written)
+    written = without_other_kinds(model, written)
     resolved = schema.with_instance_defaults(model, written)
     problems = [
         f"unknown key {dotted(u.path)!r}, set to {as_shown(u.value, u.path, raw_env)}{sources.of(u.path)}.{u.hint}"
-        for u in schema.unknown_keys(model, written)
+        for u in unknown_keys(model, written)
     ]
     problems += [
         f"{dotted(path)} is {value!r}{sources.of(path)}, an object that a Python program gave, which no file can hold; go "
@@ -206,13 +207,16 @@ def _read(path: Path) -> dict[str, Any]:
     return read_yaml(path)
 
 
-def _with_effect(model: type, read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return a run's own configuration without the keys of other kinds of a section, which had no effect on it."""
-    kept: dict[str, Any] = schema.without_other_kinds(model, read, of_run=True)
-    known = {path for path, _ in leaves(kept, ())}
-    if left_out := [dotted(path) for path, _ in leaves(read, ()) if path not in known]:
-        logger.info("%s: left out, because another kind has them and they had no effect: %s", file, ", ".join(left_out))
-    return kept
+def _of_run(model: type, read: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return a run's own configuration in the keys of this version."""
+    now = as_of_now(model, read)
+    before, after = ({dotted(path) for path, _ in leaves(values, ())} for values in (read, now))
+    if before != after:
+        gone, new = (", ".join(sorted(keys)) or "nothing" for keys in (before - after, after - before))
+        logger.info(
+            "%s is of an earlier version: left out, moved or without an effect: %s; in their place: %s", file, gone, new
+        )
+    return now
 
 
 def _named(model: type, path: KeyPath, at: Any) -> Any:

@@ -2,39 +2,86 @@
 
     unknown key 'algorithm.clip_low', set to 0.1 (in run.yaml). It is no key any more; write algorithm.loss: {…}
 
-Separate from `schema.py`, which knows annotations only.
+Separate from `unknown.py`, which finds them: this is a table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-RETIRED: Mapping[str, str] = {
-    "algorithm.kl_coef": "write algorithm.kl: {coef: …}",
-    "algorithm.kl_estimator": "write algorithm.kl: {estimator: …}",
-    "algorithm.kl_target": "write algorithm.kl: {target: …}",
-    "algorithm.kl_horizon": "write algorithm.kl: {horizon: …}",
-    "algorithm.kl_in_reward": "write algorithm.kl: {place: reward, coef: …}, in a list where the loss has a KL term too",
-    "algorithm.advantage_kwargs": "write them beside the name: algorithm.advantage: {name: …, gamma: …}",
-    "algorithm.norm_by_std": "write algorithm.advantage: {name: grpo, norm_by_std: …}",
-    "algorithm.gamma": "write algorithm.advantage: {name: …, gamma: …}",
-    "algorithm.lam": "write algorithm.advantage: {name: gae, lam: …}",
-    "algorithm.loss_kwargs": "write them beside the name: algorithm.loss: {name: …, tau_pos: …}",
-    "algorithm.clip_low": "write algorithm.loss: {name: ppo_clip, clip_low: …}",
-    "algorithm.clip_high": "write algorithm.loss: {name: ppo_clip, clip_high: …}",
-    "algorithm.clip_dual": "write algorithm.loss: {name: ppo_clip, dual_clip: …}",
-    "algorithm.correction": "write algorithm.loss: {name: ppo_clip, correction: {…}}",
-    "algorithm.distill": "write algorithm.loss: {name: ppo_clip, distill: {…}}",
-    "data.mix": "write data.sampler: {name: mix, weights: {…}}",
-    "data.sampler_kwargs": "write them beside the name: data.sampler: {name: …, start: …}",
-    "model.lora.rank_stabilized": "multiply model.lora.alpha by the square root of the rank, which scales the update alike",
-    "train.distributed.strategy": "leave it out: ranks train with torch's FSDP2, and Megatron is not built "
-    "(docs/guides/scale.md says why)",
-    "policies.<name>.train": "a run trains one policy, the one of the section model; let that one play several parts "
-    "(seats: [policy, policy], model: policy), or train the other in a run of its own",
-    "policies.<name>.model.gradient_checkpointing": "leave it out: this policy is not trained, so it has no backward pass",
-    "policies.<name>.model.processor": "leave it out: this policy is shown text only",
-    "policies.<name>.model.reference": "leave it out: this policy is not trained, so no KL term reads a reference",
-    "engine.in_process": "leave it out: engine.kind: sglang starts a server beside the trainer (engine.launch)",
+
+class Successor(NamedTuple):
+    """What stands in the place of a key."""
+
+    says: str
+    """Ends the sentence about the key."""
+    to: str = ""
+    """The key that takes its value in a run's own configuration; options of a part may be the part. "" where none does."""
+    was: Any = None
+    """Its default."""
+    key: str = ""
+    """The key, as the table below has it."""
+
+    def is_default(self, value: Any) -> bool:
+        """Return whether a run's own configuration has it only because it has every key."""
+        return value is None or value == {} or value == self.was
+
+
+BESIDE = "write them beside the name"
+
+RETIRED: Mapping[str, Successor] = {
+    "algorithm.kl_coef": Successor("write algorithm.kl: {coef: …}", "algorithm.kl.coef", 0.0),
+    "algorithm.kl_estimator": Successor("write algorithm.kl: {estimator: …}", "algorithm.kl.estimator", "k3"),
+    "algorithm.kl_target": Successor("write algorithm.kl: {target: …}", "algorithm.kl.target"),
+    "algorithm.kl_horizon": Successor("write algorithm.kl: {horizon: …}", "algorithm.kl.horizon", 10_000),
+    "algorithm.kl_in_reward": Successor(
+        "write algorithm.kl: {place: reward, coef: …}, in a list where the loss has a KL term too",
+        was={"coef": 0.0, "estimator": "k1", "target": None, "horizon": 10_000},
+    ),
+    "algorithm.advantage_kwargs": Successor(f"{BESIDE}: algorithm.advantage: {{name: …, gamma: …}}", "algorithm.advantage"),
+    "algorithm.norm_by_std": Successor(
+        "write algorithm.advantage: {name: grpo, norm_by_std: …}", "algorithm.advantage.norm_by_std", True
+    ),
+    "algorithm.gamma": Successor("write algorithm.advantage: {name: …, gamma: …}", "algorithm.advantage.gamma"),
+    "algorithm.lam": Successor("write algorithm.advantage: {name: gae, lam: …}", "algorithm.advantage.lam"),
+    "algorithm.loss_kwargs": Successor(f"{BESIDE}: algorithm.loss: {{name: …, tau_pos: …}}", "algorithm.loss"),
+    "algorithm.clip_low": Successor("write algorithm.loss: {name: ppo_clip, clip_low: …}", "algorithm.loss.clip_low"),
+    "algorithm.clip_high": Successor("write algorithm.loss: {name: ppo_clip, clip_high: …}", "algorithm.loss.clip_high"),
+    "algorithm.clip_dual": Successor("write algorithm.loss: {name: ppo_clip, dual_clip: …}", "algorithm.loss.dual_clip"),
+    "algorithm.correction": Successor(
+        "write algorithm.loss: {name: ppo_clip, correction: {…}}", "algorithm.loss.correction"
+    ),
+    "algorithm.distill": Successor("write algorithm.loss: {name: ppo_clip, distill: {…}}", "algorithm.loss.distill"),
+    "data.mix": Successor("write data.sampler: {name: mix, weights: {…}}", "data.sampler"),
+    "data.sampler_kwargs": Successor(f"{BESIDE}: data.sampler: {{name: …, start: …}}", "data.sampler"),
+    "model.lora.rank_stabilized": Successor(
+        "multiply model.lora.alpha by the square root of the rank, which scales the update alike", was=False
+    ),
+    "train.distributed.strategy": Successor(
+        "leave it out: ranks train with torch's FSDP2, and Megatron is not built (docs/guides/scale.md says why)", was="fsdp"
+    ),
+    "policies.<name>.train": Successor(
+        "a run trains one policy, the one of the section model; let that one play several parts "
+        "(seats: [policy, policy], model: policy), or train the other in a run of its own",
+        was=False,
+    ),
+    "policies.<name>.model.gradient_checkpointing": Successor(
+        "leave it out: this policy is not trained, so it has no backward pass", was=False
+    ),
+    "policies.<name>.model.processor": Successor("leave it out: this policy is shown text only"),
+    "policies.<name>.model.reference": Successor(
+        "leave it out: this policy is not trained, so no KL term reads a reference"
+    ),
+    "engine.in_process": Successor(
+        "leave it out: engine.kind: sglang starts a server beside the trainer (engine.launch)", was=False
+    ),
 }
-"""A key as the table of keys wrote it, and its successor: the end of a sentence."""
+"""A key as the table of keys writes it, or the end of one that stands in several places, and what stands in its place."""
+
+
+def successor(key: str) -> Successor | None:
+    """Return what stands in the place of a key of the table of keys; None for one that there never was."""
+    steps = key.split(".")
+    ends = (".".join(steps[start:]) for start in range(len(steps)))
+    return next((RETIRED[end]._replace(key=end) for end in ends if end in RETIRED), None)

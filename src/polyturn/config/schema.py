@@ -1,11 +1,10 @@
 """Look into sections: which keys they know, which variant of a union is meant, and a table of every key.
 
-    unknown_keys(RunConfig, {"train": {"step": 3}})  ->  [Unknown(path=("train", "step"), value=3, hint=" Did you …")]
+    meant(SomeEngine | Another, {"kind": "vllm"})  ->  Another
     schema_table(RunConfig)  ->  [Row(key="train.steps", type="int", default="100", doc="Optimizer steps."), …]
 
 A section is a frozen dataclass of the package that it configures, or a pydantic model. Separate from `load.py`, which reads
-files: this file knows annotations only. Pydantic reports an unknown key inside a
-union once per member and without a suggestion; walking the annotations here gives one sentence with the nearest key.
+files, and `unknown.py`, which says what is no key: this file knows annotations only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import functools
 import inspect
 import itertools
 import json
-import re
 import textwrap
 import types
 import typing
@@ -26,20 +24,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, g
 from pydantic import BaseModel, TypeAdapter
 from pydantic_core import PydanticUndefined
 
-from polyturn.config.retired import RETIRED
-from polyturn.core.entry_points import offered
-from polyturn.core.errors import did_you_mean
-
 KeyPath = tuple[str | int, ...]
 """Where a value stands: ("rewards", 0, "name")."""
-
-
-class Unknown(NamedTuple):
-    """A key that no model knows."""
-
-    path: KeyPath
-    value: Any
-    hint: str
 
 
 class KeyInfo(NamedTuple):
@@ -186,63 +172,9 @@ def with_choices(annotation: Any, value: Any) -> Any:
     return next((word for word in (("on", "yes") if value else ("off", "no")) if word in choices), value)
 
 
-def unknown_keys(model: type, values: Mapping[str, Any]) -> list[Unknown]:
-    """Return every key of `values` that `model` or a model inside it does not know, with the nearest known key."""
-    everywhere = [row.key for row in schema_table(model)]
-    return list(_unknown(model, values, (), "", everywhere))
-
-
-def _unknown(annotation: Any, value: Any, path: KeyPath, row: str, everywhere: list[str]) -> Iterator[Unknown]:
-    """Yield the unknown keys below `path`, which is called `row` in the table of keys."""
-    of = meant(annotation, value)
-    if isinstance(value, Mapping):
-        known = keys_of(of) if is_model(of) else None
-        for key, inner in value.items():
-            if known is not None and key not in known:
-                if not takes_more(of) or f"{row}{key}" in RETIRED:
-                    hint = _of_another_kind(annotation, of, str(key), value, path)
-                    hint = hint or _hint(str(key), known, path, f"{row}{key}", everywhere)
-                    yield Unknown((*path, key), inner, hint)
-            else:
-                below = f"{row}{'<name>' if known is None else key}."
-                yield from _unknown(child(of, key), inner, (*path, key), below, everywhere)
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _unknown(child(of, index), inner, (*path, index), f"{row.removesuffix('.')}[].", everywhere)
-
-
-def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any], path: KeyPath) -> str:
-    """Say which kind of the section has a key, where another one does: " It is for engine.kind vllm or sglang, …"."""
-    sections = [m for m in unwrap(annotation) if is_model(m)]
-    by = _told_apart_by(sections) if len(sections) > 1 else ""
-    kinds = [kind for m in sections if by and key in keys_of(m) for kind in kinds_of(m).get(by, ("one of your own",))]
-    if not kinds:
-        return ""
-    now, where = value.get(by, keys_of(of)[by].default), dotted((*path, by))
-    names = offered(getattr(of, "GROUP", ""))
-    if names and now not in names and (near := did_you_mean(str(now), names)).startswith(" Did"):
-        return f" {where}: there is no {now!r}.{near}"
-    return f" It is for {where} {' or '.join(kinds)}, and that is {now!r}; set {by}, or leave {key} out (null)."
-
-
 def takes_more(section: type) -> bool:
     """Return whether a section takes keys that it does not declare."""
     return issubclass(section, BaseModel) and section.model_config.get("extra") == "allow"
-
-
-def _hint(key: str, known: Mapping[str, Any], path: KeyPath, row: str, everywhere: list[str]) -> str:
-    """Say what stands in place of a retired key, or suggest this key of another section, or a near one of the same.
-
-    `row` is what the key is called in the table of keys.
-    """
-    if (successor := RETIRED.get(row)) is not None:
-        return f" It is no key any more; {successor}."
-    elsewhere = sorted((k for k in everywhere if k.rpartition(".")[2] == key), key=lambda k: ("<" in k, "[" in k))
-    if elsewhere:
-        return f" Did you mean {' or '.join(repr(k) for k in elsewhere[:2])}?"
-    hint = did_you_mean(key, known)
-    prefix = f"{dotted(path)}." if path else ""
-    return re.sub(r"'([^']+)'", rf"'{prefix}\1'", hint) if hint.startswith(" Did") else hint
 
 
 def _contradictions(model: type, value: Mapping[str, Any]) -> int:
@@ -260,7 +192,7 @@ def kinds_of(section: type) -> dict[str, tuple[str, ...]]:
     return {name: get_args(key.annotation) for name, key in keys.items() if get_origin(key.annotation) is Literal}
 
 
-def _told_apart_by(sections: Sequence[type]) -> str:
+def told_apart_by(sections: Sequence[type]) -> str:
     """Return the key whose values tell the sections of a union apart, such as `kind`."""
     common = set.intersection(*(set(keys_of(section)) for section in sections))
     for name in keys_of(sections[0]):
@@ -268,28 +200,6 @@ def _told_apart_by(sections: Sequence[type]) -> str:
         if name in common and len(set(values)) == len(sections):
             return name
     return ""
-
-
-def without_other_kinds(annotation: Any, value: Any, *, of_run: bool = False) -> Any:
-    """Return `value` without the keys that are null and that only another kind of the section has.
-
-    So an override takes a key out of a file: `engine.kind=embedded engine.launch=null`.
-
-    Args:
-        annotation: The section, or the sections that it may be.
-        value: What is set.
-        of_run: Leave such keys out whatever they are: a run's own configuration may be of a time when one section had the
-            keys of all kinds, those without an effect among them.
-    """
-    of = meant(annotation, value)
-    if isinstance(value, list):
-        return [without_other_kinds(child(of, index), inner, of_run=of_run) for index, inner in enumerate(value)]
-    if not isinstance(value, Mapping):
-        return value
-    others = {key for m in unwrap(annotation) if is_model(m) and is_model(of) for key in keys_of(m).keys() - keys_of(of)}
-    had_no_effect = of_run and not (is_model(of) and takes_more(of))
-    kept = {key: inner for key, inner in value.items() if key not in others or not (had_no_effect or inner is None)}
-    return {key: without_other_kinds(child(of, key), inner, of_run=of_run) for key, inner in kept.items()}
 
 
 def default_tree(model: type) -> dict[str, Any]:
@@ -389,7 +299,7 @@ def _rows_of_kinds(sections: Sequence[type], prefix: str, above: tuple[type, ...
     """Yield the rows of a section that has several kinds: what all have once, then what only some have."""
     tables = {section: list(_rows(section, prefix, (*above, section), instance)) for section in sections}
     common = set.intersection(*({row.key for row in rows} for rows in tables.values()))
-    by = _told_apart_by(sections)
+    by = told_apart_by(sections)
     part = getattr(sections[0], "PART", "")
     for row in tables[sections[0]]:
         if row.key in common:

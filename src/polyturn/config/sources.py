@@ -74,6 +74,11 @@ def merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
             into[key] = _copy(value)
 
 
+def nested(path: KeyPath, value: Any) -> Any:
+    """Return the mappings in which `value` stands at `path`."""
+    return {path[0]: nested(path[1:], value)} if path else value
+
+
 def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _copy(v) for k, v in value.items()}

@@ -12,10 +12,14 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from polyturn.algorithms.estimator_options import GaeOptions
+from polyturn.algorithms.loss_options import ClipOptions
+from polyturn.algorithms.options import KlOptions
 from polyturn.config.load import load_config, schema_table, write_resolved
 from polyturn.config.models import RunConfig
-from polyturn.config.schema import RETIRED
+from polyturn.config.retired import successor
 from polyturn.core.errors import ConfigError
+from polyturn.data.options import MixOptions
 from polyturn.engines.options import ServerOptions
 from polyturn.infra.yaml_file import read_yaml
 
@@ -431,6 +435,59 @@ def test_the_configuration_of_an_older_run_loads_though_it_has_the_keys_of_every
         load_config(RunConfig, tmp_path / "mine.yaml")
 
 
+EARLIER = {
+    "model": {"path": "tiny"},
+    "algorithm": {
+        "advantage": "gae",
+        "advantage_kwargs": {"whiten_batch": True},
+        "norm_by_std": True,
+        "gamma": 0.9,
+        "lam": None,
+        "loss": "gspo",
+        "loss_kwargs": {},
+        "clip_low": 0.1,
+        "clip_dual": 3.0,
+        "correction": None,
+        "kl_coef": 0.1,
+        "kl_horizon": 10_000.0,
+        "kl_in_reward": {"coef": 0.0, "estimator": "k1", "target": None, "horizon": 10_000.0},
+    },
+    "data": {"sampler": None, "sampler_kwargs": {}, "mix": {"weights": {"a": 2.0}, "by_success": 0.5}},
+    "train": {"distributed": {"ranks": 2, "strategy": "fsdp"}},
+}
+
+
+def test_the_configuration_of_an_older_run_loads_though_it_has_keys_that_are_retired(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run wrote every key down. What was set moves to the key in its place; a default of its time says nothing."""
+    caplog.set_level("INFO")
+    write_resolved(EARLIER, tmp_path / "config.yaml")
+    config = load_config(RunConfig, tmp_path).config
+    assert config.algorithm.advantage == GaeOptions(name="gae", gamma=0.9, whiten_batch=True)
+    assert config.algorithm.loss == ClipOptions(name="gspo", clip_low=0.1), "which never read clip_dual"
+    assert config.algorithm.kl == KlOptions(coef=0.1) and config.train.distributed.ranks == 2
+    assert config.data.sampler == MixOptions(weights={"a": 2.0}, by_success=0.5)
+    assert "algorithm.gamma" in caplog.text and "algorithm.advantage.gamma" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("had", "says"),
+    [
+        ({"train": {"distributed": {"strategy": "megatron"}}}, "'train.distributed.strategy', set to 'megatron'.* FSDP2"),
+        ({"algorithm": {"kl_in_reward": {"coef": 0.1, "estimator": "k1"}}}, "'algorithm.kl_in_reward'.*place: reward"),
+        ({"algorithm": {"gama": 0.9}}, "unknown key 'algorithm.gama'"),
+    ],
+)
+def test_what_an_older_run_was_set_to_and_no_key_says_any_more_is_refused(
+    had: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    write_resolved({"model": {"path": "tiny"}, **had}, tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=says) as problem:
+        load_config(RunConfig, tmp_path)
+    assert len(str(problem.value).splitlines()) == 1
+
+
 def test_null_takes_a_key_of_another_kind_out_of_a_file() -> None:
     given = {"model": {"path": "x"}, "engine": {"num_slots": 8}}
     loaded = load_config(RunConfig, None, ["engine.kind=vllm", "engine.num_slots=null"], defaults=given)
@@ -447,7 +504,7 @@ ENGINE_KEYS = ("engine.kind", "engine.update", "engine.num_slots", "engine.launc
 
 
 def test_no_retired_key_is_one_that_there_is() -> None:
-    assert not set(RETIRED) & {row.key for row in schema_table(RunConfig)}
+    assert [row.key for row in schema_table(RunConfig) if successor(row.key) is not None] == []
 
 
 def test_a_kl_in_each_place_is_a_list_and_two_in_one_place_are_refused() -> None:

@@ -1,0 +1,136 @@
+"""Keys that a configuration has and no section knows: the sentence about each, and what a run of its own means by it.
+
+    unknown_keys(RunConfig, {"train": {"step": 3}})  ->  [Unknown(path=("train", "step"), value=3, hint=" Did you …"), …]
+    as_of_now(RunConfig, {"algorithm": {"loss": "gspo", "clip_low": 0.1}})
+                                                     ->  {"algorithm": {"loss": {"name": "gspo", "clip_low": 0.1}}}
+
+Pydantic reports an unknown key inside a union once per member and without a suggestion; walking the annotations here gives
+one sentence with the nearest key. What a person wrote with a key of an earlier version is refused with what stands in its
+place. A run wrote every key down, also those that nobody chose: its own configuration is read as it was meant.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from polyturn.config.references import value_at
+from polyturn.config.retired import Successor, successor
+from polyturn.config.schema import (
+    KeyPath,
+    child,
+    dotted,
+    is_model,
+    keys_of,
+    kinds_of,
+    meant,
+    schema_table,
+    takes_more,
+    told_apart_by,
+    unwrap,
+)
+from polyturn.config.sources import merge, nested
+from polyturn.core.entry_points import offered
+from polyturn.core.errors import did_you_mean
+
+
+class Unknown(NamedTuple):
+    """A key that no section knows."""
+
+    path: KeyPath
+    value: Any
+    hint: str
+    retired: Successor | None = None
+    """What stands in its place, where an earlier version had the key."""
+
+
+def as_of_now(model: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's own configuration in the keys of this version.
+
+    The value of a retired key moves to the key in its place. One without an effect is left out: a default of its time, or a
+    key that only another kind of the section has. One that had an effect and has no successor stays, and will be refused.
+    """
+    now = copy.deepcopy(dict(values))
+    for path, value, _, retired in unknown_keys(model, values):
+        if retired is None or not (retired.to or retired.is_default(value)):
+            continue
+        del value_at(now, path[:-1])[path[-1]]
+        if not retired.is_default(value):
+            place = (*path[: -len(retired.key.split("."))], *retired.to.split("."))
+            merge(now, nested(place, value))
+    read: dict[str, Any] = without_other_kinds(model, now, of_run=True)
+    return read
+
+
+def unknown_keys(model: type, values: Mapping[str, Any]) -> list[Unknown]:
+    """Return every key of `values` that `model` or a model inside it does not know, with the nearest known key."""
+    everywhere = [row.key for row in schema_table(model)]
+    return list(_unknown(model, values, (), "", everywhere))
+
+
+def _unknown(annotation: Any, value: Any, path: KeyPath, row: str, everywhere: list[str]) -> Iterator[Unknown]:
+    """Yield the unknown keys below `path`, which is called `row` in the table of keys."""
+    of = meant(annotation, value)
+    if isinstance(value, Mapping):
+        known = keys_of(of) if is_model(of) else None
+        for key, inner in value.items():
+            if known is not None and key not in known:
+                retired = successor(f"{row}{key}")
+                if retired is not None or not takes_more(of):
+                    hint = _of_another_kind(annotation, of, str(key), value, path)
+                    hint = hint or (f" It is no key any more; {retired.says}." if retired is not None else "")
+                    yield Unknown((*path, key), inner, hint or _nearest(str(key), known, path, everywhere), retired)
+            else:
+                below = f"{row}{'<name>' if known is None else key}."
+                yield from _unknown(child(of, key), inner, (*path, key), below, everywhere)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _unknown(child(of, index), inner, (*path, index), f"{row.removesuffix('.')}[].", everywhere)
+
+
+def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any], path: KeyPath) -> str:
+    """Say which kind of the section has a key, where another one does: " It is for engine.kind vllm or sglang, …"."""
+    sections = [m for m in unwrap(annotation) if is_model(m)]
+    by = told_apart_by(sections) if len(sections) > 1 else ""
+    kinds = [kind for m in sections if by and key in keys_of(m) for kind in kinds_of(m).get(by, ("one of your own",))]
+    if not kinds:
+        return ""
+    now, where = value.get(by, keys_of(of)[by].default), dotted((*path, by))
+    names = offered(getattr(of, "GROUP", ""))
+    if names and now not in names and (near := did_you_mean(str(now), names)).startswith(" Did"):
+        return f" {where}: there is no {now!r}.{near}"
+    return f" It is for {where} {' or '.join(kinds)}, and that is {now!r}; set {by}, or leave {key} out (null)."
+
+
+def _nearest(key: str, known: Mapping[str, Any], path: KeyPath, everywhere: list[str]) -> str:
+    """Suggest this key of another section, or a near one of the same."""
+    elsewhere = sorted((k for k in everywhere if k.rpartition(".")[2] == key), key=lambda k: ("<" in k, "[" in k))
+    if elsewhere:
+        return f" Did you mean {' or '.join(repr(k) for k in elsewhere[:2])}?"
+    hint = did_you_mean(key, known)
+    prefix = f"{dotted(path)}." if path else ""
+    return re.sub(r"'([^']+)'", rf"'{prefix}\1'", hint) if hint.startswith(" Did") else hint
+
+
+def without_other_kinds(annotation: Any, value: Any, *, of_run: bool = False) -> Any:
+    """Return `value` without the keys that are null and that only another kind of the section has.
+
+    So an override takes a key out of a file: `engine.kind=embedded engine.launch=null`.
+
+    Args:
+        annotation: The section, or the sections that it may be.
+        value: What is set.
+        of_run: Leave such keys out whatever they are: a run's own configuration may be of a time when one section had the
+            keys of all kinds, those without an effect among them.
+    """
+    of = meant(annotation, value)
+    if isinstance(value, list):
+        return [without_other_kinds(child(of, index), inner, of_run=of_run) for index, inner in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    others = {key for m in unwrap(annotation) if is_model(m) and is_model(of) for key in keys_of(m).keys() - keys_of(of)}
+    had_no_effect = of_run and not (is_model(of) and takes_more(of))
+    kept = {key: inner for key, inner in value.items() if key not in others or not (had_no_effect or inner is None)}
+    return {key: without_other_kinds(child(of, key), inner, of_run=of_run) for key, inner in kept.items()}
