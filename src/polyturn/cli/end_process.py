@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from polyturn.core.run_loop import place_of
+from polyturn.core.code_origin import place_of
 
 logger = logging.getLogger(__name__)
 

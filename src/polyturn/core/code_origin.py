@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from types import FrameType
 
 OURS = str(Path(__file__).resolve().parents[1]) + "/"
 PACKAGES = tuple({sysconfig.get_path(name) + "/" for name in ("purelib", "platlib")})
@@ -18,3 +19,14 @@ def is_ours(filename: str) -> bool:
 def is_stdlib(filename: str) -> bool:
     """Return whether code is Python's own, or was made by no file."""
     return filename.startswith("<") or (filename.startswith(STDLIB) and not filename.startswith(PACKAGES))
+
+
+def place_of(frames: list[FrameType]) -> str:
+    """Return which code of an author a stack of frames, the outermost first, is in; "" where it is in none."""
+    shown = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]
+    first = next((frame for frame in shown if not is_ours(frame.f_code.co_filename)), None)
+    if first is None:
+        return ""
+    at = shown[-1]
+    name, defined = first.f_code.co_qualname, f"{first.f_code.co_filename}:{first.f_code.co_firstlineno}"
+    return f"{name} ({defined}, now at {at.f_code.co_filename}:{at.f_lineno})"

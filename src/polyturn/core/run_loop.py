@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
-from polyturn.core.code_origin import is_ours, is_stdlib
+from polyturn.core.code_origin import place_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,17 +89,6 @@ async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     found = {place_of(_frames(each)) for each in (*left, *(g for g in generators if g.ag_running))} - {""}
     for place in sorted(found) or [task.get_name() for task in left]:
         logger.warning("abandoned at the end of the run, because it ignores being cancelled: %s", place)
-
-
-def place_of(frames: list[FrameType]) -> str:
-    """Return which code of an author a stack of frames, the outermost first, is in; "" where it is in none."""
-    shown = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]
-    first = next((frame for frame in shown if not is_ours(frame.f_code.co_filename)), None)
-    if first is None:
-        return ""
-    at = shown[-1]
-    name, defined = first.f_code.co_qualname, f"{first.f_code.co_filename}:{first.f_code.co_firstlineno}"
-    return f"{name} ({defined}, now at {at.f_code.co_filename}:{at.f_lineno})"
 
 
 def _frames(waiting: Any) -> list[FrameType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -295,7 +296,9 @@ def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.Monke
 
 def test_help_loads_nothing_heavy():
     code = "import sys\nfrom polyturn.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-    code += "print(sorted({'torch', 'transformers', 'numpy', 'pydantic', 'ray', 'aiohttp'} & set(sys.modules)))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code += "print(sorted({'torch', 'transformers', 'numpy', 'pydantic', 'ray', 'aiohttp', 'asyncio'} & set(sys.modules)))"
+    environment = {**os.environ, "COLUMNS": "80"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert "..." not in ended.stdout.replace("[ARGS]...", ""), "every command is told whole, in a line"
     assert ended.stdout.splitlines()[-1] == "[]"
     assert all(command in ended.stdout for command in ("train", "sft", "eval", "rollout", "show", "check", "config", "data"))

@@ -32,7 +32,7 @@ def simulate(
     vocab: Annotated[int, typer.Option(min=2, help="With --fit: prompts are drawn from ids below this.")] = 1000,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="With --fit: prompts of this length.")] = 100,
 ) -> None:
-    """Replay a rollout on simulated servers, on a virtual clock, and print how near it comes to the optimum."""
+    """Replay a rollout on simulated servers, on a virtual clock. How near it comes to the optimum is printed."""
     from polyturn.cli import simulate as command
 
     if (workload is None) == (fit is None):
@@ -50,7 +50,7 @@ def check(
     template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the chat template.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
-    """Certify that multi-turn training is token-exact with a model's chat template; exit code 1 if it cannot be."""
+    """Certify that a model's chat template trains token-exactly. Exit code 1 says that it cannot."""
     from polyturn.cli import check as command
 
     if not command.run(model, template=template, as_json=as_json):
@@ -63,7 +63,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
-    """Show the environment, and what is missing for which feature; of a PROJECT, what it is and what is wrong with it."""
+    """Show the environment, or a PROJECT, and what is missing in it."""
     from polyturn.cli import doctor as command
 
     if project is None:
@@ -76,7 +76,7 @@ def init(
     folder: Annotated[Path, typer.Argument(metavar="NAME", help="The new folder.")],
     kind: Annotated[str, typer.Option(help="What you write: tool, interaction, env or agent.")] = "tool",
 ) -> None:
-    """Write a project that trains: a task, a plug-in, a config and tests."""
+    """Write a project that trains: task, plug-in, config, tests."""
     from polyturn.cli import init as command
 
     command.run(folder, kind=kind)
@@ -91,7 +91,7 @@ def export(
         Path | None, typer.Option(help="The run's config, for an adapter that lies apart from its run.")
     ] = None,
 ) -> None:
-    """Write a run's model as a Hugging Face folder: weights, tokenizer and chat template, an adapter merged."""
+    """Write a run's model as a Hugging Face folder. Weights, tokenizer and chat template; an adapter is merged."""
     from polyturn.cli import export as command
 
     command.run(source, out=out, config=config)
@@ -113,7 +113,7 @@ def run_as(
         typer.Option("--set", metavar="KEY=VALUE", help="Append an override to those of its training programs."),
     ] = None,
 ) -> None:
-    """Run a command of another library's users with polyturn in that library's place."""
+    """Run another library's command with polyturn in its place."""
     from polyturn.cli import run_as as implementation
 
     if runtime_env:

@@ -26,7 +26,7 @@ class DefaultGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-config_app = typer.Typer(cls=DefaultGroup, help="Print a config or all of its keys, or migrate one from another library.")
+config_app = typer.Typer(cls=DefaultGroup, help="Print a config, or all keys, or migrate another library's.")
 
 
 @config_app.command("print")
@@ -36,7 +36,7 @@ def config_print(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Print a config with its defaults filled in, or every key with its type, default and meaning."""
+    """Print a config with its defaults, or all keys there are. Each key has its type, default and meaning."""
     from polyturn.cli import config as command
 
     command.run(path, overrides or [])
@@ -50,7 +50,7 @@ def config_migrate(
         Path | None, typer.Option("--out", help="The native config to write; FILE with .polyturn.yaml by default.")
     ] = None,
 ) -> None:
-    """Write a config in another library's keys as a native one, with the table of what became of each key."""
+    """Write another library's config as a native one. A table says what became of each key."""
     from polyturn.cli.dialects import to_migrate
 
     to_migrate(path)(path, overrides or [], out=out)

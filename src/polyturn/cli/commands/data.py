@@ -73,7 +73,7 @@ def geo3k(
         typer.Option("--from", help="Folder with the dataset's parquet files; without it, the hub's hiyouga/geometry3k."),
     ] = None,
 ) -> None:
-    """Write Geometry3K as tasks with figures, into which the model may zoom."""
+    """Write Geometry3K as tasks with figures to zoom into."""
     from polyturn.data.problem_sets import prepare_geo3k
 
     with _all_or_nothing(out):
@@ -99,7 +99,7 @@ def search(
     ] = False,
     questions: Annotated[int, typer.Option(min=1, help="With texts: questions at most.")] = 5000,
 ) -> None:
-    """Write questions as tasks that are answered by searching; over texts, with the index that answers them."""
+    """Write questions as tasks that are answered by searching. Over texts, with the index that answers them."""
     from polyturn.data.problem_sets import prepare_search
 
     if texts or python_docs:
@@ -132,7 +132,7 @@ def index(
     embed: EmbedOption = None,
     embed_model: EmbedModelOption = None,
 ) -> None:
-    """Index passages for the search tool and `polyturn serve --search`."""
+    """Index passages for search: the tool, or `serve --search`."""
     from polyturn.cli import index as command
 
     with _all_or_nothing(out):

@@ -56,7 +56,7 @@ def train(
         typer.Option(metavar="NAME", help="CONFIG and the overrides are written in the keys of another library."),
     ] = None,
 ) -> None:
-    """Train: warm start if configured, evaluate, reinforce, evaluate again."""
+    """Train: warm start if configured, evaluate, reinforce, evaluate."""
     names = sorted(set(dialect or ()))
     if ids and (names or not dry_run):
         raise ConfigError("--ids belongs to --dry-run of a native config; leave it out, or add --dry-run")
@@ -86,7 +86,7 @@ def plan(
     gpu_memory: Annotated[float, typer.Option("--gpu-memory", min=0.1, help="GB of each.")] = 80.0,
     link: Annotated[float, typer.Option("--link", min=0.01, help="GB a second from the ranks to a server.")] = 50.0,
 ) -> None:
-    """Say what each process of a run holds on such GPUs, how long a weight sync takes, and what would fit."""
+    """Say what each process of a run holds, and what would fit. How long a weight sync takes on a given link, too."""
     _check_config(config, overrides or [])
     from polyturn.cli import plan as command
 
@@ -94,7 +94,7 @@ def plan(
 
 
 def sft(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
-    """Train on conversations, or on a run's best trajectories (the `warm_start` part of the config, alone)."""
+    """Train on conversations, or on a run's best trajectories. It is the `warm_start` part of the config, alone."""
     _check_config(config, overrides or [])
     from polyturn.cli import sft as command
 
@@ -119,7 +119,7 @@ def evaluate(
     tries: Annotated[int, typer.Option(min=1, help="With --endpoint: tries of one request.")] = 6,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
 ) -> None:
-    """Evaluate on the config's `evaluation` part: a checkpoint, a model, or whatever an endpoint serves."""
+    """Evaluate a checkpoint, a model, or what an endpoint serves. The config's `evaluation` part says on what."""
     if endpoint is None:
         refuse_unused(context, {"config", "overrides", "checkpoint", "model", "as_json"}, here="without --endpoint")
     if not model:
@@ -152,7 +152,7 @@ def rollout(
         int, typer.Option("-n", "--tasks", min=1, help="How many training tasks to run, `train.group_size` times each.")
     ] = 8,
 ) -> None:
-    """Run episodes on the training tasks, record them, print what happened."""
+    """Run episodes on the training tasks, and record them."""
     _check_config(config, overrides or [])
     from polyturn.cli import rollout as command
 

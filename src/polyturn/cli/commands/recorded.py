@@ -23,7 +23,7 @@ def compare(
     success_at: Annotated[float, typer.Option(help="The outcome that counts as success.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
-    """Compare two evaluations of the same tasks with a paired test, and say what is significant."""
+    """Compare two evaluations of the same tasks by a paired test. What is significant is said."""
     from polyturn.cli import compare as command
 
     command.run(a, b, split=split, success_at=success_at, as_json=as_json)
@@ -38,7 +38,7 @@ def show(
     tokens: Annotated[bool, typer.Option("--tokens", help="Show the one trajectory token by token, with its mask.")] = False,
     limit: Annotated[int, typer.Option("-n", min=1, help="How many trajectories to list.")] = 20,
 ) -> None:
-    """List a run's recorded trajectories, or show one as a conversation or as tokens."""
+    """List a run's trajectories, or show one, down to its tokens."""
     from polyturn.cli import show as command
 
     chosen = named or trajectory
@@ -60,7 +60,7 @@ def rescore(
     where: Annotated[str | None, typer.Option(help="Only these, an SQL condition: split = 'train' and step > 10.")] = None,
     out: Annotated[Path | None, typer.Option(help="The Parquet file; rescored/NAME.parquet of the run by default.")] = None,
 ) -> None:
-    """Score a run's recorded trajectories again with another reward function."""
+    """Score a run's trajectories again, with another reward."""
     from polyturn.cli import rescore as command
 
     command.run(run, reward=reward, where=where, out=out)
@@ -74,7 +74,7 @@ def view(
     rate_limit: RateLimitOption = None,
     allow_host: AllowHosts = None,
 ) -> None:
-    """Look at runs in the browser, while they train and after: curves, conversations, every token."""
+    """Look at runs in the browser, while they train and after. Curves, conversations, every token."""
     from polyturn.cli import view as command
     from polyturn.cli.serve import ServeOptions
 
@@ -94,7 +94,7 @@ def report(
     out: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path("report.html"),
     trajectories: Annotated[int, typer.Option("-n", min=0, help="How many trajectories of each run are shown.")] = 10,
 ) -> None:
-    """Write one self-contained page about runs: curves, tables, telling trajectories token by token."""
+    """Write one self-contained page about runs. Curves, tables, telling trajectories token by token."""
     from polyturn.cli import report as command
 
     command.report(runs, out=out, num_trajectories=trajectories)

@@ -90,7 +90,7 @@ def serve(
     rate_limit: RateLimitOption = None,
     allow_host: AllowHosts = None,
 ) -> None:
-    """Serve rollouts over HTTP: the scheduler and the engine here, the trainer elsewhere."""
+    """Serve rollouts over HTTP, to a trainer elsewhere."""
     kind = next((name for name in _USED if context.params[name]), None)
     if kind == "stdio" and mcp is None:
         raise ConfigError("--stdio goes with --mcp TOOLS; every other server is spoken to over HTTP")
@@ -148,7 +148,7 @@ def answer(
     rate_limit: RateLimitOption = None,
     allow_host: AllowHosts = None,
 ) -> None:
-    """Answer conversations as their user: those of a run whose interaction is a human user at a desk."""
+    """Answer conversations as their user. They are those of a run whose interaction is a human user at a desk."""
     from polyturn.cli import answer as command
     from polyturn.cli.serve import ServeOptions
 
