@@ -111,7 +111,7 @@ def main() -> None:
         for scheme in ("light", "dark"):
             seen = photograph(browser, address, one, ".tokens span", scheme=scheme, click=".tokens .s-sampled >> nth=8")
             keep(seen, f"trajectory-{scheme}")
-        keep(photograph(browser, address, "curves", ".chart svg", scheme="light"), "curves")
+        keep(photograph(browser, address, "curves", ".chart canvas", scheme="light"), "curves")
         browser.close()
     if (curve := read.run / "curve.png").is_file():
         keep(curve.read_bytes(), "curve")

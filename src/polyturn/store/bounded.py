@@ -40,8 +40,8 @@ class BoundedFile:
         if head.num_rows > MAX_ROWS:
             raise DataError(f"it has {head.num_rows} rows, and at most {MAX_ROWS} are read")
         columns = [head.schema.column(i) for i in range(len(head.schema))]
-        self._texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY"]
-        self._file = pq.ParquetFile(path, read_dictionary=self._texts)
+        self._paths = [c.path for c in columns]
+        self._file = pq.ParquetFile(path, read_dictionary=[c.path for c in columns if c.physical_type == "BYTE_ARRAY"])
         self.schema = self._file.schema_arrow
         self.num_rows: int = head.num_rows
         self.rows_of_groups: list[int] = [head.row_group(i).num_rows for i in range(head.num_row_groups)]
@@ -62,7 +62,7 @@ class BoundedFile:
 
     def paths(self, column: str, leaf: str) -> list[str]:
         """Return the paths of a field of the structs that a column lists; none where the file has no such field."""
-        return [path for path in self._texts if path.startswith(f"{column}.") and path.endswith(f".{leaf}")]
+        return [path for path in self._paths if path.startswith(f"{column}.") and path.endswith(f".{leaf}")]
 
     def plain(self, table: pa.Table) -> pa.Table:
         """Return rows that `read` gave, once it is known what they take with every text written out.

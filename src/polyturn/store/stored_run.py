@@ -18,7 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +40,9 @@ from polyturn.store.text_search import TextQuery, TextSearch
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Rows = NDArray[np.int64]
+_Stamp = tuple[int, int]
 _PART, _ROW, _AT = "__part", "__row", "__at"
 MAX_LISTED = 5_000_000
 """Rows of all parts together that are listed."""
@@ -93,7 +96,7 @@ class StoredRun:
         self.problems: dict[str, str] = {}
         """Part -> why it cannot be read."""
         self._parts: dict[str, pa.Table] = {}
-        self._stamps: dict[str, tuple[int, int]] = {}
+        self._stamps: dict[str, _Stamp] = {}
         self._num_listed = 0
         self._search = TextSearch(self._try)
         self._table = self._joined()
@@ -188,6 +191,24 @@ class StoredRun:
             mine = which == number
             found[mine] |= np.isin(rows[mine], self._search.rows(part, pattern, query))
         return found
+
+    def scan(
+        self, read: Callable[[BoundedFile], T], held: dict[tuple[str, _Stamp], T]
+    ) -> Iterator[tuple[pa.Table, Rows, T]]:
+        """Yield for each part its rows of `table()`, their numbers [N] in the part, and what `read` gives of its file.
+
+        Args:
+            read: Reads columns that are in no table, such as arrays over tokens.
+            held: Keeps what `read` gave, so that the next time only new parts are read.
+        """
+        for old in [key for key in held if self._stamps.get(key[0]) != key[1]]:
+            del held[old]
+        for key in self._stamps.items():
+            if key not in held and (value := self._try(key[0], lambda path: read(BoundedFile(path)))) is not None:
+                held[key] = value
+            if key in held:
+                table = self._table.filter(pc.equal(self._table[_PART], key[0]))
+                yield table, table[_ROW].to_numpy(), held[key]
 
     def sql(self, query: str, *, stop: threading.Event | None = None) -> pa.Table:
         """Return what an SQL query over the table `trajectories` (the columns of `table()`) gives.

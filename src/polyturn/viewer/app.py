@@ -2,6 +2,7 @@
 
     GET /                          the page
     GET /api/runs                  the runs
+    GET /api/runs/0/overview       what a run came to, in tables
     GET /api/runs/0/curves         metrics over steps: ?name=reward/mean&axis=time&smooth=0.9
     GET /api/runs/0/trajectories   a page of the table: ?min_reward=1&split=train&sort=reward&offset=100
     GET /api/runs/0/trajectory     one: ?id=g5/2&step=12&split=train
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.background import BackgroundTask
 
 from polyturn.core.errors import one_line
@@ -36,6 +37,7 @@ from polyturn.store.parquet_store import write_rows
 from polyturn.store.stored_run import StoredRun
 from polyturn.viewer.curves import Window
 from polyturn.viewer.filters import as_jsonl
+from polyturn.viewer.highlights import NUM_TELLING
 from polyturn.viewer.pages import JSONResponse, page_app
 from polyturn.viewer.run_view import RunView
 
@@ -92,9 +94,17 @@ def create_app(
         window = Window(given.get("axis", "step"), low, high, _real(given, "smooth", 0.0))
         return JSONResponse(view(number).curves(given.getlist("name"), window))
 
+    @app.get("/api/runs/{number}/overview")
+    def overview(number: int) -> Response:
+        return JSONResponse(view(number).overview())
+
+    @app.get("/api/runs/{number}/telling")
+    def telling(number: int) -> Response:
+        return JSONResponse(view(number).telling(NUM_TELLING))
+
     @app.get("/api/runs/{number}/config")
     def config(number: int) -> Response:
-        return PlainTextResponse(view(number).config())
+        return JSONResponse(view(number).config())
 
     _show_trajectories(app, view)
     return app

@@ -58,6 +58,13 @@ class MetricFile:
                 self.lines.append(values)
                 self.names.update(dict.fromkeys(values))
 
+    def steps(self) -> list[dict[str, Any]]:
+        """Return one dict a step, in order: the lines of one step joined."""
+        steps: dict[int, dict[str, Any]] = {}
+        for line in self.lines:
+            steps.setdefault(line["step"], {}).update(line)
+        return [steps[step] for step in sorted(steps)]
+
     def problems(self) -> list[str]:
         """Return a sentence for each thing of the file that cannot be read."""
         damaged = f"{self._bad_lines} lines of {self._name} are damaged and were skipped" if self._bad_lines else ""

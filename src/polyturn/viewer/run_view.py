@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,26 @@ from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.metric_docs import meaning
 from polyturn.viewer.curves import Window, draw
 from polyturn.viewer.filters import PLAIN, check_size, facets, narrow
+from polyturn.viewer.highlights import telling
 from polyturn.viewer.labels import Label, Labels, known_labels
 from polyturn.viewer.metric_file import MetricFile
+from polyturn.viewer.overview import before_after, facts, settings, stop_reasons, tool_calls, tools
 from polyturn.viewer.run_config import MAX_BYTES as MAX_CONFIG_BYTES
 from polyturn.viewer.run_config import read_config
 from polyturn.viewer.tokens import TokenTexts
-from polyturn.viewer.trajectory_page import plain, trajectory_page
+from polyturn.viewer.trajectory_page import MAX_TOKENS, plain, trajectory_page
 from polyturn.viewer.why_advantage import why_advantage
 
 MAX_CURVES = 60
 """Curves of a run that are drawn at once."""
 WARM_START = "warm_start/"
 """Stands before the names of the warm start's metrics."""
+FIRST = (
+    "warm_start/loss/total", "warm_start/loss/sft", "eval/*/success", "rollout/success", "reward/mean", "rollout/turns",
+    "tokens/per_trajectory", "rollout/tool_errors", "policy/entropy", "policy/approx_kl", "policy/kl_to_reference",
+    "loss/total", "loss/grad_norm", "buffer/groups_kept", "time/step_s", "time/other_share",
+)  # fmt: skip
+"""Metrics that a run is first judged by."""
 
 
 class RunView:
@@ -51,6 +60,7 @@ class RunView:
         self._labels = Labels(folder)
         self._metrics = MetricFile(folder, "metrics.jsonl")
         self._warm_start = MetricFile(folder, "sft_metrics.jsonl")
+        self._calls: dict[Any, pa.Table] = {}
 
     def summary(self) -> dict[str, Any]:
         """Return what the list of runs shows."""
@@ -96,13 +106,14 @@ class RunView:
         self._warm_start.refresh()
 
     def metrics(self) -> dict[str, Any]:
-        """Return the names of the metrics with what each means, and the alarms; the curves are `curves`."""
+        """Return the names of the metrics with what each means, those of `FIRST` first, and the alarms."""
         self.refresh()
-        names = [*self._metrics.names, *(WARM_START + name for name in self._warm_start.names)]
-        said = {
-            name: meaning(name.removeprefix(WARM_START)) or "" for name in names if name.removeprefix(WARM_START) != "step"
-        }
-        return {"names": said, "alarms": self._alarms()}
+        names = [*(WARM_START + name for name in self._warm_start.names), *self._metrics.names]
+        known = {name: meaning(bare) or "" for name in names if (bare := name.removeprefix(WARM_START)) != "step"}
+        ranks = {name: next((i for i, p in enumerate(FIRST) if fnmatchcase(name, p)), len(FIRST)) for name in known}
+        ordered = sorted(known, key=lambda name: (ranks[name], name))
+        num_first = sum(rank < len(FIRST) for rank in ranks.values())
+        return {"names": {name: known[name] for name in ordered}, "num_first": num_first, "alarms": self._alarms()}
 
     def curves(self, names: Sequence[str], window: Window) -> dict[str, Any]:
         """Return the curves of at most `MAX_CURVES` metrics, those of the warm start with names under `warm_start/`.
@@ -127,6 +138,31 @@ class RunView:
             DataError: it is no file of the run's folder, or larger than any.
         """
         return read_contained(self.folder, "config.yaml", max_bytes=MAX_CONFIG_BYTES) or ""
+
+    def overview(self) -> dict[str, Any]:
+        """Return what the run came to, in tables, and its configuration; `viewer/overview.py` says what each holds."""
+        self.refresh()
+        lines, read = self._metrics.steps(), read_config(self.folder)
+        calls = [
+            calls.filter(pc.is_in(calls["row"], pa.array(rows)))
+            for _, rows, calls in self._store.scan(tool_calls, self._calls)
+        ]
+        return {
+            "facts": facts(lines, len(self._store)),
+            "before_after": before_after(lines),
+            "stop_reasons": stop_reasons(self._store.table(["stop_reason"])),
+            "tools": tools(calls),
+            "settings": settings(read.values),
+            "config_problem": read.problem,
+        }
+
+    def telling(self, num: int) -> list[dict[str, Any]]:
+        """Return at most `num` trajectories that tell the most: what names each, and why it is shown."""
+        self._store.refresh()
+        found = telling(self._store, num)
+        return [
+            {"id": r.trajectory.id, "step": r.step, "split": r.split, "title": title, "why": why} for title, why, r in found
+        ]
 
     def page(
         self,
@@ -234,9 +270,9 @@ class RunView:
         return {"episodes": lanes, "total": len(chosen)}
 
     def trajectory(
-        self, id: str, *, step: int | None, split: str | None, segment: int = 0, start: int = 0
+        self, id: str, *, step: int | None, split: str | None, segment: int = 0, start: int = 0, page_size: int = MAX_TOKENS
     ) -> dict[str, Any]:
-        """Return one trajectory: as a conversation and as tokens, those of one segment from number `start` on.
+        """Return one trajectory: as a conversation and as tokens, `page_size` of a segment, of one from number `start` on.
 
         Raises:
             DataError: there is none of this id.
@@ -244,7 +280,7 @@ class RunView:
         record = self._store.record(id, step=step, split=split)
         labels = self._labels.read()
         said = labels.get((record.trajectory.id, record.step, record.split), Label("", ""))
-        shown = trajectory_page(record, self._tokens(), segment=segment, start=start)
+        shown = trajectory_page(record, self._tokens(), segment=segment, start=start, page_size=page_size)
         return {**shown, **said._asdict(), "labels": known_labels(labels.values())}
 
     def advantage(self, id: str, *, step: int | None, split: str | None) -> dict[str, Any]:

@@ -27,7 +27,9 @@ MAX_TEXT = 100_000
 """Characters of one text that a page shows."""
 
 
-def trajectory_page(record: StoredTrajectory, tokens: TokenTexts, *, segment: int = 0, start: int = 0) -> dict[str, Any]:
+def trajectory_page(
+    record: StoredTrajectory, tokens: TokenTexts, *, segment: int = 0, start: int = 0, page_size: int = MAX_TOKENS
+) -> dict[str, Any]:
     """Return what the page of a trajectory shows.
 
     Args:
@@ -35,6 +37,7 @@ def trajectory_page(record: StoredTrajectory, tokens: TokenTexts, *, segment: in
         tokens: The texts of the run's ids.
         segment: Which segment is not shown from its beginning.
         start: Its first token that is shown.
+        page_size: Tokens of a segment that are shown.
     """
     one = record.trajectory
     reward = None if one.reward is None else plain(to_json(one.reward))
@@ -58,16 +61,16 @@ def trajectory_page(record: StoredTrajectory, tokens: TokenTexts, *, segment: in
         "dropped_meaning": DROPPED.get(record.trained.dropped or "", record.trained.dropped),
         "metrics": plain(to_json(one.metrics)),
         "messages": list(_conversation(one)),
-        "segments": [_segment(record, n, tokens, start if n == segment else 0) for n in range(len(one.segments))],
-        "page_size": MAX_TOKENS,
+        "segments": [_segment(record, n, tokens, start if n == segment else 0, page_size) for n in range(len(one.segments))],
+        "page_size": page_size,
         "has_tokenizer": tokens.is_known,
     }
 
 
-def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, start: int) -> dict[str, Any]:
+def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, start: int, size: int) -> dict[str, Any]:
     segment, trained = record.trajectory.segments[number], record.trained
     start = max(0, min(start, len(segment) - 1))
-    shown = slice(start, start + MAX_TOKENS)
+    shown = slice(start, start + size)
     ids = segment.token_ids[shown].tolist()
     made = {
         "advantages": trained.advantages,

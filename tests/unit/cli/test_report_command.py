@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -22,7 +24,6 @@ from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.training.observer import RunObserver
 from polyturn.viewer.highlights import telling
 from polyturn.viewer.report import write_report
-from polyturn.viewer.svg import curve
 
 HOSTILE = "<script>alert('x')</script><img src=//evil.example/x.png>"
 CALL = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "4"}}\n</tool_call>'
@@ -52,26 +53,44 @@ async def record(folder: Path, *, success: float = 0.5) -> Path:
 
 
 class Page(HTMLParser):
-    """What a browser would load or run."""
+    """What a browser would load or run, and the answers that the pages are given."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags: set[str] = set()
+        self.tags: list[str] = []
         self.links: list[str] = []
+        self.scripts: list[str] = []
+        self.policy = ""
         self.feed(text)
+        self.answers = json.loads(self.scripts[0])
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [v or "" for k, v in attrs if k in ("src", "href", "srcset") or k.startswith("on")]
+        self.tags.append(tag)
+        given = dict(attrs)
+        loads = ("src", "srcset") if tag == "a" else ("src", "srcset", "href")
+        self.links += [v or "" for k, v in attrs if k in loads or k.startswith("on")]
+        if given.get("http-equiv") == "Content-Security-Policy":
+            self.policy = given["content"] or ""
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] == "script" and data.strip():
+            self.scripts.append(data)
 
 
-async def test_the_page_stands_alone_and_text_of_the_environment_stays_text(tmp_path: Path):
+def page_of(out: Path, *runs: Path) -> Page:
+    return Page(write_report(runs, out / "report.html").read_text())
+
+
+async def test_the_page_stands_alone_and_its_policy_names_its_one_script(tmp_path: Path):
     text = write_report([await record(tmp_path / "one")], tmp_path / "report.html").read_text()
     page = Page(text)
-    assert page.tags.isdisjoint({"script", "img", "link", "iframe", "object"}) and page.links == []
-    assert "default-src &#x27;none&#x27;" in text and "url(" not in text and "@import" not in text
-    assert "\x1b" not in text and "\u202e" not in text
-    assert {"svg", "polyline", "details", "table"} <= page.tags
+    assert set(page.tags).isdisjoint({"img", "iframe", "object"}) and page.tags.count("script") == 2
+    assert [link[:10] for link in page.links] == ["data:image"]
+    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page.policy and page.policy.startswith("default-src 'none'")
+    assert "import " not in re.sub(r"//.*", "", page.scripts[1].partition("modules = {}")[2]), "every module is inside"
+    assert "\x1b" not in text and "\u202e" not in text and HOSTILE not in text
+    assert any(HOSTILE in json.dumps(answer) for name, answer in page.answers.items() if "trajectory" in name)
 
 
 async def test_it_shows_the_telling_ones_with_why(tmp_path: Path):
@@ -85,32 +104,30 @@ async def test_it_shows_the_telling_ones_with_why(tmp_path: Path):
     assert len(telling(open_store(folder), 3)) == 3
 
 
-async def test_two_runs_share_charts_and_have_a_column_each(tmp_path: Path):
+async def test_two_runs_stand_side_by_side(tmp_path: Path):
     runs = [await record(tmp_path / name, success=s) for name, s in (("first", 0.5), ("second", 0.9))]
-    text = write_report(runs, tmp_path / "report.html").read_text()
-    assert text.count('<th scope="col">first</th><th scope="col">second</th>') >= 4
-    assert "Settings that differ" in text and re.search(r"train\.steps</th><td>5</td><td>9</td>", text)
-    assert ">name</th>" not in text, "what is equal is not shown"
-    assert "no_such_tool: unknown_tool" in text or "unknown_tool" in text
+    answers = page_of(tmp_path, *runs).answers
+    assert [one["name"] for one in answers["runs"]] == ["first", "second"]
+    assert [answers[f"runs/{n}/overview"]["settings"]["train.steps"] for n in (0, 1)] == ["5", "9"]
+    assert answers["runs/1/curves"]["rollout/success"]["y"][-1] == pytest.approx(0.9)
+    tools = {tool["name"]: tool for tool in answers["runs/0/overview"]["tools"]}
+    assert tools["no_such_tool"]["failed"] == 1 and list(tools["no_such_tool"]["errors"]) == ["unknown_tool"]
+    assert answers["runs/0/overview"]["stop_reasons"].keys() <= {"stop", "env_done", "max_turns"}
 
 
 async def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path: Path):
     folder = await record(tmp_path / "one")
     (folder / "trajectories" / "part-00000.parquet").write_bytes(b"half")
     (folder / "config.yaml").unlink()
-    text = write_report([folder], tmp_path / "report.html").read_text()
-    assert "part-00000.parquet is damaged" in text and "it has no config.yaml" in text and "<polyline" in text
+    answers = page_of(tmp_path, folder).answers
+    assert "part-00000.parquet was skipped" in answers["runs"][0]["problems"][0]
+    assert answers["runs/0/overview"]["config_problem"] == "it has no config.yaml"
+    assert len(answers["runs/0/curves"]["rollout/success"]["y"]) == 3
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no metrics and no trajectories"):
         write_report([tmp_path / "empty"], tmp_path / "report.html")
     with pytest.raises(DataError, match="there is no folder"):
         write_report([tmp_path / "nowhere"], tmp_path / "report.html")
-
-
-def test_a_chart_without_a_finite_point_is_left_out_and_a_flat_one_is_drawn():
-    assert curve({"a": [(1, float("nan"))]}, title="a") == ""
-    assert "nan" not in curve({"a": [(1, 0.5), (2, 0.5)]}, title="a")
-    assert 'aria-label="a: a from 0.5 to 0.7"' in curve({"a": [(1, 0.5), (2, 0.7)]}, title="a")
 
 
 async def test_the_commands_write_what_they_say(tmp_path: Path):
@@ -127,5 +144,5 @@ def test_before_is_the_evaluation_before_any_update_and_no_later_one(tmp_path: P
     begin(tmp_path / "run", "name: x\n")
     lines = [{"step": 0, "eval/greedy/success": 0.1}, {"step": 15, "eval/greedy/success": 0.8, "eval/late/success": 0.9}]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
-    assert "<td>0.100 → 0.800</td>" in text and "<td>- → 0.900</td>" in text
+    found = page_of(tmp_path, tmp_path / "run").answers["runs/0/overview"]["before_after"]
+    assert found == {"greedy: success": "0.100 → 0.800", "late: success": "- → 0.900"}

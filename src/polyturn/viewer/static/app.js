@@ -1,14 +1,15 @@
 // The frame: which page the address names, the runs, what is polled while a run goes on, the keyboard.
 // A page is a function of run, values and run's summary that returns {element, ready?, update?, key?, leave?, follows?}.
 
-import { el, get, go, leave, place, state } from "/static/base.js";
+import { address, el, get, go, kept, leave, place, state } from "/static/base.js";
 import { curves } from "/static/curves.js";
 import { groups, timelinePage } from "/static/groups.js";
-import { about, compare, one } from "/static/one.js";
+import { compare, one } from "/static/one.js";
+import { about } from "/static/run.js";
 import { trajectories } from "/static/table.js";
 import { why } from "/static/why.js";
 
-const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"]];
+const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"]].filter(([name]) => !kept || ["curves", "about"].includes(name));
 const PAGES = { curves, trajectories, groups, timeline: timelinePage, one, compare, why, about };
 const INSIDE = ["one", "compare", "why"]; // pages of single trajectories, which stand under the table's tab
 const main = document.getElementById("main");
@@ -22,7 +23,7 @@ function drawProblems(info) {
 async function show() {
   const { run, page, values } = place();
   const shown = PAGES[page] ? page : "curves";
-  const current = INSIDE.includes(shown) ? "trajectories" : shown;
+  const current = INSIDE.includes(shown) ? (kept ? "about" : "trajectories") : shown;
   if (shown === current) state.last[`${run}/${shown}`] = location.hash;
   document.getElementById("tabs").replaceChildren(...TABS.map(([name, label]) =>
     el("a", { href: (name !== shown && state.last[`${run}/${name}`]) || `#/${run}/${name}`, "aria-current": name === current ? "page" : null }, label)));
@@ -127,9 +128,9 @@ function theme(choice) {
 }
 
 async function start() {
-  let kept = "";
-  try { kept = localStorage.getItem("theme") ?? ""; } catch { /* private windows keep nothing */ }
-  if (kept) theme(kept);
+  let themed = "";
+  try { themed = localStorage.getItem("theme") ?? ""; } catch { /* private windows keep nothing */ }
+  if (themed) theme(themed);
   document.getElementById("theme").addEventListener("click", () => {
     const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     theme(dark ? "light" : "dark");
@@ -142,8 +143,12 @@ async function start() {
   window.addEventListener("hashchange", show);
   try { state.runs = await get("runs"); } catch (problem) { main.replaceChildren(el("div", { class: "problem", role: "alert" }, problem.message)); return; }
   drawRuns();
+  if (kept) {
+    for (const [name] of TABS) state.last[`0/${name}`] = address(name, { with: state.runs.slice(1).map((run) => run.index).join(",") }, 0);
+    if (!location.hash) history.replaceState(null, "", state.last["0/about"]);
+  }
   await show();
-  await poll();
+  if (!kept) await poll();
 }
 
 start();

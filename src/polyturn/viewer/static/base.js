@@ -21,7 +21,15 @@ export function query(values) {
   return new URLSearchParams(given.filter(([, v]) => v !== "" && v !== null && v !== undefined));
 }
 
+// In a report, the answers that its file holds; a trajectory's is named by what names the trajectory.
+export const kept = JSON.parse(document.getElementById("kept")?.textContent ?? "null");
+
 export async function get(path, values = {}) {
+  if (kept) {
+    const name = [path, ...["id", "step", "split"].map((one) => values[one]).filter((one) => one !== undefined)].join(" ");
+    if (name in kept) return kept[name];
+    throw new Error("This is not part of the report; the viewer shows it: polyturn view RUN");
+  }
   const asked = query(values);
   const answer = await fetch(`/api/${path}${asked.size ? `?${asked}` : ""}`);
   const data = await answer.json();
@@ -63,8 +71,28 @@ export function remember(values) {
 // From a trajectory back to the table as it was.
 export function leave() {
   const { run, page } = place();
-  if (["one", "compare", "why"].includes(page)) location.hash = state.last[`${run}/trajectories`] ?? `#/${run}/trajectories`;
+  if (["one", "compare", "why"].includes(page)) { const list = kept ? "about" : "trajectories"; location.hash = state.last[`${run}/${list}`] ?? `#/${run}/${list}`; }
 }
+
+// The runs that stand beside one another: that of the page, and those that its address names.
+export function together(run, values) {
+  const beside = (values.with ?? "").split(",").filter(Boolean).map(Number).filter((i) => state.runs[i] && i !== run);
+  return [run, ...beside].slice(0, 6);
+}
+
+export function besidePicker(run, page, shown) {
+  if (state.runs.length < 2) return null;
+  const picker = el("details", { class: "picker" }, el("summary", {}, `Beside: ${shown.length > 1 ? `${shown.length - 1} more` : "none"}`), ...state.runs.filter((r) => r.index !== run).map((r) =>
+    el("label", { class: "check" }, el("input", { type: "checkbox", value: r.index, checked: shown.includes(r.index), onchange: () =>
+      go(page, { ...place().values, with: [...picker.querySelectorAll("input:checked")].map((box) => box.value).join(",") }) }), r.name)));
+  return picker;
+}
+
+export const cell = (value, isNumber) => el("td", { class: isNumber ? "number" : null }, value instanceof Node ? value : String((isNumber ? short(value) : value) ?? "–"));
+
+// names: [[title, whether its column has numbers]]; rows: <tr>.
+export const table = (label, names, rows) => el("div", { class: "scroll" }, el("table", { class: "plain", "aria-label": label },
+  el("thead", {}, el("tr", {}, ...names.map(([name, isNumber]) => el("th", { class: isNumber ? "number" : null, scope: "col" }, name)))), el("tbody", {}, ...rows)));
 
 export function short(value) {
   if (typeof value !== "number") return value ?? "–";

@@ -1,24 +1,19 @@
 // Curves of one or several runs: which metrics, over what, how smooth; drag over a chart to zoom into all of them.
 
-import { el, get, place, remember, select, state } from "/static/base.js";
+import { besidePicker, el, get, kept, remember, select, state, together } from "/static/base.js";
 import { lineChart } from "/static/charts.js";
 
-const FIRST = [/^warm_start\/loss\/total$/, /^warm_start\/loss\/sft$/, /^eval\/.*\/success$/, /^reward\/mean$/, /^rollout\/turns$/, /^policy\/entropy$/, /^loss\/grad_norm$/, /^buffer\/groups_kept$/, /^policy\/approx_kl$/, /^time\/step_s$/, /^time\/other_share$/];
 const MOST = 60;
 const AXES = [["step", "step"], ["time", "seconds of training"], ["tokens", "sampled tokens"]];
-const MAX_RUNS = 6;
 
-const rank = (name) => { const at = FIRST.findIndex((pattern) => pattern.test(name)); return at < 0 ? FIRST.length : at; };
-
-// Names that hold every word, or, without words, those that a run is first judged by.
-function chosen(names, words) {
-  const found = names.filter((name) => (words.length ? words.every((word) => name.toLowerCase().includes(word)) : rank(name) < FIRST.length));
-  return found.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b)).slice(0, MOST);
+// Names that hold every word, or, without words, those that a run is first judged by, which come first.
+function chosen(info, words) {
+  const names = Object.keys(info.names);
+  return (words.length ? names.filter((name) => words.every((word) => name.toLowerCase().includes(word))) : names.slice(0, info.num_first)).slice(0, MOST);
 }
 
 export async function curves(run, values) {
-  const beside = (values.with ?? "").split(",").filter(Boolean).map(Number).filter((i) => state.runs[i] && i !== run);
-  const runs = [run, ...beside].slice(0, MAX_RUNS);
+  const runs = together(run, values);
   const alarms = el("div"), grid = el("div", { class: "charts" }), legend = el("div", { class: "legend" });
   const search = el("input", { type: "search", placeholder: "metric, for instance reward", value: values.metric ?? "", "aria-label": "Which metrics" });
   const smoothing = el("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: values.smooth ?? 0, "aria-label": "Smoothing" });
@@ -33,7 +28,7 @@ export async function curves(run, values) {
     const infos = await Promise.all(runs.map((index) => get(`runs/${index}/metrics`)));
     const meanings = Object.assign({}, ...infos.map((info) => info.names).reverse());
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const names = chosen(Object.keys(meanings), words);
+    const names = [...new Set(infos.flatMap((info) => chosen(info, words)))].slice(0, MOST);
     const over = axis.querySelector("select").value;
     const window = { axis: over, smooth: Number(smoothing.value) || "", low: low.value, high: high.value };
     const drawn = await Promise.all(runs.map((index, at) => get(`runs/${index}/curves`, { ...window, name: names.filter((name) => name in infos[at].names) })));
@@ -68,16 +63,11 @@ export async function curves(run, values) {
     await load();
   }
 
-  const picker = el("details", { class: "picker" }, el("summary", {}, `Beside: ${beside.length ? `${beside.length} more` : "none"}`), ...state.runs.filter((r) => r.index !== run).map((r) =>
-    el("label", { class: "check" }, el("input", { type: "checkbox", value: r.index, checked: beside.includes(r.index), onchange: () => {
-      const on = [...picker.querySelectorAll("input:checked")].map((box) => box.value).join(",");
-      location.hash = `#/${run}/curves?${new URLSearchParams({ ...place().values, with: on })}`;
-    } }), r.name)));
   legend.replaceChildren(...runs.map((index, color) => el("span", {}, el("i", { class: `ink${color}` }), state.runs[index].name)));
   for (const input of [search, smoothing, low, high]) input.addEventListener("input", changed);
   for (const input of [axis, isLog]) input.addEventListener("change", changed);
-  const bar = el("div", { class: "bar" }, el("label", {}, "Metrics", search), el("label", {}, "Smoothing", smoothing), axis, el("label", {}, "From", low), el("label", {}, "to", high),
-    el("label", { class: "check" }, isLog, "log scale"), el("button", { type: "button", onclick: () => zoom() }, "Whole run"), state.runs.length > 1 ? picker : null);
+  const bar = el("div", { class: "bar" }, el("label", {}, "Metrics", search), kept ? null : el("label", {}, "Smoothing", smoothing), kept ? null : axis, el("label", {}, "From", low), el("label", {}, "to", high),
+    el("label", { class: "check" }, isLog, "log scale"), el("button", { type: "button", onclick: () => zoom() }, "Whole run"), besidePicker(run, "curves", runs));
   await load();
   return { element: el("div", {}, alarms, bar, runs.length > 1 ? legend : null, grid), update: load, repaint: load };
 }

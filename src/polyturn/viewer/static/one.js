@@ -1,6 +1,6 @@
-// One trajectory as a conversation and as tokens, two side by side, and the run itself.
+// One trajectory as a conversation and as tokens, and two side by side.
 
-import { address, el, get, go, leave, legible, place, post, short, state } from "/static/base.js";
+import { address, el, get, go, kept, leave, legible, place, post, short, state } from "/static/base.js";
 import { tokensView } from "/static/tokens.js";
 
 export async function one(run, values) {
@@ -15,7 +15,7 @@ export async function one(run, values) {
   const talk = show !== "tokens" ? el("section", { "aria-label": "Conversation" }, ...data.messages.map((m) => message(m, { link: m.at && `#/${run}/one?${new URLSearchParams({ ...values, segment: m.at[0], start: m.at[1] - (m.at[1] % data.page_size), token: m.at.join(":") })}` }))) : null;
   const tokens = show !== "conversation" ? view.element : null;
   const nav = el("div", { class: "pager" }, el("a", { href: "#", onclick: (e) => { e.preventDefault(); leave(); } }, "‹ back"), el("button", { type: "button", disabled: at <= 0, onclick: () => step(-1) }, "previous"), el("button", { type: "button", disabled: at < 0 || at >= list.length - 1, onclick: () => step(1) }, "next"));
-  const element = el("div", {}, nav, heading(data, address("why", { id: data.id, step: data.step, split: data.split }, run)), labelForm(run, data), choice, el("div", { class: show === "both" ? "three" : "two" }, talk, tokens, panel));
+  const element = el("div", {}, nav, heading(data, address("why", { id: data.id, step: data.step, split: data.split }, run)), kept ? null : labelForm(run, data), choice, el("div", { class: show === "both" ? "three" : "two" }, talk, tokens, panel));
   return { element, ready: view.ready, key: (event) => (event.key === "n" ? step(1) : event.key === "p" ? step(-1) : view.key(event)) };
 }
 
@@ -69,13 +69,4 @@ export async function compare(run, v) {
   const differ = first < 0 ? (texts[0].length === texts[1].length ? "Both conversations are the same." : `They are the same for ${texts[0].length} messages; then only one goes on.`) : `They differ from message ${first + 1} on.`;
   const columns = pair.map((data, side) => el("section", { "aria-label": `Trajectory ${data.id}` }, el("p", {}, el("b", {}, state.runs[v[side ? "br" : "ar"] ?? run].name)), heading(data), ...data.messages.map((m, i) => message(m, { differs: texts[0][i] !== texts[1][i] }))));
   return { element: el("div", {}, el("div", { class: "pager" }, el("a", { href: "#", onclick: (e) => { e.preventDefault(); leave(); } }, "‹ back"), el("span", { role: "status" }, differ)), el("div", { class: "sides" }, ...columns)) };
-}
-
-// The run itself
-
-export async function about(run, values, info) {
-  const answer = await fetch(`/api/runs/${run}/config`);
-  const text = await answer.text();
-  const facts = [["folder", info.folder], ["trajectories", info.num_trajectories], ["splits", info.splits.join(", ") || "–"], ["last step", info.last_step ?? "–"]];
-  return { element: el("div", {}, el("h2", {}, info.name), el("dl", {}, ...facts.flatMap(([k, v]) => [el("dt", {}, k), el("dd", {}, String(v))])), el("h3", {}, "config.yaml"), el("pre", { tabindex: 0 }, text || "The run kept no configuration.")), follows: true };
 }

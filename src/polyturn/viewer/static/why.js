@@ -1,11 +1,7 @@
 // Why a trajectory has its advantage: its group on one strip, the estimator's formula with the group's numbers, parts and turns.
 
-import { address, el, get, leave, short } from "/static/base.js";
+import { address, cell, el, get, kept, leave, short, table } from "/static/base.js";
 import { groupStrip } from "/static/charts.js";
-
-const cell = (value, isNumber) => el("td", { class: isNumber ? "number" : null }, isNumber ? String(short(value)) : String(value ?? "–"));
-const table = (label, names, rows) => el("div", { class: "scroll" }, el("table", { class: "plain", "aria-label": label },
-  el("thead", {}, el("tr", {}, ...names.map(([name, isNumber]) => el("th", { class: isNumber ? "number" : null, scope: "col" }, name)))), el("tbody", {}, ...rows)));
 
 function answer(data) {
   const known = data.advantage === null ? [] : [el("p", { class: "big" }, "recorded: ", el("b", {}, String(short(data.advantage))),
@@ -28,8 +24,8 @@ export async function why(run, values) {
   const element = el("div", {},
     el("div", { class: "pager" }, el("a", { href: "#", onclick: (e) => { e.preventDefault(); leave(); } }, "‹ back")),
     el("h2", {}, `Why has ${data.id} this advantage?`),
-    el("p", {}, link("the trajectory", at(data.id, "one")), " · ", link(`its group ${data.group}`, address("trajectories", { group: data.group, min_step: data.step, max_step: data.step, split: data.split }, run)), " · ",
-      link(`the task ${data.task_id} over training`, address("trajectories", { task_id: data.task_id, sort: "step" }, run))),
+    el("p", {}, link("the trajectory", at(data.id, "one")), ...(kept ? [] : [" · ", link(`its group ${data.group}`, address("trajectories", { group: data.group, min_step: data.step, max_step: data.step, split: data.split }, run)), " · ",
+      link(`the task ${data.task_id} over training`, address("trajectories", { task_id: data.task_id, sort: "step" }, run))])),
     groupStrip(data, (id) => at(id, "why")), answer(data),
     el("h3", {}, "The group"), table("The group", [["member"], ["reward", 1], ["advantage", 1], ["turns", 1], ["trained tokens", 1], ["stop reason"], ["left out"]], members),
     parts.length ? el("h3", {}, "Parts of its reward") : null, parts.length ? table("Parts of its reward", [["part"], ["here", 1], ["mean of the group", 1], ["weight", 1]], parts) : null,

@@ -1,0 +1,44 @@
+// The run itself, or several side by side: what it came to, its tools, its settings, and the trajectories that tell the most.
+
+import { address, besidePicker, cell, el, get, kept, short, state, table, together } from "/static/base.js";
+
+const TABLES = [["facts", "What it came to"], ["before_after", "Before and after"], ["stop_reasons", "Why episodes stopped"]];
+const TIMES = ["p50_s", "p99_s", "longest_s"];
+const seconds = (value) => (typeof value === "number" ? Number(value.toPrecision(3)) : value);
+
+// A row for each name that any of the runs has, and a column for each run.
+function words(title, runs, columns, names = [...new Set(columns.flatMap(Object.keys))]) {
+  const rows = names.map((name) => el("tr", {}, el("th", { scope: "row" }, name), ...columns.map((column) => cell(column[name] ?? "–"))));
+  return el("section", { "aria-label": title }, el("h3", {}, title), rows.length ? table(title, [[""], ...runs.map((run) => [state.runs[run].name])], rows) : el("p", { class: "muted" }, "Nothing is recorded."));
+}
+
+function tools(runs, found) {
+  const rows = found.flatMap(({ tools: of }, i) => of.map((tool) => el("tr", {}, cell(tool.name), runs.length > 1 ? cell(state.runs[runs[i]].name) : null, cell(tool.calls, true), cell(tool.failed, true), ...TIMES.map((name) => cell(seconds(tool[name]), true)),
+    cell(Object.entries(tool.errors).map(([kind, count]) => `${kind} (${count})`).join(", ") || "–"))));
+  const names = [["tool"], ...(runs.length > 1 ? [["run"]] : []), ["calls", 1], ["failed", 1], ["median (s)", 1], ["99 of 100 below (s)", 1], ["longest (s)", 1], ["errors"]];
+  return rows.length ? el("section", { "aria-label": "Tools" }, el("h3", {}, "Tools"), table("Tools", names, rows)) : null;
+}
+
+// The trajectories that tell the most are looked for when they are asked for: some are read whole.
+function telling(runs) {
+  const body = el("div");
+  const box = el("details", { ontoggle: async () => {
+    const found = await Promise.all(runs.map((run) => get(`runs/${run}/telling`)));
+    state.list = found.flatMap((of) => of.map(({ id, step, split }) => ({ id, step, split })));
+    const link = (run, page, { id, step, split }, text) => el("a", { href: address(page, { id, step, split }, run) }, text);
+    const rows = found.flatMap((of, i) => of.map((one) => el("tr", {}, cell(one.title), cell(one.why), cell(link(runs[i], "one", one, one.id)), cell(one.step, true), cell(one.split), cell(state.runs[runs[i]].name), cell(one.split.startsWith("train") ? link(runs[i], "why", one, "why?") : ""))));
+    body.replaceChildren(table("Telling trajectories", [["kind"], ["why it is shown"], ["trajectory"], ["step", 1], ["split"], ["run"], ["advantage"]], rows));
+  } }, el("summary", {}, "Telling trajectories"), body);
+  box.open = Boolean(kept);
+  return box;
+}
+
+export async function about(run, values, info) {
+  const runs = together(run, values), found = await Promise.all(runs.map((one) => get(`runs/${one}/overview`)));
+  const all = [...new Set(found.flatMap((of) => Object.keys(of.settings)))];
+  const differing = all.filter((name) => new Set(found.map((of) => of.settings[name])).size > 1);
+  const config = runs.length > 1 ? words(differing.length ? "Settings that differ" : "All settings are the same", runs, found.map((of) => of.settings), differing)
+    : el("section", {}, el("h3", {}, "config.yaml"), el("pre", { tabindex: 0 }, (await get(`runs/${run}/config`)) || "The run kept no configuration."));
+  return { element: el("div", {}, el("h2", {}, runs.map((one) => state.runs[one].name).join(" and ")), kept ? null : el("p", { class: "muted" }, info.folder), besidePicker(run, "about", runs),
+    ...TABLES.map(([name, title]) => words(title, runs, found.map((of) => of[name]))), tools(runs, found), telling(runs), config), follows: true };
+}
