@@ -451,11 +451,11 @@ def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) ->
     from polyturn.interactions.human_queue import HumanQueue, HumanReply
     from polyturn.interactions.terminal import read_answer
     from polyturn.serving.rules import ServerRules
-    from polyturn.viewer.human_queue_app import create_desk_app
+    from polyturn.viewer.app import create_app
 
     place = folder / "desk"
     found = HumanQueue(place)
-    app = create_desk_app(found, rules=ServerRules(max_body_bytes=1 << 20))
+    app = create_app([], desk=found, rules=ServerRules(max_body_bytes=1 << 20))
 
     def write(part: str, name: str, data: bytes) -> None:
         (place / part / f"{name}.json").write_bytes(data)

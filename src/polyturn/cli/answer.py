@@ -36,9 +36,11 @@ def run(folder: Path, options: ServeOptions) -> None:
         DataError: no conversation waits in the folder.
     """
     with needing("view", what="the page"):
-        from polyturn.viewer.human_queue_app import MAX_BODY_BYTES, create_desk_app
+        from polyturn.viewer.app import MAX_BODY_BYTES, create_app
     desk = open_desk(folder)
-    show_page(lambda rules: create_desk_app(desk, rules=rules), options, label="answer at", max_body_bytes=MAX_BODY_BYTES)
+    show_page(
+        lambda rules: create_app([], desk=desk, rules=rules), options, label="answer at", max_body_bytes=MAX_BODY_BYTES
+    )
 
 
 def run_terminal(folder: Path, *, terminal: Terminal | None = None, num: int | None = None) -> None:

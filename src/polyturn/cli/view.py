@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from polyturn.cli.answer import open_desk
 from polyturn.cli.console import Output
 from polyturn.cli.listening import needing, show_page
 from polyturn.cli.serve import ServeOptions
@@ -13,18 +14,19 @@ from polyturn.core.contained import contained
 from polyturn.core.errors import DataError
 
 
-def run(folders: Sequence[Path], options: ServeOptions) -> None:
+def run(folders: Sequence[Path], options: ServeOptions, *, desk: Path | None = None) -> None:
     """Serve the page until interrupted.
 
     Raises:
         ConfigError: what the viewer needs is not installed, or the address cannot be used.
-        DataError: a folder is not a run's.
+        DataError: a folder is not a run's, or no conversation waits in `desk`.
     """
     with needing("view", what="the viewer"):
         from polyturn.viewer.app import MAX_BODY_BYTES, create_app
         from polyturn.viewer.run_view import RunView
     found = [RunView(folder) for folder in find_runs(folders)]
     known = {view.folder for view in found}
+    waiting = None if desk is None else open_desk(desk)
 
     def appeared() -> list[RunView]:
         try:
@@ -36,7 +38,7 @@ def run(folders: Sequence[Path], options: ServeOptions) -> None:
 
     Output().fact("runs", ", ".join(view.name for view in found))
     show_page(
-        lambda rules: create_app(found, appeared=appeared, rules=rules),
+        lambda rules: create_app(found, appeared=appeared, desk=waiting, rules=rules),
         options,
         label="look at",
         max_body_bytes=MAX_BODY_BYTES,

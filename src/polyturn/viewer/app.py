@@ -1,4 +1,4 @@
-"""The viewer's HTTP side: pages that are static files, and the data they show. It reads; labels are all that it writes.
+"""The HTTP side of all pages: static files, the data of runs that they show, and the desk where people answer.
 
     GET /                          the page
     GET /api/runs                  the runs
@@ -9,6 +9,10 @@
     GET /api/runs/0/export         the rows of the table as a file: ?format=parquet&min_reward=1
     POST /api/runs/0/label         {"id": "g5/2", "step": 12, "split": "train", "label": "hack", "note": ""}
     GET /api/runs/0/advantage      why it has its advantage: ?id=g5/2&step=12&split=train
+    GET /api/waiting               the conversations that wait at the desk, the longest first
+    POST /api/answer               {"ticket": "3f…", "text": "And for four?", "is_end": false, "score": null}
+
+Of a run it reads, and writes labels alone. What models wrote is data.
 
 What is asked for a page itself, its files and its rules are those of all pages (`viewer/pages.py`).
 """
@@ -31,6 +35,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.background import BackgroundTask
 
 from polyturn.core.errors import one_line
+from polyturn.interactions.human_queue import HumanQueue, HumanReply
 from polyturn.serving.guard import json_object
 from polyturn.serving.rules import ServerRules
 from polyturn.store.parquet_store import write_rows
@@ -40,6 +45,7 @@ from polyturn.viewer.filters import as_jsonl
 from polyturn.viewer.highlights import NUM_TELLING
 from polyturn.viewer.pages import JSONResponse, page_app
 from polyturn.viewer.run_view import RunView
+from polyturn.viewer.trajectory_page import plain
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,19 +60,23 @@ WATCH_S = 0.2
 
 
 def create_app(
-    runs: Sequence[RunView], *, appeared: Callable[[], Iterable[RunView]] = tuple, rules: ServerRules | None = None
+    runs: Sequence[RunView],
+    *,
+    appeared: Callable[[], Iterable[RunView]] = tuple,
+    desk: HumanQueue | None = None,
+    rules: ServerRules | None = None,
 ) -> FastAPI:
     """Return the application.
 
     Args:
         runs: What is shown, in this order.
         appeared: Gives the runs that began since the last call; they stand behind the others.
+        desk: Where conversations wait for people, if they do.
         rules: What is demanded of every request; the token may come as `?token=` once and is kept in a cookie then.
     """
     app = page_app(
         "polyturn viewer",
-        page="index.html",
-        cookie="polyturn_viewer",
+        cookie="polyturn_viewer" if runs else "polyturn_desk",
         rules=rules or ServerRules(max_body_bytes=MAX_BODY_BYTES),
     )
 
@@ -107,7 +117,29 @@ def create_app(
         return JSONResponse(view(number).config())
 
     _show_trajectories(app, view)
+    _let_people_answer(app, desk)
     return app
+
+
+def _let_people_answer(app: FastAPI, desk: HumanQueue | None) -> None:
+    """Add the paths of the desk; without one, only that there is none."""
+
+    @app.get("/api/desk")
+    def has_desk() -> bool:
+        return desk is not None
+
+    if desk is None:
+        return
+
+    @app.get("/api/waiting")
+    def waiting() -> Response:
+        return JSONResponse(plain(desk.waiting()))
+
+    @app.post("/api/answer")
+    async def answer(request: Request) -> Response:
+        given = await json_object(request)
+        desk.answer(str(given.get("ticket", "")), HumanReply.read(given))
+        return JSONResponse({})
 
 
 def _show_trajectories(app: FastAPI, view: Callable[[int], RunView]) -> None:

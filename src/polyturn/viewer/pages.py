@@ -1,4 +1,4 @@
-"""What the pages of this package have in common: static files, headers, rules, and problems as sentences.
+"""What the pages need before any data: static files, headers, rules, and problems as sentences.
 
     GET /                the page           GET /static/{name}    what it loads
     PolyturnError        422 {"detail": "there is no trajectory 'g9/9'; …"}
@@ -36,12 +36,11 @@ _HEADERS = {
 }
 
 
-def page_app(title: str, *, page: str, cookie: str, rules: ServerRules) -> FastAPI:
+def page_app(title: str, *, cookie: str, rules: ServerRules) -> FastAPI:
     """Return an application that serves a page and the files that it loads, without its data yet.
 
     Args:
         title: Its name.
-        page: The page, a file of the static folder.
         cookie: Keeps the token, which may come as `?token=` once.
         rules: What is demanded of every request.
     """
@@ -57,7 +56,7 @@ def page_app(title: str, *, page: str, cookie: str, rules: ServerRules) -> FastA
 
     @app.get("/")
     def index() -> Response:
-        return FileResponse(STATIC / page, media_type="text/html")
+        return FileResponse(STATIC / "index.html", media_type="text/html")
 
     @app.get("/static/{name}")
     def static(name: str) -> Response:

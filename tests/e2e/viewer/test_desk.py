@@ -34,9 +34,9 @@ def desk(tmp_path: Path) -> HumanQueue:
 
 @pytest.fixture
 def address(desk: HumanQueue) -> Iterator[str]:
-    from polyturn.viewer.human_queue_app import create_desk_app
+    from polyturn.viewer.app import create_app
 
-    with served_app(create_desk_app(desk)) as served:
+    with served_app(create_app([], desk=desk)) as served:
         yield served
 
 
@@ -61,6 +61,11 @@ def test_a_person_answers_what_waits(desk: HumanQueue, address: str, tmp_path: P
         page.wait_for_timeout(1500)
         assert page.get_by_label("Your answer, as the user").input_value() == "That is no table.", "what is written stays"
         page.screenshot(path=Path(os.environ.get("POLYTURN_ARTEFACTS", tmp_path)) / "desk.png")
+        page.get_by_role("button", name="g0/1").click()
+        assert page.get_by_label("Your answer, as the user").input_value() == ""
+        page.get_by_role("button", name="g0/0").click()
+        assert page.get_by_label("Your answer, as the user").input_value() == "That is no table.", "of each conversation"
+        assert page.locator("#tabs a").all_inner_texts() == ["Answer"], "there is no run to look at"
         page.get_by_label("Score of the model's turn").fill("-0.5")
         page.get_by_role("button", name="Answer", exact=True).click()
         page.get_by_text("For how many?").last.wait_for()

@@ -26,7 +26,7 @@ from polyturn.interactions.terminal import Terminal, read_answer
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.rules import ServerRules
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.viewer.human_queue_app import create_desk_app
+from polyturn.viewer.app import create_app
 
 
 def one() -> Task:
@@ -176,7 +176,7 @@ def test_other_lines_are_refused(line: str) -> None:
 
 @pytest.fixture
 def client(tmp_path: Path) -> httpx.AsyncClient:
-    app = create_desk_app(HumanQueue(tmp_path / "desk"))
+    app = create_app([], desk=HumanQueue(tmp_path / "desk"))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1:7870")
 
 
@@ -187,10 +187,10 @@ async def test_a_page_shows_what_waits_and_takes_answers(client: httpx.AsyncClie
     await waiting(desk)
     (paper,) = (await client.get("/api/waiting")).json()
     assert paper["messages"] == [attack]
-    for path in ("/", "/static/desk.js", "/static/style.css"):
+    for path in ("/", "/static/answer.js", "/static/style.css"):
         page = await client.get(path)
         assert page.status_code == 200 and "script-src 'self'" in page.headers["content-security-policy"]
-    assert "innerHTML" not in (await client.get("/static/desk.js")).text
+    assert "innerHTML" not in (await client.get("/static/answer.js")).text
     sent = await client.post("/api/answer", json={"ticket": paper["ticket"], "text": "Four.", "score": 1})
     assert sent.status_code == 200 and (await asking) == HumanReply(text="Four.", score=1.0)
     again = await client.post("/api/answer", json={"ticket": paper["ticket"], "text": "Five."})
@@ -218,7 +218,7 @@ async def test_other_sites_and_strangers_may_not_answer(client: httpx.AsyncClien
     assert (await client.post("/api/answer", content=body, headers={"origin": "http://evil.example"})).status_code == 403
     assert (await client.get("/api/waiting", headers={"host": "evil.example"})).status_code == 421
     rules = ServerRules(token="a-long-token", is_loopback=False)
-    app = create_desk_app(HumanQueue(tmp_path / "desk"), rules=rules)
+    app = create_app([], desk=HumanQueue(tmp_path / "desk"), rules=rules)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://h:1") as strange:
         assert (await strange.get("/api/waiting")).status_code == 401
         assert (await strange.get("/api/waiting", headers={"authorization": "Bearer a-long-token"})).status_code == 200

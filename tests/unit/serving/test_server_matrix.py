@@ -75,9 +75,9 @@ def search(rules: ServerRules) -> Any:
 
 def desk(rules: ServerRules) -> Any:
     from polyturn.interactions.human_queue import HumanQueue
-    from polyturn.viewer.human_queue_app import create_desk_app
+    from polyturn.viewer.app import create_app
 
-    return create_desk_app(HumanQueue(Path(tempfile.mkdtemp())), rules=rules)
+    return create_app([], desk=HumanQueue(Path(tempfile.mkdtemp())), rules=rules)
 
 
 def tools(rules: ServerRules) -> Any:

@@ -68,6 +68,7 @@ def rescore(
 
 def view(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or a folder that holds runs.")],
+    desk: Annotated[Path | None, typer.Option(help="Also answer the conversations that wait in this folder.")] = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = None,
     token_file: PageTokenFile = None,
@@ -86,7 +87,7 @@ def view(
         rate_limit=rate_limit,
         allowed_hosts=tuple(allow_host or ()),
     )
-    command.run(runs, options)
+    command.run(runs, options, desk=desk)
 
 
 def report(

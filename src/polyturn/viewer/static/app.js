@@ -2,6 +2,7 @@
 // A page is a function of run, values and run's summary that returns {element, ready?, update?, key?, leave?, follows?}.
 
 import { address, el, get, go, kept, leave, place, state } from "/static/base.js";
+import { answer } from "/static/answer.js";
 import { curves } from "/static/curves.js";
 import { groups, timelinePage } from "/static/groups.js";
 import { compare, one } from "/static/one.js";
@@ -9,8 +10,10 @@ import { about } from "/static/run.js";
 import { trajectories } from "/static/table.js";
 import { why } from "/static/why.js";
 
-const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"]].filter(([name]) => !kept || ["curves", "about"].includes(name));
-const PAGES = { curves, trajectories, groups, timeline: timelinePage, one, compare, why, about };
+const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"], ["answer", "Answer"]];
+// Without runs there is the page for answers alone; a report has those pages whose answers are in its file.
+const isThere = (name) => (name === "answer" ? state.hasDesk : state.runs.length > 0 && (!kept || ["curves", "about"].includes(name)));
+const PAGES = { curves, trajectories, groups, timeline: timelinePage, one, compare, why, about, answer };
 const INSIDE = ["one", "compare", "why"]; // pages of single trajectories, which stand under the table's tab
 const main = document.getElementById("main");
 
@@ -22,16 +25,16 @@ function drawProblems(info) {
 
 async function show() {
   const { run, page, values } = place();
-  const shown = PAGES[page] ? page : "curves";
+  const shown = !state.runs.length && state.hasDesk ? "answer" : PAGES[page] ? page : "curves";
   const current = INSIDE.includes(shown) ? (kept ? "about" : "trajectories") : shown;
   if (shown === current) state.last[`${run}/${shown}`] = location.hash;
-  document.getElementById("tabs").replaceChildren(...TABS.map(([name, label]) =>
+  document.getElementById("tabs").replaceChildren(...TABS.filter(([name]) => isThere(name)).map(([name, label]) =>
     el("a", { href: (name !== shown && state.last[`${run}/${name}`]) || `#/${run}/${name}`, "aria-current": name === current ? "page" : null }, label)));
   document.getElementById("run").value = String(run);
   const info = state.runs[run];
   drawProblems(info);
-  if (!info) { main.replaceChildren(el("p", { class: "problem", role: "alert" }, `There is no run ${run}.`)); return; }
-  document.title = `${info.name} – polyturn`;
+  if (!info && shown !== "answer") { main.replaceChildren(el("p", { class: "problem", role: "alert" }, `There is no run ${run}.`)); return; }
+  document.title = `${info?.name ?? "Answer"} – polyturn`;
   const asked = location.hash, of = `${run}/${shown}${INSIDE.includes(shown) ? `/${values.id}/${values.step}/${values.split}` : ""}`;
   try {
     const built = await PAGES[shown](run, values, info);
@@ -115,7 +118,7 @@ function keyboard(event) {
   if (event.key === "Escape" && typing) { event.target.blur(); return; }
   if (typing || document.getElementById("help").open) return;
   if (event.key === "?") { document.getElementById("help").showModal(); return; }
-  if (/^[1-5]$/.test(event.key)) { document.querySelectorAll("#tabs a")[Number(event.key) - 1].click(); return; }
+  if (/^[1-9]$/.test(event.key)) { document.querySelectorAll("#tabs a")[Number(event.key) - 1]?.click(); return; }
   if (event.key === "/") { const box = main.querySelector("input[type=search]"); if (box) { event.preventDefault(); box.focus(); } return; }
   if (event.key === "Escape") { leave(); return; }
   if (state.page?.key?.(event)) event.preventDefault();
@@ -141,10 +144,10 @@ async function start() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.page?.repaint?.());
   document.addEventListener("keydown", keyboard);
   window.addEventListener("hashchange", show);
-  try { state.runs = await get("runs"); } catch (problem) { main.replaceChildren(el("div", { class: "problem", role: "alert" }, problem.message)); return; }
+  try { [state.runs, state.hasDesk] = await Promise.all([get("runs"), kept ? false : get("desk")]); } catch (problem) { main.replaceChildren(el("div", { class: "problem", role: "alert" }, problem.message)); return; }
   drawRuns();
   if (kept) {
-    for (const [name] of TABS) state.last[`0/${name}`] = address(name, { with: state.runs.slice(1).map((run) => run.index).join(",") }, 0);
+    for (const [name] of TABS.filter(([one]) => isThere(one))) state.last[`0/${name}`] = address(name, { with: state.runs.slice(1).map((run) => run.index).join(",") }, 0);
     if (!location.hash) history.replaceState(null, "", state.last["0/about"]);
   }
   await show();

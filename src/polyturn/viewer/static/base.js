@@ -13,7 +13,7 @@ export const el = (name, attributes = {}, ...children) => {
 };
 
 // `last` holds the address at which each tab was left, so that its filters are there again; `list` is the table as it was last read.
-export const state = { runs: [], marked: [], list: [], page: null, last: {} };
+export const state = { runs: [], marked: [], list: [], page: null, last: {}, hasDesk: false };
 
 // Values of a query without those that are empty; a list is a name that stands there several times.
 export function query(values) {

@@ -40,5 +40,6 @@ export async function about(run, values, info) {
   const config = runs.length > 1 ? words(differing.length ? "Settings that differ" : "All settings are the same", runs, found.map((of) => of.settings), differing)
     : el("section", {}, el("h3", {}, "config.yaml"), el("pre", { tabindex: 0 }, (await get(`runs/${run}/config`)) || "The run kept no configuration."));
   return { element: el("div", {}, el("h2", {}, runs.map((one) => state.runs[one].name).join(" and ")), kept ? null : el("p", { class: "muted" }, info.folder), besidePicker(run, "about", runs),
+    ...found.filter((of) => of.config_problem).map((of) => el("p", { class: "muted" }, `Of its settings: ${of.config_problem}.`)),
     ...TABLES.map(([name, title]) => words(title, runs, found.map((of) => of[name]))), tools(runs, found), telling(runs), config), follows: true };
 }
