@@ -326,3 +326,9 @@ def test_missing_pieces_are_named():
         LossSettings(kl_estimator="k4")
     with pytest.raises(ConfigError, match="dual_clip is 1"):
         LossSettings(policy_loss_kwargs={"dual_clip": 1.0})
+
+
+def test_a_checkpoint_holds_a_reference_that_is_in_no_file():
+    of_files = local_policy(tiny_model(VOCAB), optim=OptimSettings(), reference=tiny_model(VOCAB), teacher=tiny_model(VOCAB))
+    for made, is_held in ((policy(reference=True), True), (of_files, False)):
+        assert ("reference" in made.state_dict()) is is_held
