@@ -166,7 +166,7 @@ CASES = [
         lambda f: text(f, "How loud?", "How loud? " * 100, "conversations.jsonl"),
         ["warm_start.steps=2"],
     ),
-    Case("nothing to resume from", ["no checkpoint", "checkpoints", "train without --resume"], arguments=["--resume"]),
+    Case("nothing to resume from", ["no checkpoint", "checkpoints", "train without resume"], arguments=["--resume"]),
 ]
 
 

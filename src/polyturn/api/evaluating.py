@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from polyturn import build
 from polyturn.api.console import stderr_console
-from polyturn.api.folders import keep_tokenizer, new_run_folder
+from polyturn.api.folders import check_writable, keep_tokenizer, new_run_folder
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
@@ -52,6 +52,7 @@ class Evaluation(NamedTuple):
 def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, checkpoint: Path | None = None) -> Evaluation:
     """Run the evaluation sets of a configuration; leave the trajectories and a report.json in a run folder of their own."""
     sets = _sets(place)
+    check_writable(Path(place.config.out))
     parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
     tasks = build.fitting(parts, sets[0].tasks, name="evaluation.data")
     sets = [dataclasses.replace(one, tasks=tasks) for one in sets]
@@ -67,6 +68,7 @@ def evaluate_sets(place: build.ConfigSource, resolved: Mapping[str, Any], *, che
 def evaluate_endpoint(place: build.ConfigSource, resolved: Mapping[str, Any], endpoint: Endpoint) -> Evaluation:
     """Run them on a model that is served elsewhere; nothing of training needs to be installed."""
     sets = [build.for_endpoint(one) for one in _sets(place)]
+    check_writable(Path(place.config.out))
     context, engine = build.build_endpoint_context(place, endpoint)
     build.check_endpoint_run(context, sets[0].tasks, name="evaluation.data")
     folder = _new_folder(place, resolved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,32 +34,35 @@ def new_run_folder(wanted: Path) -> Path:
     """
     folder, number = wanted, 1
     try:
-        while folder.exists():
+        while os.path.lexists(folder):
             number += 1
             folder = wanted.with_name(f"{wanted.name}-{number}")
         folder.mkdir(parents=True)
-    except OSError as problem:
-        raise ConfigError(
-            f"the run's folder {str(folder)!r} cannot be made ({one_line(problem)}); set out=FOLDER to one that can be "
-            "written, or another name=NAME"
-        ) from problem
+    except (OSError, ValueError) as problem:
+        raise _cannot_be_made(folder, problem) from problem
     return folder
 
 
-def check_writable(wanted: Path) -> None:
-    """Refuse a run's folder that could not be made, without making it.
+def check_writable(folder: Path) -> None:
+    """Refuse a folder in which nothing could be written, before anything is computed for it; it need not exist.
+
+    Another folder is made there, or above it, and removed: no permission bits say what /proc or a read-only disk allows.
 
     Raises:
-        ConfigError: the first folder above it that exists cannot be written, or is no folder.
+        ConfigError: it cannot be made, or nothing can be made in it.
     """
-    above = next(folder for folder in (wanted.absolute(), *wanted.absolute().parents) if folder.exists())
-    if not above.is_dir() and above != wanted.absolute():
-        why = f"{str(above)!r} is a file"
-    elif not os.access(above, os.W_OK | os.X_OK):
-        why = f"{str(above)!r} cannot be written by this user"
-    else:
-        return
-    raise ConfigError(f"the run's folder {str(wanted)!r} cannot be made: {why}; set out=FOLDER to one that can be written")
+    try:
+        above = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(one))
+        os.rmdir(tempfile.mkdtemp(prefix=".polyturn-", dir=above))
+    except (OSError, ValueError) as problem:
+        raise _cannot_be_made(folder, problem) from problem
+
+
+def _cannot_be_made(folder: Path, problem: Exception) -> ConfigError:
+    return ConfigError(
+        f"the folder {str(folder)!r} cannot be made or written ({one_line(problem)}); set out=FOLDER to one that can be, or "
+        "another name=NAME"
+    )
 
 
 def keep_tokenizer(parts: Parts, folder: Path) -> None:

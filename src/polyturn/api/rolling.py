@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from polyturn import build
 from polyturn.api.console import stderr_console
-from polyturn.api.folders import keep_tokenizer, new_run_folder
+from polyturn.api.folders import check_writable, keep_tokenizer, new_run_folder
 from polyturn.config.load import write_resolved
 from polyturn.core.run_loop import run_loop
 from polyturn.core.task import Task
@@ -42,11 +42,13 @@ def roll_out(
 ) -> RolledOut:
     """Run `num_tasks` groups of `train.group_size` members, or one for every task, and record them."""
     config = place.config
+    folder = Path(config.out) / f"{config.name}-rollout"
+    check_writable(folder.parent)
     parts = build.build_parts(place, checkpoint=build.model_folder(checkpoint))
     tasks = build.fitting(parts, build.build_train_tasks(place), name="data.train")
     tasks = some_of(tasks, len(tasks) if num_tasks is None else num_tasks, of_each=isinstance(config.env, list))
     build.check_run(parts, tasks, name="data.train")
-    folder = new_run_folder(Path(config.out) / f"{config.name}-rollout")
+    folder = new_run_folder(folder)
     write_resolved(resolved, folder / "config.yaml", base=place.base)
     keep_tokenizer(parts, folder)
 

@@ -163,10 +163,10 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         resume = latest is not None or warm_checkpoints(folder).latest() is not None
     if resume and latest is None and warm_checkpoints(folder).latest() is None:
         raise CheckpointError(
-            f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without --resume, or name another "
+            f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without resume, or name another "
             "run with name=…"
         )
-    check_writable(folder)
+    check_writable(folder if resume else folder.parent)
     tasks = build.build_run_tasks(place)
     if config.cluster.address is not None:
         build.check_cluster(config)

@@ -44,7 +44,8 @@ def check_cluster(config: RunConfig) -> None:
     if config.policies:
         raise ConfigError(
             f"policies names {', '.join(map(repr, config.policies))} and the run is on a Ray cluster, where each worker "
-            "would hold them again; serve them beside the run and give their addresses (base_url, url), or drop --ray"
+            "would hold them again; serve them beside the run and give their addresses (base_url, url), or drop "
+            "cluster.address"
         )
     if not isinstance(engine, ServerOptions):
         return
@@ -79,7 +80,9 @@ def cluster_parts(place: ConfigSource) -> Parts:
         from polyturn.cluster.members import ResourceRequest
         from polyturn.cluster.placement import Cluster, check_travels
     except ModuleNotFoundError as problem:
-        raise ConfigError(f"--ray needs Ray and it is not installed ({problem}); pip install 'polyturn[ray]'") from problem
+        raise ConfigError(
+            f"cluster.address needs Ray, which is not installed ({problem}); pip install 'polyturn[ray]'"
+        ) from problem
     for held in place.live:
         check_travels(held.label, held.target)
     here = dataclasses.replace(place, config=config.model_copy(update={"cluster": type(cluster)()}))

@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from rich.table import Table
 
+from polyturn.api.folders import check_writable
 from polyturn.cli.console import Output
 from polyturn.core.errors import DataError
 from polyturn.core.run_loop import run_loop
@@ -30,8 +31,9 @@ def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> No
     if not len(store):
         raise DataError(f"{folder} has no trajectories{f' where {where}' if where else ''}")
     router = RewardRouter({"*": reward}, function=reward, weights={"outcome": 1.0}, base=Path())
-    found = run_loop(rescore(store, router))
     out = out or folder / "rescored" / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"
+    check_writable(out.parent)
+    found = run_loop(rescore(store, router))
     out.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(found, out)
     table = Table("split", "trajectories", "reward", "new reward", "changed", "not scored", box=None, pad_edge=False)

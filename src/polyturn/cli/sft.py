@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polyturn import build
 from polyturn.api.console import stderr_console
-from polyturn.api.folders import new_run_folder, open_place
+from polyturn.api.folders import check_writable, new_run_folder, open_place
 from polyturn.api.signals import Signals
 from polyturn.api.training import warm_checkpoints, warm_start
 from polyturn.cli.console import Output, command
@@ -26,8 +26,10 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     if place.config.warm_start.steps == 0:
         raise ConfigError("warm_start.steps is 0: there is nothing to train; set it, for instance warm_start.steps=200")
     interrupted = checkpoint if checkpoint is not None and warm_checkpoints(checkpoint).latest() is not None else None
+    folder = interrupted or Path(place.config.out) / f"{place.config.name}-sft"
+    check_writable(interrupted or folder.parent)
     parts = build.build_parts(place, checkpoint=None if interrupted else build.model_folder(checkpoint))
-    folder = interrupted or new_run_folder(Path(place.config.out) / f"{place.config.name}-sft")
+    folder = interrupted or new_run_folder(folder)
     write_resolved(resolved, folder / "config.yaml", base=place.base)
     out = Output()
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer, Signals() as signals:

@@ -75,7 +75,7 @@ def read_chat(ids: Ids) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         if turns[-1][1]:
             raise EngineError(
                 "the scheduler goes on with a message that the model began, which a chat endpoint cannot do; evaluate a "
-                "--checkpoint, or a server that takes tokens (engine.kind: vllm or sglang)"
+                "checkpoint, or a server that takes tokens (engine.kind: vllm or sglang)"
             )
         turns.pop()
     tools: list[dict[str, Any]] = []

@@ -31,7 +31,7 @@ call = functools.partial(call_command, main)
             "warm_start.conversations is 'shwn.jsonl', and there is no such",
         ),
         ("warm_start={steps: 3, conversations: null}", "warm_start.steps is 3 and warm_start.conversations is not set"),
-        ("out=/proc/none", "the run's folder '/proc/none/tiny' cannot be made (FileNotFoundError"),
+        ("out=/proc/none", "the folder '/proc/none' cannot be made or written (FileNotFoundError"),
     ],
 )
 def test_a_name_that_is_nothing_is_told_with_its_key_and_leaves_no_run_folder(tmp_path: Path, override: str, said: str):

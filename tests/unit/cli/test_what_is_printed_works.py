@@ -167,18 +167,27 @@ def test_more_minibatches_than_trajectories_are_told_to_be_fewer(tmp_path: Path)
     assert said.code == 2 and "lower minibatches to at most" in said.err and "ranks" not in said.err
 
 
-@pytest.mark.parametrize("kind", ["file", "unwritable"])
-def test_a_folder_that_cannot_be_made_is_found_in_the_dry_run(tmp_path: Path, kind: str):
+@pytest.mark.parametrize("command", [("train", "--dry-run"), ("train",), ("rollout",), ("eval",), ("sft",)])
+@pytest.mark.parametrize("kind", ["a file", "a file above", "of the kernel", "unwritable", "a link to nothing"])
+def test_a_folder_that_cannot_be_made_is_found_before_weights_are_loaded(tmp_path: Path, monkeypatch, kind: str, command):
     config = write_tiny_run(tmp_path)
     out = tmp_path / "out"
-    if kind == "file":
+    if kind.startswith("a file"):
         out.write_text("")
-    else:
+        out = out if kind == "a file" else out / "runs"
+    elif kind == "of the kernel":  # a superuser has the permission, and still cannot
+        out = Path("/proc/runs")
+    elif kind == "unwritable":
         out.mkdir(mode=0o500)
         if os.access(out, os.W_OK):
             pytest.skip("root may write everywhere")
-    said = call("train", config, "--dry-run", f"out={out}/runs")
+    else:
+        out.symlink_to(tmp_path / "gone" / "away")
+    monkeypatch.setattr("polyturn.build.build_parts", lambda *args, **kwargs: pytest.fail("weights were loaded"))
+    changes = [f"out={out}", "warm_start.steps=3", "warm_start.conversations=rows.jsonl"]
+    said = call(command[0], config, *command[1:], *(changes if command[0] == "sft" else changes[:1]))
     assert said.code == 2 and "cannot be made" in said.err and "out=FOLDER" in said.err
+    assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".polyturn")]
 
 
 def test_a_run_may_be_checked(tmp_path: Path):
