@@ -56,7 +56,7 @@ MEASURED_MEDIA_TASKS = 64
 def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence[Task]:
     """Open the files or the data set, or call the generator, that `source` names."""
     if source.files is not None:
-        tasks: Sequence[Task] = TaskDataset.open(source.files, split=split, base=base)
+        tasks: Sequence[Task] = TaskDataset.open(source.files, split=split, base=base, columns=source.columns)
     elif source.dataset is not None:
         tasks = open_hub_dataset(
             source.dataset,

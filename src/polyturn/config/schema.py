@@ -280,7 +280,7 @@ def _rows(model: type, prefix: str, above: tuple[type, ...], instance: Any) -> I
         kind = "section" if is_section else type_name(found.annotation)
         if is_section and all("name" in keys_of(of) for at, of in inner if at == key):
             kind = "name | section"
-        of_kind = getattr(model, "ONLY", {}).get(name, "")
+        of_kind = " or ".join(getattr(model, "ONLY", {}).get(name, ()))
         yield KeyInfo(key, kind, _default_text(found, is_section), doc, of=of_kind, declared=_declaration(model, name))
         places: dict[str, list[type]] = {}
         for at, of in inner:

@@ -130,47 +130,71 @@ class DatasetSummary:
 class TaskDataset(TaskSequence):
     """The tasks of one or more files, in the order of the files."""
 
-    def __init__(self, parts: Sequence[Rows], *, split: str) -> None:
+    def __init__(self, parts: Sequence[Rows], *, split: str, columns: Mapping[str, str] | None = None) -> None:
+        """Take rows, and the names that some columns of a task have there.
+
+        Raises:
+            DataError: the first row of a part has no such column.
+        """
         self.split = split
         self._parts = list(parts)
+        self._columns = dict(columns or {})
+        for part in self._parts if self._columns else []:
+            first = part.row(0) if len(part) else {}
+            for key, own in self._columns.items():
+                if isinstance(first, Mapping) and first and own not in first:
+                    raise DataError(
+                        f"columns has {key}: {own}, and {str(part.path)!r} has no column {own!r}.{did_you_mean(own, first)}"
+                    )
         self._ends = list(itertools.accumulate(len(p) for p in self._parts))
 
     @classmethod
-    def open(cls, files: str | Path | Sequence[str | Path], *, split: str, base: Path | None = None) -> TaskDataset:
+    def open(
+        cls,
+        files: str | Path | Sequence[str | Path],
+        *,
+        split: str,
+        base: Path | None = None,
+        columns: Mapping[str, str] | None = None,
+    ) -> TaskDataset:
         """Open jsonl and parquet files.
 
         Args:
             files: One path or several; `~` and globs are expanded, the matches of a glob in sorted order.
             split: "train" or the name of an evaluation; starts the ids of tasks that have none.
             base: The folder that relative paths start from.
+            columns: The name that a task's column has in the files, where it is another: `{"prompt": "question"}`.
 
         Raises:
-            DataError: a file is missing, of an unknown kind or damaged, or there is no row at all.
+            DataError: a file is missing, of an unknown kind, damaged or without a column, or there is no row at all.
         """
         named = [files] if isinstance(files, str | Path) else list(files)
         paths = [path for name in named for path in _find(Path(name), base or Path())]
         if not paths:
             raise DataError(f"no file is named for the tasks of {split!r}; give at least one .jsonl or .parquet file")
-        dataset = cls([_open_part(path) for path in paths], split=split)
+        dataset = cls([_open_part(path) for path in paths], split=split, columns=columns)
         if not len(dataset):
             raise DataError(f"there is no row in {', '.join(map(str, paths))}; {split!r} needs at least one task")
         return dataset
 
     @classmethod
-    def of(cls, rows: Sequence[Any], *, split: str, name: str = "tasks") -> TaskDataset:
+    def of(
+        cls, rows: Sequence[Any], *, split: str, name: str = "tasks", columns: Mapping[str, str] | None = None
+    ) -> TaskDataset:
         """Make a dataset of rows that are in memory, or of whatever has a length and gives a row for a number.
 
         Args:
             rows: The rows.
             split: "train" or the name of an evaluation.
             name: What to call the rows in messages.
+            columns: The name that a task's column has in the rows, where it is another.
 
         Raises:
-            DataError: there is no row.
+            DataError: there is no row, or no such column.
         """
         if not len(rows):
             raise DataError(f"{name} has no row; {split!r} needs at least one task")
-        return cls([_RowsPart(rows, name=name)], split=split)
+        return cls([_RowsPart(rows, name=name)], split=split, columns=columns)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -179,7 +203,11 @@ class TaskDataset(TaskSequence):
         part = bisect.bisect_right(self._ends, index)
         number = index - (self._ends[part - 1] if part else 0)
         source = self._parts[part]
-        return task_from_row(source.row(number), index=index, split=self.split, source=str(source.path), row_number=number)
+        row = source.row(number)
+        if self._columns and isinstance(row, Mapping):
+            others = {key: value for key, value in row.items() if key not in self._columns.values()}
+            row = others | {key: row[own] for key, own in self._columns.items() if own in row}
+        return task_from_row(row, index=index, split=self.split, source=str(source.path), row_number=number)
 
 
 def generate_tasks(path: str, *, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:

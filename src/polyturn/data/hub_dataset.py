@@ -12,26 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
+from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.data.dataset import TaskDataset
 from polyturn.tokens.hub import unreachable
-
-
-class _DatasetRows:
-    """The rows of a data set, under the names that tasks have."""
-
-    def __init__(self, name: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-        self.path = Path(name)
-        self._rows = rows
-        self._columns = columns
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> Any:
-        row = self._rows[index]
-        renamed = {key: row[own] for key, own in self._columns.items()}
-        return {key: value for key, value in row.items() if key not in self._columns.values()} | renamed
 
 
 def open_hub_dataset(
@@ -86,7 +69,4 @@ def open_hub_dataset(
         raise DataError(f"the data set {name!r} cannot be opened: {reason}; {advice}") from problem
     if not len(rows):
         raise DataError(f"the data set {name!r} has no row in {part!r}; {split!r} needs at least one task")
-    for key, own in (columns or {}).items():
-        if own not in rows[0]:
-            raise DataError(f"columns has {key}: {own}, and {name!r} has no column {own!r}.{did_you_mean(own, rows[0])}")
-    return TaskDataset([_DatasetRows(name, rows, columns or {})], split=split)
+    return TaskDataset.of(rows, split=split, name=name, columns=columns)

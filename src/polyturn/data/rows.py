@@ -270,7 +270,7 @@ def _advice(row: Mapping[str, Any]) -> str:
         )
     for name in QUESTIONS:
         if isinstance(row.get(name), str):
-            return f" If {name!r} is what is asked, rename it, or of a `dataset` set columns: {{prompt: {name}}}."
+            return f" If {name!r} is what is asked, rename it, or set columns: {{prompt: {name}}}."
     return ""
 
 

@@ -177,6 +177,15 @@ def test_every_documented_argument_has_a_row_that_says_something(name: str) -> N
                 "reward.function.kwargs.options.cosine_max_len": 100,
             },
         ),
+        (
+            {"columns": {"q": "query", "answer": "solution", "id": "id"}, "val_dataset": "held.jsonl"},
+            {
+                "data.train.columns": {"prompt": "q", "solution": "answer"},
+                "evaluation.data.columns": {"prompt": "q", "solution": "answer"},
+            },
+        ),
+        ({"columns": None}, {"data.train": {"files": ["rows.jsonl"]}}),
+        ({"columns": {"query": "query"}}, {"data.train.columns": {"prompt": "query"}}),
         ({"polyturn": {"engine": {"num_slots": 8}}}, {"engine.num_slots": 8}),
     ],
 )
@@ -199,7 +208,8 @@ def test_arguments_that_are_mapped(arguments: dict[str, Any], native: dict[str, 
         ({"adapters": ["a", "b"], "tuner_type": "lora"}, "one is trained"),
         ({"system": "nowhere.txt"}, "there is no such file"),
         ({"fp16": True}, "use bf16"),
-        ({"columns": {"question": "query"}}, "rename them there"),
+        ({"columns": {"question": "query", "task": "prompt"}}, "two columns would be 'prompt'"),
+        *[({"columns": wrong}, "give the names of the files") for wrong in ("q", ["q", "query"], {"q": 3}, {"q": ""}, True)],
         ({"dataset": ["AI-MO/NuminaMath-TIR"]}, "hub datasets are not read yet"),
         ({"soft_cache_length": None, "reward_funcs": ["soft_overlong"]}, "must be set when using soft overlong rewards"),
         ({"adapters": ["a"]}, "merge them into the model"),
@@ -435,3 +445,10 @@ vllm_quantization vllm_disable_cascade_attn vllm_mm_processor_cache_gb vllm_spec
 def test_every_documented_argument_of_a_rollout_server_has_a_row(name: str) -> None:
     row = rollout_table().find(name)
     assert row is not None and (row.to or row.says)
+
+
+def test_a_rollout_server_says_that_its_trainer_reads_the_rows() -> None:
+    found = rollout_to_native(["--model", "m/x", "--dataset", "rows.jsonl", "--columns", '{"q": "query"}'])
+    assert found.notices() == [
+        "dataset, columns: ignored: a rollout server reads no rows; its trainer reads them and sends each conversation"
+    ]

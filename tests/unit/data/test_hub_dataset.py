@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_what_is_not_there_is_one_sentence(repository: Path, given: dict[str, An
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_columns_of_files_are_renamed_too(tmp_path: Path, suffix: str) -> None:
+    rows = [{"question": f"{i}?", "prompt": "not this", "answer": str(i), "level": i} for i in range(3)]
+    for name in ("a", "b"):
+        if suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}{suffix}")
+        else:
+            (tmp_path / f"{name}{suffix}").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = build_tasks(source(files=f"*{suffix}", columns=ASKS), base=tmp_path, split="train")
+    assert [t.prompt[0].text for t in tasks] == ["0?", "1?", "2?"] * 2
+    assert tasks[5].ground_truth == "2" and tasks[5].extra == {"level": 2}
+    with pytest.raises(DataError, match=r"has no column 'questoin'\. Did you mean 'question'"):
+        build_tasks(source(files=f"*{suffix}", columns={"prompt": "questoin"}), base=tmp_path, split="train")
+
+
 def test_a_row_without_a_prompt_is_told_of_columns(repository: Path) -> None:
     tasks = build_tasks(source(dataset="sums", subset="main"), base=repository.parent, split="train")
     with pytest.raises(DataError, match=r"no 'prompt'.*columns: \{prompt: question\}"):
@@ -106,6 +122,7 @@ def test_a_row_of_sharegpt_is_told_how_to_become_one_with_messages(tmp_path: Pat
     [
         ({"dataset": "a/b", "files": "c.jsonl"}, "exactly one of files, dataset and generator"),
         ({"files": "c.jsonl", "split": "test"}, "split belongs to `dataset`"),
+        ({"generator": "c.py:f", "columns": {"prompt": "q"}}, "columns belongs to `files` or `dataset`"),
         ({"dataset": "a/b", "streaming": True}, "set limit"),
     ],
 )

@@ -8,7 +8,7 @@ Tasks come from files, from a data set of the Hugging Face hub, or from a genera
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -21,14 +21,14 @@ from polyturn.data.options import MixOptions
 class TaskSourceConfig(Section):
     """Where tasks come from: files of rows, a data set of the hub, or a generator."""
 
-    ONLY: ClassVar[Mapping[str, str]] = {
-        "subset": "dataset",
-        "split": "dataset",
-        "streaming": "dataset",
-        "columns": "dataset",
-        "kwargs": "generator",
+    ONLY: ClassVar[Mapping[str, Sequence[str]]] = {
+        "subset": ("dataset",),
+        "split": ("dataset",),
+        "streaming": ("dataset",),
+        "columns": ("files", "dataset"),
+        "kwargs": ("generator",),
     }
-    """Keys that only one kind of source has, and the key that says which."""
+    """Keys that only some kinds of source have, and the keys that say which."""
 
     files: str | list[str] | None = None
     """jsonl or parquet files; globs are allowed."""
@@ -41,7 +41,7 @@ class TaskSourceConfig(Section):
     streaming: bool = False
     """Fetch the first `limit` rows of the data set, not all of it."""
     columns: dict[str, str] = {}
-    """Column of a task to the data set's own name for it: `{prompt: question, ground_truth: answer}`."""
+    """Column of a task to its name in the files or the data set: `{prompt: question, ground_truth: answer}`."""
     generator: str | None = None
     """`file.py:function` that returns a sequence of tasks."""
     kwargs: dict[str, Any] = {}
@@ -58,10 +58,10 @@ class TaskSourceConfig(Section):
         if sum(one is not None for one in (self.files, self.dataset, self.generator)) != 1:
             raise ValueError("set exactly one of files, dataset and generator")
         set_ = {key: value for key, value in self if value}
-        for key, kind in self.ONLY.items():
-            if key in set_ and kind not in set_:
-                what = "a data set of the hub" if kind == "dataset" else "the function that it is for"
-                raise ValueError(f"{key} belongs to `{kind}`, {what}; set `{kind}`, or drop {key}")
+        for key, kinds in self.ONLY.items():
+            if key in set_ and not any(kind in set_ for kind in kinds):
+                either = " or ".join(f"`{kind}`" for kind in kinds)
+                raise ValueError(f"{key} belongs to {either}; set that, or drop {key}")
         if self.streaming and self.limit is None:
             raise ValueError("streaming fetches the first `limit` rows of a data set; set limit, or drop streaming")
         return self

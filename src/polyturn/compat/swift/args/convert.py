@@ -73,6 +73,22 @@ def val_dataset(s: Source) -> None:
     )
 
 
+def columns(s: Source) -> None:
+    """Set the names of columns, which ms-swift writes the other way round; its `query` is a prompt."""
+    given = s.get("columns", {})
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for pair in given.items() for name in pair):
+        s.refuse("columns", 'give the names of the files with those that they stand for, as JSON: {"question": "query"}')
+        return
+    names = ["prompt" if name == "query" else name for name in given.values()]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        s.refuse("columns", f"two columns would be {twice!r}; keep one of them")
+        return
+    renamed = {name: own for name, own in zip(names, given, strict=True) if name != own}
+    for part, of in (("data.train", "dataset"), ("evaluation.data", "val_dataset")):
+        if renamed and s.get(of):
+            s.put(f"{part}.columns", renamed, by="columns")
+
+
 def system(s: Source) -> None:
     """Set the system message of rows that have none: a text, or what a file holds."""
     text = str(s.get("system", ""))
@@ -283,7 +299,8 @@ def _files(s: Source, key: str) -> tuple[list[str], int | None]:
 CONVERTERS: Mapping[str, Callable[[Source], None]] = {
     f.__name__: f
     for f in (
-        model, plugins, async_engine, engine_size, system, dataset, val_dataset, rewards, scheduler, lengths, batches, steps,
-        every, folder, betas, clip, advantage, kl_in_reward, resample, loss_type, correction, lora, ref_model, teacher,
+        model, plugins, async_engine, engine_size, system, columns, dataset, val_dataset, rewards, scheduler, lengths,
+        batches, steps, every, folder, betas, clip, advantage, kl_in_reward, resample, loss_type, correction, lora,
+        ref_model, teacher,
     )
 }  # fmt: skip
