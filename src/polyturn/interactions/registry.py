@@ -116,12 +116,13 @@ def initialize_interactions_from_config(
         name -> interaction, in the file's order; the name is also in the interaction's config.
 
     Raises:
-        ConfigError: an item cannot work, or two have one name.
+        ConfigError: an item cannot work, its class is no interaction, or two have one name.
     """
     file = _read(interaction_config_file, base=base)
     out: dict[str, BaseInteraction] = {}
     for entry in file.entries:
         cls = _class_or_object(entry.class_name, base=file.base)
+        check_interaction(_class_of(cls), where=entry.where)
         given = entry.fields.get("name")
         name = default_name(_class_of(cls).__name__) if given is None else str(given)
         if name in out:

@@ -53,13 +53,18 @@ def check_tools(source: str | Path | Mapping[str, Any] | list[Any], *, base: Pat
     """
     file = _read(source, base=base)
     for entry in file.entries:
-        found = get_tool_class(entry.class_name, base=file.base)
-        if isinstance(found, type):
-            check_class(found, TOOL, where=entry.where)
+        _checked_class(entry, base=file.base)
 
 
 def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None) -> PluginFile:
     return read_plugin_file(source, key="tools", allowed=("class_name", "config", "tool_schema", "mcp"), base=base)
+
+
+def _checked_class(entry: PluginEntry, *, base: Path | None) -> Any:
+    found = get_tool_class(entry.class_name, base=base)
+    if isinstance(found, type):
+        check_class(found, TOOL, where=entry.where)
+    return found
 
 
 def get_tool_class(cls_name: str, *, base: Path | None = None) -> Any:
@@ -131,10 +136,10 @@ def load_function_tools(path: str | Path) -> list[FunctionTool]:
 def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
     kind = entry.config.get("type", ToolType.NATIVE.value)
     if kind == ToolType.MCP.value:
-        return list(build_mcp_tools(entry, get_tool_class(entry.class_name, base=base), base=base))
+        return list(build_mcp_tools(entry, _checked_class(entry, base=base), base=base))
     if kind != ToolType.NATIVE.value:
         raise ConfigError(f"{entry.where}: the type is {kind!r}.{did_you_mean(str(kind), [t.value for t in ToolType])}")
-    found = get_tool_class(entry.class_name, base=base)
+    found = _checked_class(entry, base=base)
     raw_schema = entry.fields.get("tool_schema")
     if isinstance(found, FunctionTool):
         return [found if raw_schema is None else FunctionTool(found.function, schema=raw_schema)]

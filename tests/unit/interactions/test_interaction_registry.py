@@ -67,11 +67,28 @@ def test_references_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_class_may_live_in_a_file_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from polyturn.interactions.base import BaseInteraction\nclass TutorInteraction(BaseInteraction):\n    pass\n"
+        "from polyturn.interactions.base import BaseInteraction\nclass TutorInteraction(BaseInteraction):\n"
+        "    async def generate_response(self, instance_id, messages, **kwargs):\n        return True, '', 1.0, {}\n"
     )
     path = tmp_path / "interactions.yaml"
     path.write_text("interaction:\n- class_name: mine.py:TutorInteraction\n")
     assert type(initialize_interactions_from_config(path)["tutor"]).__name__ == "TutorInteraction"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("async def respond(self, instance_id, messages, **kwargs): ...", "needs `generate_response`: did you mean that"),
+        ("async def generate_response(self, messages): ...", "cannot be called as it is"),
+        ("pass", "defines no `generate_response`"),
+    ],
+)
+def test_a_class_that_would_leave_replies_to_its_base_is_refused(tmp_path: Path, body: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"from polyturn.interactions.base import BaseInteraction\nclass Tutor(BaseInteraction):\n    {body}\n"
+    )
+    with pytest.raises(ConfigError, match=message):
+        initialize_interactions_from_config({"interaction": [{"class_name": "mine.py:Tutor"}]}, base=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -91,3 +91,18 @@ def test_a_class_may_bring_its_schema_without_a_file() -> None:
         pass
 
     assert Mine({}, SCHEMA).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("async def excute(self, instance_id, parameters, **kwargs): ...", "needs `execute`: did you mean that"),
+        ("async def execute(self): ...", "cannot be called as it is"),
+    ],
+)
+def test_a_class_that_would_leave_calls_to_its_base_is_refused(tmp_path: Path, body: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"from polyturn.tools.base import BaseTool\nclass Mine(BaseTool):\n    {body}\n", encoding="utf-8"
+    )
+    with pytest.raises(ConfigError, match=message):
+        initialize_tools_from_config({"tools": [{"class_name": "mine.py:Mine", "tool_schema": SCHEMA}]}, base=tmp_path)
