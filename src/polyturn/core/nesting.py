@@ -13,7 +13,12 @@ MAX_DEPTH = 64
 
 def is_deep(value: Any, *, max_depth: int = MAX_DEPTH) -> bool:
     """Return whether lists, tuples and mappings lie deeper inside each other than this."""
-    level = [value]
+    return excess(value, max_depth=max_depth) is not None
+
+
+def excess(value: Any, *, max_depth: int = MAX_DEPTH, max_count: int | None = None) -> str | None:
+    """Return of what a value has too much, as a sentence's end: depth, or lists and mappings; None if it has not."""
+    level, count = [value], 0
     for _ in range(max_depth + 1):
         below: list[Any] = []
         for one in level:
@@ -21,7 +26,10 @@ def is_deep(value: Any, *, max_depth: int = MAX_DEPTH) -> bool:
                 below += [v for v in one.values() if isinstance(v, dict | list | tuple)]
             elif isinstance(one, list | tuple):
                 below += [v for v in one if isinstance(v, dict | list | tuple)]
+        count += len(below)
+        if max_count is not None and count > max_count:
+            return f"it holds more than {max_count} lists and objects"
         if not below:
-            return False
+            return None
         level = below
-    return True
+    return f"it is nested deeper than {max_depth}"

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polyturn.serving.connection import Connection
 from polyturn.serving.rules import Refusal, RequestPolicy, ServerRules, query_token
-from polyturn.serving.wire import BodyError, dumps, loads_object
+from polyturn.serving.wire import BodyError, dumps, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ async def json_object(request: Request) -> dict[str, Any]:
         HTTPException: 422, it is none.
     """
     try:
-        return loads_object(await request.body())
+        return await read_object(await request.body())
     except BodyError as problem:
         raise HTTPException(422, str(problem)) from problem
 

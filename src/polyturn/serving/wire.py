@@ -7,28 +7,34 @@ installed, a millisecond quicker for a long history; what it lets through, the o
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from typing import Any
 
 from polyturn.core.errors import one_line
-from polyturn.core.nesting import MAX_DEPTH, is_deep
+from polyturn.core.nesting import MAX_DEPTH, excess
 
 try:
     import orjson
 except ModuleNotFoundError:  # it comes with polyturn[engines]
     orjson = None  # type: ignore[assignment]
 
+LONG_BODY = 1 << 16
+"""Bytes from which on a body is read in a thread."""
+MAX_VALUES = 1 << 20
+"""Lists and objects in one body; a batch of a thousand conversations has some hundred thousand."""
+
 
 class BodyError(ValueError):
     """A body that is not JSON, or more than JSON should be; its text is a sentence for whoever sent it."""
 
 
-def loads(body: bytes) -> Any:
-    """Return what a body says.
+def loads(body: bytes, *, max_values: int = MAX_VALUES) -> Any:
+    """Return what a body says, which may hold `max_values` lists and objects.
 
     Raises:
-        BodyError: it is no JSON, or nested too deeply.
+        BodyError: it is no JSON, nested too deeply, or of too many parts.
     """
     try:
         found = _strict(body) if orjson is None else orjson.loads(body)
@@ -36,21 +42,32 @@ def loads(body: bytes) -> Any:
         raise BodyError(f"the body is not JSON that is read here: it is nested deeper than {MAX_DEPTH}") from problem
     except ValueError as problem:
         raise BodyError(f"the body is not JSON: {one_line(problem):.300}") from problem
-    if is_deep(found):
-        raise BodyError(f"the body is not JSON that is read here: it is nested deeper than {MAX_DEPTH}")
+    if why := excess(found, max_count=max_values):
+        raise BodyError(f"the body is not JSON that is read here: {why}")
     return found
 
 
-def loads_object(body: bytes) -> dict[str, Any]:
+def loads_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
     """Return a body that is an object.
 
     Raises:
         BodyError: it is another value, or no JSON.
     """
-    found = loads(body)
+    found = loads(body, max_values=max_values)
     if not isinstance(found, dict):
         raise BodyError(f"the body is {type(found).__name__}, not a JSON object")
     return found
+
+
+async def read_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    """Return a body that is an object; a long one is read in a thread, so that nobody else waits for it.
+
+    Raises:
+        BodyError: it is another value, or no JSON.
+    """
+    if len(body) <= LONG_BODY:
+        return loads_object(body, max_values=max_values)
+    return await asyncio.to_thread(loads_object, body, max_values=max_values)
 
 
 def dumps(value: Any) -> bytes:

@@ -17,6 +17,7 @@ from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.serving.address import bind
 from polyturn.serving.openai.endpoint import EndpointOptions
+from polyturn.serving.openai.http import MAX_VALUES
 from polyturn.serving.openai.service import OpenAIService
 from polyturn.serving.rules import ServerRules
 from polyturn.store.stored_run import open_store
@@ -92,6 +93,33 @@ async def test_an_episode_is_created_used_ended_and_fetched():
         async with http.get(f"{origin}/episodes/nobody") as reply:
             assert reply.status == 404
         assert [g.task.id for g in recorded] == ["t7"]
+
+
+PARTS = [{"type": "text", "text": ""}] * (MAX_VALUES + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": PARTS}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * (MAX_VALUES + 1)}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}] * (MAX_VALUES + 1)}),
+        ("chat/completions", {"messages": [{"role": "assistant", "content": "a", "tool_calls": PARTS}]}),
+        ("responses", {"input": [{"role": "user", "content": PARTS}]}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": PARTS}]}]}),
+        ("messages", {"messages": [{"role": "user", "content": "a"}], "system": PARTS}),
+        ("messages/count_tokens", {"messages": [{"role": "user", "content": PARTS}]}),
+    ],
+)
+async def test_a_request_of_too_many_parts_is_refused_before_any_is_looked_at(path: str, body: dict[str, Any], monkeypatch):
+    for api in ("chat", "responses", "messages"):
+        monkeypatch.setattr(f"polyturn.serving.openai.{api}.parse", lambda *args, **options: pytest.fail("it was looked at"))
+    async with (
+        served(["a"], max_body_bytes=1 << 24) as (origin, _),
+        aiohttp.ClientSession() as http,
+        http.post(f"{origin}/v1/{path}", json={"model": "tiny", **body}) as reply,
+    ):
+        assert reply.status == 400 and f"more than {MAX_VALUES} lists and objects" in await reply.text()
 
 
 async def test_an_episode_that_nobody_uses_is_ended_and_too_many_are_refused():

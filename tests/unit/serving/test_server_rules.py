@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -159,3 +160,19 @@ def test_both_readers_read_the_same(monkeypatch: pytest.MonkeyPatch):
     assert wire.loads_object(b"{}") == {}
     with pytest.raises(wire.BodyError, match="list, not a JSON object"):
         wire.loads_object(b"[]")
+
+
+async def test_a_long_body_is_read_in_a_thread(monkeypatch):
+    read, threads = wire.loads, []
+
+    def watched(body, **bounds):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return read(body, **bounds)
+
+    monkeypatch.setattr(wire, "loads", watched)
+    assert await wire.read_object(b"{}") == {}
+    assert len((await wire.read_object(b'{"a": "%s"}' % (b"x" * wire.LONG_BODY)))["a"]) == wire.LONG_BODY
+    assert threads == [True, False]
+    with pytest.raises(wire.BodyError, match="more than 3 lists and objects"):
+        await wire.read_object(b'{"a": [{}, [], []]}', max_values=3)
+    assert await wire.read_object(b'{"a": [{}, []]}', max_values=3)

@@ -21,13 +21,16 @@ from starlette.responses import Response
 
 from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.reward import MAX_REWARD, as_score
+from polyturn.serving import wire
 from polyturn.serving.connection import LEAVING
 from polyturn.serving.openai.chat_request import BadRequest
 from polyturn.serving.rules import given_tokens
-from polyturn.serving.wire import BodyError, dumps, loads_object
+from polyturn.serving.wire import BodyError, dumps
 
 logger = logging.getLogger(__name__)
 
+MAX_VALUES = 1 << 15
+"""Lists and objects in one request: messages, parts, calls, schemas. So many are made into messages in no time."""
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -89,7 +92,7 @@ async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[s
     if not body and may_be_empty:
         return {}
     try:
-        return loads_object(body)
+        return await wire.read_object(body, max_values=MAX_VALUES)
     except BodyError as problem:
         raise BadRequest(str(problem), code="invalid_json") from problem
 
