@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -56,6 +56,14 @@ def ask(name: str, *, prompt: object = (1, 2, 3), **sampling: object) -> Generat
     )
 
 
+async def under_way(engine: ProcessEngine, request: GenerateRequest) -> asyncio.Task[Completion]:
+    """Ask, and return once the process samples it: it has answered what was asked later by then."""
+    running = asyncio.create_task(engine.generate(request))
+    await asyncio.sleep(0)
+    await engine.generate(ask("beside", max_tokens=1))
+    return running
+
+
 def gaps(of: PreTrainedModel, completion: Completion) -> np.ndarray:
     """Return how far each logprob is from the model's own."""
     ids = torch.tensor([[1, 2, 3, *completion.token_ids.tolist()]])
@@ -80,12 +88,10 @@ async def test_it_is_an_engine_and_answers_bit_for_bit_as_the_one_in_this_proces
 
 @on_one_loop
 async def test_abort_returns_what_there_is_and_cancelling_leaves_it_usable(engine: ProcessEngine):
-    running = asyncio.create_task(engine.generate(ask("long", max_tokens=2000)))
-    await asyncio.sleep(0.05)
+    running = await under_way(engine, ask("long", max_tokens=2000))
     await engine.abort("long")
     assert (await running).finish_reason is FinishReason.ABORT
-    running = asyncio.create_task(engine.generate(ask("gone", max_tokens=2000)))
-    await asyncio.sleep(0.02)
+    running = await under_way(engine, ask("gone", max_tokens=2000))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -126,8 +132,7 @@ async def test_new_weights_are_those_of_the_trainers_model_then_and_every_token_
     before = {name: value.clone() for name, value in MODEL.state_dict().items()}
     old = model()
     old.load_state_dict(before)
-    running = asyncio.create_task(engine.generate(ask("long", max_tokens=700)))
-    await asyncio.sleep(0.15)
+    running = await under_way(engine, ask("long", max_tokens=700))
     with torch.no_grad():
         for parameter in MODEL.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -161,8 +166,7 @@ async def test_a_process_that_dies_fails_what_runs_with_its_last_words_and_stays
     await engine.generate(ask("first", max_tokens=1))
     assert engine.pid is not None
     os.write(engine._process._log.fileno(), b"a last word\n")
-    running = asyncio.create_task(engine.generate(ask("long", max_tokens=2000)))
-    await asyncio.sleep(0.05)
+    running = await under_way(engine, ask("long", max_tokens=2000))
     os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(EngineLostError, match=r"(?s)ended with status -9 .*a last word"):
         await running
@@ -183,27 +187,18 @@ async def main():
     await engine.generate(ask("first", max_tokens=1))
     print(engine.pid, flush=True)
     await engine.generate(ask("long", max_tokens=2000, prompt=range(1, 9)))
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 asyncio.run(main())
 """
     env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
+        end = os.pidfd_open(int(parent.stdout.readline()))
         parent.kill()
         parent.wait()
-    deadline = time.monotonic() + 120
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_alive(pid)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    ended, _, _ = select.select([end], [], [], 120)
+    os.close(end)
+    assert ended
 
 
 def test_a_slot_of_the_memory_is_whole_and_the_other_one_stays_as_it_is():

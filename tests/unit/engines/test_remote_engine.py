@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -140,7 +141,7 @@ async def test_a_server_that_stays_full_is_lost_and_a_late_request_has_nothing()
 
 async def test_a_server_that_takes_requests_and_hangs_is_given_up_for_all_of_them() -> None:
     async def silent(request: web.Request) -> web.Response:
-        await asyncio.sleep(3600)
+        await asyncio.Event().wait()
         return web.json_response({})
 
     async with serving(silent) as url:
@@ -152,9 +153,13 @@ async def test_a_server_that_takes_requests_and_hangs_is_given_up_for_all_of_the
 
 
 async def test_a_slow_server_that_says_it_is_well_is_waited_for() -> None:
+    asked, is_trusted = itertools.count(), asyncio.Event()
+
     async def slow(request: web.Request) -> web.Response:
         if request.path == "/generate":
-            await asyncio.sleep(0.6)
+            await is_trusted.wait()
+        elif next(asked) == 4:  # it was long past `health_s` by then
+            is_trusted.set()
         return web.json_response({"token": 7})
 
     async with serving(slow) as url:
