@@ -225,8 +225,10 @@ class RunView:
             DataError: it is no label, there is no such trajectory, or it cannot be written.
         """
         self._store.refresh()
-        if isinstance(id := given.get("id"), str) and isinstance(step := given.get("step"), int):
-            self._store.record(id, step=step, split=str(given.get("split")))
+        id, step = given.get("id"), given.get("step")
+        if not isinstance(id, str) or type(step) is not int:
+            raise DataError("a label needs the `id` of a trajectory, a text, and its `step`, a whole number")
+        self._store.record(id, step=step, split=str(given.get("split")))
         return self._labels.write(given)._asdict()
 
     def _chosen(

@@ -59,7 +59,7 @@ def viewer(rules: ServerRules) -> Any:
     from polyturn.viewer.app import create_app
     from polyturn.viewer.run_view import RunView
 
-    return create_app([RunView(Path(__file__).parent)], rules=rules)
+    return create_app([RunView(Path(tempfile.mkdtemp()))], rules=rules)
 
 
 def search(rules: ServerRules) -> Any:
@@ -128,7 +128,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}
 SERVERS = (
     Server(name="rollout", make=rollout, ask=("GET", "/health/", None), post="/infer/"),
     Server(name="sandbox", make=sandbox, ask=("GET", "/v1/ping", None), post="/run_code"),
-    Server(name="viewer", make=viewer, ask=("GET", "/api/runs", None), post=None),
+    Server(name="viewer", make=viewer, ask=("GET", "/api/runs", None), post="/api/runs/0/label"),
     Server(name="search", make=search, ask=("POST", "/retrieve", {"queries": ["Oslo"]}), post="/retrieve"),
     Server(name="desk", make=desk, ask=("GET", "/api/waiting", None), post="/api/answer"),
     Server(name="tools", make=tools, ask=("POST", "/mcp", HELLO), post="/mcp"),

@@ -69,6 +69,22 @@ def test_a_label_is_kept_beside_the_run_and_narrows_the_table(client: TestClient
 
 def test_what_is_no_label_is_refused_and_a_link_out_of_the_run_is_not_written(client: TestClient, run: Path, tmp_path: Path):
     assert [label(client, "g9/9", "a"), label(client, "g1/0", "a" * 61), label(client, "g1/0", "a", step="1")] == [422] * 3
+    whole = {"id": "g1/0", "step": 1, "split": "train", "label": "a"}
+    wrong = (
+        {"id": ""},
+        {"id": 3},
+        {"id": None},
+        {"step": True},
+        {"step": 1.0},
+        {"step": 10**30},
+        {"step": None},
+        {"split": "eval"},
+    )
+    for change in wrong:
+        assert client.post("/api/runs/0/label", json=whole | change).status_code == 422, change
+    for name in ("id", "step", "split"):
+        assert client.post("/api/runs/0/label", json={k: v for k, v in whole.items() if k != name}).status_code == 422
+    assert not (run / "labels.jsonl").exists()
     assert client.post("/api/runs/0/label", json=[1]).status_code in (400, 422)
     outside = tmp_path / "outside.jsonl"
     outside.write_text("")
