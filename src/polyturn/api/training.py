@@ -28,6 +28,7 @@ from polyturn.api.folders import check_writable, keep_tokenizer, new_run_folder
 from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
+from polyturn.config.models.train import BACKEND
 from polyturn.config.unknown import as_of_now
 from polyturn.core.errors import CheckpointError, EngineLostError, PolyturnError, RankLostError
 from polyturn.core.run_loop import run_loop
@@ -167,6 +168,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
             "run with name=…"
         )
     check_writable(folder if resume else folder.parent)
+    build.check_backend(place)
     tasks = build.build_run_tasks(place)
     if config.cluster.address is not None:
         build.check_cluster(config)
@@ -179,7 +181,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     if options.dry_run is not None:
         options.dry_run(parts, tasks)
         return None
-    if this.size > 1:
+    if this.size > 1 or (config.train.backend != BACKEND and parts.team is None):
         parts = build.lead(parts, num_ranks=this.size, local_rank=this.local)
     if not resume:
         folder = new_run_folder(folder)

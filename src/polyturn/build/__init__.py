@@ -7,6 +7,7 @@ Everything that can be wrong with a configuration is found here, before any trai
 those to its left; nothing else in the library takes a config.
 """
 
+from polyturn.build.backend import check_backend
 from polyturn.build.cluster import check_cluster, cluster_parts
 from polyturn.build.config_source import ConfigSource, model_folder
 from polyturn.build.endpoint import build_endpoint_context, check_endpoint_run, for_endpoint
@@ -63,6 +64,7 @@ __all__ = [
     "build_tools",
     "build_train_tasks",
     "build_trainer",
+    "check_backend",
     "check_before_weights",
     "check_cluster",
     "check_endpoint_run",

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.backend import degrees_of
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.engine import build_engine, servable_folder
 from polyturn.build.model import build_codec, build_media, build_outline
@@ -101,7 +102,7 @@ def cluster_parts(place: ConfigSource) -> Parts:
             engine.start(functools.partial(_servers, here, places(_model_folder(parts))))
         pool = functools.partial(_pool, here, engine.pool, engine.capabilities)
         members = ray.workers(workers, pool)
-        team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=config.train.distributed.tensor_parallel)
+        team = ray.team(ranks, functools.partial(_rank, here), tensor_parallel=degrees_of(config).width)
     except BaseException:
         ray.close()
         raise

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.backend import degrees_of
 from polyturn.build.config_source import ConfigSource
 from polyturn.build.critic import critic_model, critic_options
 from polyturn.build.loss import build_policy_loss, build_reference, build_teacher, loss_arguments
@@ -25,7 +25,6 @@ from polyturn.training.options import OptimSettings
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from polyturn.tokens.multimodal import MediaProcessor
@@ -92,10 +91,17 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
         ConfigError: the batch is too small, or something runs on one rank only.
     """
     train = config.train
-    wide = train.distributed.tensor_parallel
+    split = train.distributed
+    wide = split.tensor_parallel * split.pipeline_parallel
     if num_ranks % wide:
+        sizes = f"tensor_parallel is {split.tensor_parallel}"
+        if split.pipeline_parallel > 1:
+            sizes += f", pipeline_parallel {split.pipeline_parallel}"
+        raise ConfigError(f"train.distributed.{sizes} and there are {num_ranks} ranks; it must divide them")
+    if num_ranks // split.pipeline_parallel % split.expert_parallel:
         raise ConfigError(
-            f"train.distributed.tensor_parallel is {wide} and there are {num_ranks} ranks; it must divide them"
+            f"train.distributed.expert_parallel is {split.expert_parallel} and {num_ranks // split.pipeline_parallel} ranks "
+            "have a layer; it must divide them"
         )
     trajectories = train.groups_per_step * train.group_size
     if train.minibatches > trajectories:
@@ -123,9 +129,9 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
 
     config = parts.place.config
     check_ranks(config, num_ranks)
-    device = process_group.join(local_rank=local_rank)
+    device = process_group.join(local_rank=local_rank, is_alone=num_ranks == 1)
     rank = rank_of(parts.place, model_maker(parts.place, parts.tokenizer, given=parts.model), parts.context.media, device)
-    team = process_group.GroupTeam(rank, tensor_parallel=config.train.distributed.tensor_parallel)
+    team = process_group.GroupTeam(rank, tensor_parallel=degrees_of(config).width)
     return dataclasses.replace(parts, team=team)
 
 
@@ -176,22 +182,20 @@ def rank_of(
     place: ConfigSource, make_model: Callable[[], PreTrainedModel], media: MediaProcessor | None, device: torch.device
 ) -> RankWorker:
     """Return what runs the leader's commands on this rank."""
+    from polyturn.training.backend import backends
     from polyturn.training.critic import critic_backend
-    from polyturn.training.fsdp import Sharded, make_mesh
+    from polyturn.training.fsdp import Sharded
     from polyturn.training.hf import checkpoint_activations
     from polyturn.training.policy import policy_backend
     from polyturn.training.rank_group import RankWorker
     from polyturn.training.shards import inside
 
-    place = dataclasses.replace(place, reads_parts=True)
-
-    @functools.cache
-    def mesh() -> DeviceMesh:
-        return make_mesh(device, tensor_parallel=place.config.train.distributed.tensor_parallel)
+    place, degrees = dataclasses.replace(place, reads_parts=True), degrees_of(place.config)
 
     def policy(spec: PolicySpec, held: Held) -> ModelBackend:
         model = make_model()
-        placement = Sharded(mesh(), device, start=held.get("policy"))  # as a warm start left it, if there was one
+        kind = backends.resolve(place.config.train.backend, base=place.base, key="train.backend")
+        placement = kind.of(degrees, device, start=held.get("policy"))  # as a warm start left it, if there was one
         return policy_backend(model, placement=placement, **policy_options(place, spec, model, media))
 
     def critic(spec: None, held: Held) -> ModelBackend:
@@ -202,7 +206,7 @@ def rank_of(
             model = critic_model(place, like=model)
         if place.config.model.gradient_checkpointing:
             checkpoint_activations(model)
-        placement = Sharded(mesh(), device, start=start)
+        placement = Sharded.of(degrees, device, start=start)
         return critic_backend(model, placement=placement, media=media, **critic_options(place))
 
     return RankWorker({"policy": policy, "critic": critic})

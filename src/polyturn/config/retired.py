@@ -59,7 +59,7 @@ RETIRED: Mapping[str, Successor] = {
         "multiply model.lora.alpha by the square root of the rank, which scales the update alike", was=False
     ),
     "train.distributed.strategy": Successor(
-        "leave it out: ranks train with torch's FSDP2, and Megatron is not built (docs/guides/scale.md says why)", was="fsdp"
+        "write train.backend: torch, which is FSDP2 over several ranks, or megatron (docs/guides/megatron.md)", was="fsdp"
     ),
     "policies.<name>.train": Successor(
         "a run trains one policy, the one of the section model; let that one play several parts "

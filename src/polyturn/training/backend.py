@@ -5,13 +5,14 @@
     ModelBackend            the network of this process: whole (`OneDevice`), or this rank's shards of it (`Sharded`)
     RankedBackend           the same calls, made on every rank of a group, each with a share of the samples
 
-Another way of holding a model (pipelines, experts spread over nodes) is another `Backend` on the ranks; nothing above it
-learns of it.
+Another way of holding a model (pipelines, experts spread over nodes) is another `Placement` on the ranks, an entry point of
+`polyturn.backends`; nothing above it learns of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from numpy.typing import ArrayLike
@@ -20,10 +21,34 @@ from torch import Tensor
 from polyturn.core.arrays import Floats
 from polyturn.core.metrics import Metrics
 from polyturn.core.protocols import PassResult
+from polyturn.core.registry import Registry
 from polyturn.core.sample import TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """Over how many ranks a backend splits what."""
+
+    tensor_parallel: int = 1
+    """The matrices of a layer."""
+    pipeline_parallel: int = 1
+    """The layers."""
+    expert_parallel: int = 1
+    """The experts of a layer."""
+
+    @property
+    def width(self) -> int:
+        """Ranks that see the same samples."""
+        return self.tensor_parallel * self.pipeline_parallel
+
 
 OWN, REFERENCE = "own", "reference"
 """Who scores: the network that is trained, or the frozen reference beside it."""
+
+
+backends: Registry[Any] = Registry("backends")
+"""Name -> a `Placement` of ranks (`model_backend.py`) that is made by `of(degrees, device, start=…)`, and whose
+`check(config, degrees)` refuses a model's config that it cannot split."""
 
 
 class Backend(Protocol):

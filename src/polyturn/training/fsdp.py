@@ -24,14 +24,17 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import AlignmentError, ConfigError, PolyturnError
 from polyturn.core.sample import SampleId, TrainSample
+from polyturn.engines.routers import Routers
+from polyturn.training.backend import Degrees
 from polyturn.training.lora import adapter_tensors
 from polyturn.training.modality_encoders import layers_of, towers_of
 from polyturn.training.model_backend import Cut
-from polyturn.training.network import Network
+from polyturn.training.network import Network, PolicyNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.part_loading import is_unread, read_weights, take_weights
 from polyturn.training.shards import gather_whole, is_split_over_row, local_part, spread_whole
@@ -76,6 +79,31 @@ class Sharded:
         self._mesh = mesh
         self._device = device
         self._start = start
+
+    @classmethod
+    def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Sharded:
+        """Spread over all ranks, by `degrees`."""
+        return cls(make_mesh(device, tensor_parallel=degrees.tensor_parallel), device, start=start)
+
+    @staticmethod
+    def check(config: PreTrainedConfig, degrees: Degrees) -> None:
+        """Refuse what FSDP2 does not split.
+
+        Raises:
+            ConfigError: layers or experts are to be split.
+        """
+        for name, size in (("pipeline", degrees.pipeline_parallel), ("expert", degrees.expert_parallel)):
+            if size > 1:
+                raise ConfigError(
+                    f"train.distributed.{name}_parallel is {size} and train.backend is torch, which has none; set "
+                    "train.backend: megatron, or leave it at 1"
+                )
+
+    def policy(
+        self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
+    ) -> Network:
+        """Return the model with its head; `optimizer` or `freeze` shards it."""
+        return PolicyNetwork(model, routers=routers, replays=replays)
 
     def optimizer(self, network: Network, settings: OptimSettings) -> ShardedOptimizer:
         """Split the layers over a row, shard everything over the rows, and return what updates this rank's shards.

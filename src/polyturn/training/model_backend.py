@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from polyturn.batching.layout import LayoutSettings, MicroBatch, layout, scatter_back
 from polyturn.core.arrays import Floats
@@ -26,12 +27,13 @@ from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import Metrics, Sum, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
+from polyturn.engines.routers import Routers
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
 from polyturn.training.backend import OWN, REFERENCE
 from polyturn.training.lora import adapter_replaced, base_weights, has_lora, load_adapter_tensors, merged_weights
 from polyturn.training.loss_terms import Objective, as_step, batch_metrics
-from polyturn.training.network import Network
+from polyturn.training.network import Network, PolicyNetwork
 from polyturn.training.optim import Optimizer, OptimSettings, clone_tensors
 from polyturn.training.packed_attention import attending
 from polyturn.training.reference import Scorer
@@ -42,6 +44,13 @@ Cut = Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]]
 
 class Placement(Protocol):
     """Where the parameters of networks are, and what that asks of passes and states."""
+
+    def policy(
+        self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
+    ) -> Network:
+        """Return the form that a causal language model has here, with its `routers` if they are looked at; `is_copy` says
+        that its weights are those of what is trained."""
+        ...
 
     def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
         """Put `network` where it is trained, and return what updates it there."""
@@ -78,6 +87,12 @@ class Placement(Protocol):
 
 class OneDevice:
     """Everything is where the model is; an engine may share its tensors, which are only ever written in place."""
+
+    def policy(
+        self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
+    ) -> Network:
+        """Return the model as it is, with its head."""
+        return PolicyNetwork(model, routers=routers, replays=replays)
 
     def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
         """Return AdamW over the model's own parameters."""

@@ -37,7 +37,7 @@ from polyturn.training.backend import OWN, REFERENCE, Backend
 from polyturn.training.lora import has_lora
 from polyturn.training.loss_terms import LossSettings, PolicyTerms, SupervisedTerms
 from polyturn.training.model_backend import ModelBackend, OneDevice, Placement
-from polyturn.training.network import PolicyNetwork
+from polyturn.training.network import Network
 from polyturn.training.optim import OptimSettings
 from polyturn.training.reference import AdapterReference, FrozenModel, Scorer, require_same_vocabulary
 
@@ -213,7 +213,7 @@ def policy_backend(
     routers = Routers.of(model) if replays_routes or balance else None
     if balance and routers is None:
         raise ConfigError(f"balance_coef is {balance:g} and {type(model).__name__} has no experts; set it to 0")
-    network = PolicyNetwork(model.train(), routers=routers, replays=replays_routes)
+    network = placement.policy(model.train(), routers=routers, replays=replays_routes)
     scorer: Scorer | None = None
     if isinstance(reference, PreTrainedModel):
         scorer = _frozen(reference, placement, is_kept=False)
@@ -240,7 +240,7 @@ def policy_backend(
 
 
 def _frozen(model: PreTrainedModel, placement: Placement, *, is_kept: bool) -> FrozenModel:
-    network = PolicyNetwork(model.requires_grad_(False)).eval()
+    network = placement.policy(model.requires_grad_(False), is_copy=is_kept).eval()
     placement.freeze(network, is_copy=is_kept)
     return FrozenModel(network, is_kept=is_kept, release=placement.release)
 
@@ -270,9 +270,7 @@ def with_marks(
     return [s.replace(marks=m) for s, m in zip(samples, marks, strict=True)]
 
 
-def _that_fits(
-    settings: LayoutSettings, networks: Sequence[PolicyNetwork], placement: Placement
-) -> tuple[LayoutSettings, bool]:
+def _that_fits(settings: LayoutSettings, networks: Sequence[Network], placement: Placement) -> tuple[LayoutSettings, bool]:
     """Return the settings without packing, and True, where one of the networks cannot be packed; all are tried out."""
     packs, whys = settings.packed or settings.shared_prefix, {}
     for network in networks:

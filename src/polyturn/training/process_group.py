@@ -24,14 +24,15 @@ _FOREVER = timedelta(days=30)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
-def join(*, local_rank: int) -> torch.device:
-    """Join the process group that the environment describes, and return the device of this rank."""
+def join(*, local_rank: int, is_alone: bool = False) -> torch.device:
+    """Join the process group that the environment describes, or make one of this process, and return this rank's device."""
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if is_alone else {}
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_COLLECTIVE_TIMEOUT)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_COLLECTIVE_TIMEOUT, **alone)
         return device
-    dist.init_process_group("gloo", timeout=_COLLECTIVE_TIMEOUT)
+    dist.init_process_group("gloo", timeout=_COLLECTIVE_TIMEOUT, **alone)
     return torch.device("cpu")
 
 

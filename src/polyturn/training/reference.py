@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.training.lora import adapter_tensors
-from polyturn.training.network import Network, PolicyNetwork
+from polyturn.training.network import Network
 from polyturn.training.optim import clone_tensors
 
 Replaced = Callable[[nn.Module, Mapping[str, Tensor]], AbstractContextManager[None]]
@@ -48,7 +48,7 @@ class Scorer(Protocol):
 class FrozenModel:
     """A module that stays as it is."""
 
-    def __init__(self, network: PolicyNetwork, *, is_kept: bool, release: Callable[[Network], object]) -> None:
+    def __init__(self, network: Network, *, is_kept: bool, release: Callable[[Network], object]) -> None:
         """Score with `network`; `is_kept` says whether checkpoints hold it, because no file does, and `release` frees what a
         pass gathered."""
         self.network = network
@@ -77,7 +77,7 @@ class FrozenModel:
 class AdapterReference:
     """The trained model with its adapter as it was when this was made."""
 
-    def __init__(self, network: PolicyNetwork, replaced: Replaced) -> None:
+    def __init__(self, network: Network, replaced: Replaced) -> None:
         """Score with `network`, whose adapter `replaced` exchanges meanwhile."""
         self._network = network
         self._replaced = replaced

@@ -8,22 +8,37 @@ What asynchronous keys promise together is checked here.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from polyturn.config.models.base import Section
 from polyturn.training.options import OptimSettings
 
+BACKEND = "torch"
+"""The backend of a run that names none."""
+
 
 class DistributedConfig(Section):
-    """How the model that trains is spread over devices, by torch's FSDP2, which shards parameters, gradients and moments."""
+    """How the model that trains is spread over devices, by `train.backend`."""
+
+    ONLY: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel": "torch, megatron",
+        "pipeline_parallel": "megatron",
+        "expert_parallel": "megatron",
+    }
+    """Keys that belong to a backend, and to which."""
 
     ranks: int = Field(1, ge=1)
     """Processes that train together, a GPU each where there are GPUs; `polyturn train` starts them. Under
     torchrun its own number counts."""
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that split every layer among them and see the same samples; for models too wide for one device."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Ranks that have a share of the layers each and see the same samples, one after the other."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks that have a share of the experts of each layer."""
 
 
 class TrainConfig(Section):
@@ -68,6 +83,9 @@ class TrainConfig(Section):
     on_checkpoint_error: Literal["stop", "warn"] = "stop"
     """What follows a checkpoint that cannot be written, on a full disk for instance: the run ends, with the last good one
     intact (stop), or goes on and tries again at the next (warn)."""
+    backend: str = BACKEND
+    """What holds and splits the model that trains: torch (FSDP2 where there are several ranks), megatron (megatron-core, the
+    extra `megatron`; docs/guides/megatron.md), or another entry point of `polyturn.backends`."""
     distributed: DistributedConfig = DistributedConfig()
     optim: OptimSettings = OptimSettings()
 

@@ -1,0 +1,54 @@
+"""From `train.backend` and `train.distributed` to what holds and splits the model that trains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from polyturn.build.config_source import ConfigSource
+from polyturn.build.credit import build_estimator
+from polyturn.build.model import build_codec, build_outline
+from polyturn.config.models import RunConfig
+from polyturn.config.models.train import BACKEND
+from polyturn.core.errors import ConfigError
+from polyturn.core.plugins import load_plugins
+
+if TYPE_CHECKING:
+    from polyturn.training.backend import Degrees
+
+
+def degrees_of(config: RunConfig) -> Degrees:
+    """Return over how many ranks the backend splits what."""
+    from polyturn.training.backend import Degrees
+
+    split = config.train.distributed
+    return Degrees(
+        tensor_parallel=split.tensor_parallel,
+        pipeline_parallel=split.pipeline_parallel,
+        expert_parallel=split.expert_parallel,
+    )
+
+
+def check_backend(place: ConfigSource) -> None:
+    """Refuse what the backend that `train.backend` names cannot do with the model, of which the config is read.
+
+    Raises:
+        ConfigError: there is no such backend, it is not installed, or does not split this model so.
+    """
+    from polyturn.algorithms.advantages import traits_of
+    from polyturn.training.backend import backends
+
+    config = place.config
+    split = config.train.distributed
+    if config.train.backend == BACKEND and split.pipeline_parallel == split.expert_parallel == 1:
+        return
+    found = backends.resolve(config.train.backend, base=place.base, key="train.backend")
+    if config.train.backend != BACKEND:
+        for what, value in (
+            ("model.lora asks for an adapter", config.model.lora),
+            ("algorithm.routing.balance_coef asks for a loss of routers", config.algorithm.routing.balance_coef),
+            ("algorithm.advantage asks for a critic", traits_of(build_estimator(place)).needs_values),
+        ):
+            if value:
+                raise ConfigError(f"{what}, and train.backend {config.train.backend} has none; drop it, or take {BACKEND}")
+    load_plugins(config.plugins, base=place.base)
+    found.check(build_outline(place, build_codec(place).tokenizer).config, degrees_of(config))

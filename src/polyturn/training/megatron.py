@@ -1,0 +1,226 @@
+"""Megatron: the placement of a policy whose layers megatron-core splits, by tensor, pipeline and expert parallelism.
+
+    ranks of a row      tensor_parallel x pipeline_parallel of them see the same samples, in this order
+    rows                see different samples; the experts of a layer may be spread over them (expert_parallel)
+
+megatron-core has the layers, the groups and the collectives; batches, losses, states and the way to engines are those of
+every other placement. The network gives the same log-probabilities on all ranks of a row, so each of them computes the same
+loss, and gradients flow back through the stages. What runs where is in docs/guides/megatron.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from polyturn.batching.layout import MicroBatch
+from polyturn.core.errors import ConfigError
+from polyturn.core.sample import TrainSample
+from polyturn.engines.routers import Routers
+from polyturn.training.backend import Degrees
+from polyturn.training.fsdp import in_step
+from polyturn.training.hf import load_model
+from polyturn.training.megatron_network import MegatronNetwork
+from polyturn.training.megatron_weights import require_split
+from polyturn.training.model_backend import Cut
+from polyturn.training.network import Network
+from polyturn.training.optim import Optimizer, OptimSettings
+from polyturn.training.part_loading import is_unread
+
+
+class Megatron:
+    """What megatron-core splits: parameters, gradients, moments; implements `Placement`, and its calls are collective."""
+
+    def __init__(self, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
+        """Split by `degrees`; this rank computes on `device`.
+
+        What is trained, and a copy of it, begins with this rank's parts `start`; None leaves it the model's own weights.
+        """
+        self._degrees = degrees
+        self._device = device
+        self._start = start
+        self._network: MegatronNetwork | None = None
+
+    @classmethod
+    def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Megatron:
+        """Split by `degrees`."""
+        return cls(degrees, device, start=start)
+
+    @staticmethod
+    def check(config: PreTrainedConfig, degrees: Degrees) -> None:
+        """Refuse what megatron-core does not split so.
+
+        Raises:
+            ConfigError: the model's family has no mapping, or a size does not divide what it splits.
+        """
+        require_split(config, degrees)
+
+    def policy(
+        self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
+    ) -> Network:
+        """Return megatron-core's form of `model`, with its weights.
+
+        Raises:
+            ConfigError: it cannot be split so.
+        """
+        if model.is_gradient_checkpointing and self._device.type == "cpu":
+            raise ConfigError(
+                "model.gradient_checkpointing is on and there is no GPU: megatron-core computes activations again with the "
+                "random state of one; leave it out"
+            )
+        require_split(model.config, self._degrees)
+        _make_groups(self._degrees, has_experts=model.config.model_type == "qwen3_moe", device=self._device)
+        network = MegatronNetwork(model, self._degrees, self._device, replays=replays)
+        if is_copy and self._start is not None:
+            network.backbone.load_state_dict(self._start)
+            return network
+        whole = None
+        if dist.get_rank() == 0:
+            source = load_model(str(model.name_or_path), dtype=model.dtype) if is_unread(model) else model
+            whole = source.state_dict()
+        network.backbone.load_state_dict(network.names.scatter(whole))
+        return network
+
+    def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
+        """Return what updates this rank's part."""
+        assert isinstance(network, MegatronNetwork)
+        self._network, self._start = network, None
+        return MegatronOptimizer(network, settings)
+
+    def freeze(self, network: Network, *, is_copy: bool) -> None:
+        """Leave `network` as it was made."""
+
+    def device(self, network: Network) -> torch.device:
+        """Return the device of this rank."""
+        return self._device
+
+    def lay_out(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
+        """Cut this row's samples, and add passes without weight until it has as many as the longest row."""
+        return in_step(cut, samples, coefs, device=self._device)
+
+    def release(self, network: Network) -> None:
+        """Nothing was gathered."""
+
+    def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Adapters are refused before."""
+        raise NotImplementedError
+
+    def whole(self, state: Any) -> Any:
+        """Return whole tensors under Hugging Face's names on rank 0, as one process would write them; None elsewhere."""
+        assert self._network is not None
+        gather = self._network.names.gather
+        if "optimizer" not in state:
+            return gather(state)
+        found: dict[str, Any] = {name: gather(state[name]) for name in ("model", "reference") if name in state}
+        adamw, masters = state["optimizer"]["adamw"], state["optimizer"]["masters"]
+        own, whole = self._network.own_order, self._network.whole_order
+        moments = {kind: gather({own.names[i]: v[kind] for i, v in adamw["state"].items()}) for kind in _kinds(adamw)}
+        masters = {name: tensor for name, tensor in gather(masters).items() if name in whole.names} if masters else {}
+        return found | {"optimizer": {**state["optimizer"], "adamw": whole.state(adamw, moments), "masters": masters}}
+
+    def spread(self, state: Any) -> Any:
+        """Return this rank's part of the state that rank 0 gives.
+
+        Raises:
+            CheckpointError: on every rank, where it is of another model.
+        """
+        assert self._network is not None
+        scatter, whole = self._network.names.scatter, self._network.whole_order
+        rest = None if state is None else {name: value for name, value in state.items() if name != "model"}
+        said: list[Any] = [_without_tensors(rest)]
+        dist.broadcast_object_list(said, src=0)
+        (plain,) = said
+        networks = ("model", "reference") if "reference" in plain else ("model",)
+        found: dict[str, Any] = {name: scatter(state and state[name]) for name in networks}
+        if "optimizer" not in plain:
+            return found
+        given: Any = state and state["optimizer"]
+        adamw = plain["optimizer"]["adamw"]
+        moments = {
+            kind: scatter(given and {name: given["adamw"]["state"][i][kind] for i, name in enumerate(whole.names)})
+            for kind in _kinds(adamw)
+        }
+        masters = scatter(given and given["masters"]) if plain["optimizer"].get("masters") else {}
+        own = self._network.own_order.state(adamw, moments)
+        return found | {"optimizer": {**plain["optimizer"], "adamw": own, "masters": masters}}
+
+
+def _kinds(adamw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the moments that the state of AdamW has, which are none before the first step."""
+    return ("exp_avg", "exp_avg_sq") if adamw["state"] else ()
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return nested dicts and lists with None for each tensor of more than one number."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu() if value.ndim == 0 else None
+    if isinstance(value, Mapping):
+        return {k: _without_tensors(v) for k, v in value.items()}
+    return [_without_tensors(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _make_groups(degrees: Degrees, *, has_experts: bool, device: torch.device) -> None:
+    """Let megatron-core make its process groups, once; a row is consecutive ranks."""
+    if parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.initialize_model_parallel(
+        degrees.tensor_parallel,
+        degrees.pipeline_parallel,
+        expert_model_parallel_size=degrees.expert_parallel,
+        expert_tensor_parallel_size=1 if has_experts else None,
+        order="tp-cp-ep-pp-dp",
+    )
+    if device.type == "cuda":
+        tensor_parallel.model_parallel_cuda_manual_seed(0)  # dropout is 0, and its streams are asked for all the same
+
+
+class MegatronOptimizer(Optimizer):
+    """AdamW over this rank's part: gradients are summed where ranks hold the same, and the norm is that of all."""
+
+    def __init__(self, network: MegatronNetwork, settings: OptimSettings) -> None:
+        super().__init__(network.saved, settings)
+        self._copies_of = network.names.copies()
+        self._live = dict(network.saved.named_parameters())
+        self._is_tied = network.is_split_tie
+
+    def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
+        """Return the norm of the whole gradient, which is summed over ranks first."""
+        square = torch.zeros((), dtype=torch.float32, device=params[0].device)
+        for name, param in self._named:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            self._sum(name, param.grad)
+            square += torch.linalg.vector_norm(param.grad, dtype=torch.float32) ** 2 / self._copies_of[name]
+        if self._problem is not None:
+            square += math.nan
+        dist.all_reduce(square)
+        return torch.sqrt(square)
+
+    def _sum(self, name: str, grad: Tensor) -> None:
+        """Add up the gradient of a parameter over the ranks that hold the same part of it."""
+        live = self._live[name]
+        if ".experts." in name:
+            dist.all_reduce(grad, group=parallel_state.get_expert_data_parallel_group())
+            return
+        dist.all_reduce(grad, group=parallel_state.get_data_parallel_group())
+        tp = parallel_state.get_tensor_model_parallel_group()
+        # Each rank of a row has seen a share of the positions, or of the heads.
+        if tp.size() > 1 and getattr(live, "sequence_parallel", False):
+            dist.all_reduce(grad, group=tp)
+        if self._is_tied and name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            dist.all_reduce(grad, group=parallel_state.get_embedding_group())
+
+    def _skip(self, problem: str) -> None:
+        """Skip with the reason of the rank that has one."""
+        reasons: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, self._problem)
+        super()._skip(next((r for r in reasons if r is not None), problem))

@@ -1,0 +1,71 @@
+"""`polyturn train` with `train.backend: megatron` in one process, and what is refused before a run with it begins."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from cluster_run import metrics_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from polyturn.cli.main import main
+from support.forked import run_forked
+from support.runs import call_command, write_tiny_run
+
+SCORE = '''
+
+def early(trajectory):
+    """The share of sampled tokens from the first half of the vocabulary."""
+    ids = [id for span in trajectory.segments[0].spans if span.logprobs is not None for id in span.ids]
+    return sum(id < 150 for id in ids) / len(ids)
+'''
+WITHOUT_MORE = ["rollout.interactions=null", "rollout.tools={}", "evaluation={before: false, every: 0}"]
+MEGATRON = ["train.backend=megatron", "warm_start.steps=0", "reward.routes={tiny: 'plugins.py:early'}", *WITHOUT_MORE]
+LEARNING = ["train.group_size=16", "train.optim.lr=3e-2", "algorithm.kl.coef=0.001", "rollout.limits.max_turns=1"]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_a_run_learns_and_goes_on_with_the_other_backend(tmp_path):
+    """A checkpoint does not know which backend wrote it, and its model is one of transformers."""
+    config = write_tiny_run(tmp_path)
+    (tmp_path / "plugins.py").write_text((tmp_path / "plugins.py").read_text() + SCORE)
+    done = run_forked("train", config, *MEGATRON, *LEARNING, "train.steps=10", env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.err
+    run = tmp_path / "runs" / "tiny"
+    steps = metrics_of(run)
+    assert len(steps) == 10 and all(step["loss/grad_norm"] > 0 for step in steps)
+    assert all(step["policy/rollout_difference_max"] < 1e-4 for step in steps), "the engine samples with what is trained"
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.2, "0.47 to 0.80 where this was written"
+    exported = run / "checkpoints" / "step-000010" / "model"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    weights = load_file(exported / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items() if name in weights)
+    torch_again = [*MEGATRON, *LEARNING, "train.backend=torch", "train.steps=11"]
+    again = run_forked("train", config, "--resume", *torch_again, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert again.returncode == 0, again.err
+    last = metrics_of(run)[-1]
+    assert last["step"] == 11 and last["policy/rollout_difference_max"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["train.backend=megatrn"], "megatron"),
+        (["train.distributed.pipeline_parallel=2", "train.distributed.ranks=2"], "train.backend is torch, which has none"),
+        (["train.distributed={ranks: 4, expert_parallel: 3}"], "expert_parallel is 3 and 4 ranks have a layer"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused_before_anything_is_loaded(tmp_path, overrides, sentence):
+    config = write_tiny_run(tmp_path)
+    called = call_command(main, "train", config, "--dry-run", *overrides)
+    assert called.code == 2 and sentence in called.err, called.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_backend_that_is_not_installed_is_named_with_its_cure(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "megatron.core", None)
+    monkeypatch.delitem(__import__("sys").modules, "polyturn.training.megatron", raising=False)
+    called = call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", "train.backend=megatron")
+    assert called.code == 2 and "megatron" in called.err and "polyturn[megatron]" in called.err, called.err

@@ -1,0 +1,194 @@
+"""What test_megatron.py runs on each rank: a policy of megatron-core beside one of one process, and how far they differ.
+
+python megatron_ranks.py OUT [cuda]     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set     rank 0 writes OUT (JSON)
+"""
+
+import copy
+import datetime
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from polyturn.algorithms.aggregate import loss_coefs
+from polyturn.batching.layout import LayoutSettings
+from polyturn.core.sample import SampleId, TrainSample
+from polyturn.testing.tiny_models import tiny_model
+from polyturn.training.backend import Degrees
+from polyturn.training.loss_terms import LossSettings
+from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
+from support.megatron_cpu import pretend
+
+VOCAB = 48
+LAYERS = 2
+IS_CUDA = "cuda" in sys.argv
+DEVICE = torch.device("cuda", int(os.environ["RANK"])) if IS_CUDA else torch.device("cpu")
+
+SCALED = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+}
+
+
+def samples_of(seed, size, *, routed=False):
+    """Samples of uneven lengths, so that rows are padded; `routed` ones went to experts by chance, or nobody knows where."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(size):
+        n = int(rng.integers(4, 24))
+        weights = rng.choice([0.0, 0.5, 1.0], size=n).astype(np.float32)
+        weights[0], weights[-1] = 0.0, 1.0
+        routes = np.stack([[rng.permutation(8)[:2] for _ in range(LAYERS)] for _ in range(n)]).astype(np.uint8)
+        routes[rng.random(n) < 0.2] = 255
+        out.append(
+            TrainSample(
+                id=SampleId("g", str(i), 0),
+                token_ids=rng.integers(0, VOCAB, n).astype(np.int32),
+                loss_weights=weights,
+                turn_ids=np.zeros(n, np.int32),
+                temperature=0.7,
+                old_logprobs=rng.normal(-3.8, 0.3, n).astype(np.float32),
+                advantages=rng.normal(size=n).astype(np.float32),
+                routed_experts=routes if routed else None,
+            )
+        )
+    return out
+
+
+def largest(pairs):
+    return max((float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs), default=0.0)
+
+
+def difference(one, many):
+    """Compare two states of the same nesting, tensor for tensor."""
+    if isinstance(one, torch.Tensor):
+        return float((one.cpu() - many.cpu()).abs().max()) if one.numel() else 0.0
+    if isinstance(one, dict):
+        assert one.keys() == many.keys(), one.keys() ^ many.keys()
+        return max((difference(one[k], many[k]) for k in one), default=0.0)
+    if isinstance(one, list | tuple):
+        return max((difference(a, b) for a, b in zip(one, many, strict=True)), default=0.0)
+    return 0.0
+
+
+def compare(kind, *, tied=True, **degrees):
+    """Return how far the ranks and one process differ in scores, loss, gradient, a step and a state that travels."""
+    from polyturn.training.megatron import Megatron
+
+    split = Degrees(**degrees)
+    row, rows = dist.get_rank() // split.width, dist.get_world_size() // split.width
+    torch.manual_seed(0)
+    options = {
+        "optim": OptimSettings(lr=1e-2, max_grad_norm=0.1, weight_decay=0.1, max_skipped=1),
+        "loss": LossSettings(kl_coef=0.1, entropy_coef=0.01, policy_loss_kwargs={"clip_high": 0.28}),
+        "layout": LayoutSettings(max_tokens_per_batch=40),
+        "reference": True,
+    }
+    model = tiny_model(VOCAB, kind=kind, hidden=16, layers=LAYERS, heads=4, kv_heads=2, spread=0.1, seed=0)
+    if not tied:
+        own = {**model.config.to_dict(), "tie_word_embeddings": False, **(SCALED if kind == "llama" else {})}
+        model = type(model)(type(model.config)(**own)).float().eval()
+    model.to(DEVICE)
+    one = local_policy(copy.deepcopy(model), **options)
+    backend = policy_backend(copy.deepcopy(model), placement=Megatron(split, DEVICE), **options)
+    many = ModelPolicy(backend, loss=options["loss"])
+    found = {}
+    whole = backend.whole_weights()
+    if dist.get_rank() == 0:
+        found["round_trip"] = difference(model.state_dict(), whole)
+    for name, seed, size in (("first", 3, 5), ("second", 4, 4)):
+        samples = samples_of(seed, size, routed=kind == "qwen3_moe" and name == "second")
+        coefs = loss_coefs(samples, mode="token-mean")
+        mine = list(range(row, size, rows))
+        share = [samples[i] for i in mine]
+        for reference in (False, True):
+            a, b = one.score(samples, reference=reference), many.score(share, reference=reference)
+            found[f"{name}/scores_{reference}"] = largest([(a[i], b[k]) for k, i in enumerate(mine)])
+        ref = one.score(samples, reference=True)
+        samples = [s.replace(ref_logprobs=r) for s, r in zip(samples, ref, strict=True)]
+        share = [samples[i] for i in mine]
+        first = one.forward_backward(samples)
+        second = many.forward_backward(share, coefs=[coefs[i] for i in mine])
+        loss = torch.tensor(second.metrics["loss/total"].total)
+        if rows > 1:
+            dist.all_reduce(loss)
+            loss /= split.width
+        found[f"{name}/loss"] = abs(float(loss) - first.metrics["loss/total"].total)
+        backend.optimizer._total_norm(backend.optimizer.parameters_in_order())
+        gradient = backend._placement.whole({n: p.grad for n, p in backend.network.saved.named_parameters()})
+        if dist.get_rank() == 0:
+            own = {n: p.grad for n, p in one.backend.model.named_parameters()}
+            found[f"{name}/gradient"] = max(float((gradient[n] - own[n].cpu()).abs().max()) for n in own)
+            found[f"{name}/largest"] = max(float(g.abs().max()) for g in own.values())
+        for p in backend.network.saved.parameters():
+            p.grad = None
+        many.forward_backward(share, coefs=[coefs[i] for i in mine])
+        a, b = one.optim_step(), many.optim_step()
+        found[f"{name}/norm"] = abs(a["loss/grad_norm"].value - b["loss/grad_norm"].value)
+        whole = backend.whole_weights()
+        if dist.get_rank() == 0:
+            found[f"{name}/weights"] = difference(one.backend.model.state_dict(), whole)
+        state, own = backend.state_dict(), one.backend.state_dict()
+        if dist.get_rank() == 0:
+            found[f"{name}/state"] = difference(own, state)
+        backend.load_state_dict(own if dist.get_rank() == 0 else None)
+        again = backend.state_dict()
+        if dist.get_rank() == 0:
+            found[f"{name}/resumed"] = difference(own, again)
+    return found
+
+
+TASKS = {
+    1: {
+        "dense": {"kind": "qwen3"},
+        "moe": {"kind": "qwen3_moe"},
+        "qwen2": {"kind": "qwen2"},
+        "llama": {"kind": "llama", "tied": False},
+    },
+    2: {
+        "tensor": {"kind": "qwen3", "tensor_parallel": 2},
+        "expert": {"kind": "qwen3_moe", "expert_parallel": 2},
+        "pipeline": {"kind": "qwen3", "pipeline_parallel": 2},
+        "data": {"kind": "qwen3"},
+        "tensor_moe": {"kind": "qwen3_moe", "tensor_parallel": 2, "expert_parallel": 2},
+        "tensor_qwen2": {"kind": "qwen2", "tensor_parallel": 2, "tied": False},
+        "pipeline_moe": {"kind": "qwen3_moe", "pipeline_parallel": 2, "tied": False},
+    },
+}
+"""World size -> name -> what `compare` is given."""
+
+
+def main():
+    out = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    if not IS_CUDA:
+        pretend()
+    from megatron.core import parallel_state
+
+    if IS_CUDA:
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if IS_CUDA else "gloo", timeout=datetime.timedelta(seconds=300))
+    every = {}
+    for name, task in TASKS[dist.get_world_size()].items():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, compare(**task))
+        parallel_state.destroy_model_parallel()
+        every[name] = found
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(every))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""A model that megatron-core holds is the model of one process: scores, loss, gradient, step and state (float32 1e-5).
+
+Real processes with gloo, one and two of them; each comparison is made where the tensors are (`megatron_ranks.py`) and judged
+here. Its weights are mapped without megatron-core, and tested so.
+"""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyturn.core.errors import ConfigError
+from polyturn.testing.tiny_models import tiny_model
+from polyturn.training.backend import Degrees
+from polyturn.training.megatron_weights import cut, entries, join, require_split
+
+WORKER = Path(__file__).with_name("megatron_ranks.py")
+CLOSE = 1e-5
+pytestmark = pytest.mark.timeout(900)  # processes on a busy machine
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (the extra megatron)"
+)
+
+
+def run_ranks(count, out, *where):
+    """Return what `megatron_ranks.py` found on each of `count` ranks, by the name of the comparison."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(WORKER), str(out), *where],
+            env={**os.environ, **shared, "RANK": str(rank), "PYTHONPATH": os.pathsep.join([str(WORKER.parents[2]), *MORE])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        said = [rank.communicate(timeout=800)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * count, "\n".join(said)
+    return json.loads(out.read_text())
+
+
+MORE = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return {**run_ranks(1, folder / "one.json"), **run_ranks(2, folder / "two.json")}
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    "name",
+    ["dense", "moe", "qwen2", "llama", "tensor", "expert", "pipeline", "data", "tensor_moe", "tensor_qwen2", "pipeline_moe"],
+)
+def test_a_model_of_megatron_core_is_the_model_of_one_process(results, name):
+    """Names of two ranks say what is split over them; `data` shares samples alone."""
+    for rank, found in enumerate(results[name]):
+        sizes = {what: found.pop(what) for what in list(found) if what.endswith("/largest")}
+        assert all(size > 1e-3 for size in sizes.values()), "the gradient is one that differences would show in"
+        # AdamW divides a gradient by its own size, so that rounding of the smallest ones shows in a step.
+        bounds = {what: 10 * CLOSE if what.endswith(("/state", "/weights")) else CLOSE for what in found}
+        assert {what: value for what, value in found.items() if not value <= bounds[what]} == {}, f"rank {rank}"
+        assert rank > 0 or found["round_trip"] == 0.0, "weights come back bit for bit"
+
+
+@needs_megatron
+@pytest.mark.parametrize("count", [1, 2])
+def test_so_it_is_on_gpus_with_nothing_answered_for_them(tmp_path, count):
+    """Without `support.megatron_cpu`; sums of float32 come out otherwise in other kernels."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, which nobody has lent yet")
+    for name, ranks in run_ranks(count, tmp_path / "found.json", "cuda").items():
+        wrong = {what: value for what, value in ranks[0].items() if "largest" not in what and not value <= 100 * CLOSE}
+        assert wrong == {}, name
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_every_weight_has_one_place_and_comes_back_from_it(kind, num_parts):
+    model = tiny_model(32, kind=kind, hidden=16, heads=4, kv_heads=2)
+    whole, back = model.state_dict(), {}
+    for entry in entries(model.config):
+        given = [whole[name] if entry.expert is None else whole[name][entry.expert] for name in entry.sources]
+        parts = cut(entry, given, num_parts=num_parts, num_groups=2)
+        assert len({part.shape for part in parts}) == 1, "ranks hold as much of it, all of them"
+        for name, tensor, source in zip(entry.sources, join(entry, parts, num_groups=2, head_dim=4), given, strict=True):
+            assert torch.equal(tensor, source), entry.name
+            back[name] = back.get(name, 0) + 1
+    experts = 8 if kind == "qwen3_moe" else 1
+    assert back.keys() | {"lm_head.weight"} == whole.keys()
+    assert all(count == (experts if ".experts." in name else 1) for name, count in back.items() if "embed" not in name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees", "sentence"),
+    [
+        ("qwen3", Degrees(tensor_parallel=3), "tensor_parallel is 3 and the model has 4 attention heads"),
+        ("qwen3", Degrees(tensor_parallel=4), "tensor_parallel is 4 and the model has 2 key and value heads"),
+        ("qwen3", Degrees(pipeline_parallel=3), "pipeline_parallel is 3 and the model has 2 layers"),
+        ("qwen3", Degrees(expert_parallel=2), "expert_parallel is 2 and the model has 0 experts"),
+        ("qwen3_moe", Degrees(expert_parallel=3), "expert_parallel is 3 and the model has 8 experts"),
+        ("qwen3_moe", Degrees(pipeline_parallel=2, expert_parallel=2), "only where the latter two are equal"),
+        ("mixtral", Degrees(), "the model is a mixtral, whose weights have no mapping"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_in_a_sentence(kind, degrees, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        require_split(tiny_model(32, kind=kind, hidden=16, heads=4, kv_heads=2).config, degrees)
+
+
+def test_a_config_that_the_mapping_does_not_know_is_refused():
+    config = tiny_model(32, kind="llama").config
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "yarn", "factor": 4.0}
+    with pytest.raises(ConfigError, match="rope_type 'yarn'"):
+        require_split(config, Degrees())
