@@ -16,6 +16,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(allow_inf_nan=False)]
 Outcome = Literal["rest", "add", "ignore", "end"]
 
 
@@ -35,7 +37,7 @@ class GroupOptions(EstimatorOptions):
     """A registered estimator, or `file.py:function`."""
     norm_by_std: bool = True
     """Divide the group's advantages by their standard deviation; false is Dr. GRPO."""
-    eps: float | None = None
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Added to what divides."""
 
 
@@ -45,11 +47,11 @@ class PassAtKOptions(EstimatorOptions):
 
     name: Literal["grpo_passk"]
     """A registered estimator, or `file.py:function`."""
-    k: int | None = None
+    k: Annotated[int, Field(ge=1)] | None = None
     """How many tries; null is the whole group."""
     norm_by_std: bool = True
     """Divide the group's advantages by their standard deviation."""
-    eps: float | None = None
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Added to what divides."""
 
 
@@ -67,7 +69,7 @@ class BaselineOptions(EstimatorOptions):
 
     name: Literal["reinforce_plus_plus_baseline"]
     """A registered estimator, or `file.py:function`."""
-    eps: float | None = None
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Added to what divides."""
 
 
@@ -81,7 +83,7 @@ class ReinforceOptions(EstimatorOptions):
     """Discount of later rewards, per token."""
     outcome: Outcome | None = None
     """How the reward and the scores of turns combine."""
-    eps: float | None = None
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Added to what divides."""
 
 
@@ -91,7 +93,7 @@ class GpgOptions(EstimatorOptions):
 
     name: Literal["gpg"]
     """A registered estimator, or `file.py:function`."""
-    f_norm: float | None = None
+    f_norm: Positive | None = None
     """What the differences are divided by."""
 
 
@@ -101,13 +103,13 @@ class GdpoOptions(EstimatorOptions):
 
     name: Literal["gdpo"]
     """A registered estimator, or `file.py:function`."""
-    weights: Mapping[str, float] | None = None
+    weights: Mapping[str, Weight] | None = None
     """Weight of each named score; null takes those of the reward."""
     norm_by_std: bool = True
     """Divide the group's advantages by their standard deviation."""
     whiten_batch: bool | None = None
     """Normalise the sum over the batch."""
-    eps: float | None = None
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Added to what divides."""
 
 
@@ -161,7 +163,7 @@ class ReturnToGoOptions(EstimatorOptions):
     """Subtract the mean of the group's other members."""
     norm_by_std: bool = True
     """Divide the group's advantages by their standard deviation."""
-    eps: float | None = None
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Added to what divides."""
 
 
@@ -171,13 +173,13 @@ class MtGrpoOptions(EstimatorOptions):
 
     name: Literal["mt_grpo"]
     """A registered estimator, or `file.py:function`."""
-    outcome_weight: float | None = None
+    outcome_weight: Weight | None = None
     """Weight of the outcome beside the turn."""
     outcome: Outcome | None = None
     """How the reward and the scores of turns combine."""
     norm_by_std: bool = True
     """Divide the group's advantages by their standard deviation."""
-    eps: float | None = None
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Added to what divides."""
 
 
@@ -187,7 +189,7 @@ class GigpoOptions(EstimatorOptions):
 
     name: Literal["gigpo"]
     """A registered estimator, or `file.py:function`."""
-    step_weight: float | None = None
+    step_weight: Weight | None = None
     """Weight of the comparison of turns."""
     gamma: Share | None = None
     """Discount per turn."""
@@ -195,7 +197,7 @@ class GigpoOptions(EstimatorOptions):
     """How the reward and the scores of turns combine."""
     norm_by_std: bool = True
     """Divide the group's advantages by their standard deviation."""
-    eps: float | None = None
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Added to what divides."""
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from polyturn.algorithms.options import CorrectionSettings, DistillSettings
+from polyturn.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,17 @@ class ClipCovOptions(LossOptions):
     """The ratio is clipped below 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0)] | None = None
     """The ratio is clipped above 1 + clip_high."""
-    clip_cov_ratio: float | None = None
+    clip_cov_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """The share of all tokens that is left out, drawn from those between the two bounds."""
-    clip_cov_lb: float | None = None
+    clip_cov_lb: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """The lower bound of their covariance."""
-    clip_cov_ub: float | None = None
+    clip_cov_ub: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """The upper bound of it."""
+
+    def __post_init__(self) -> None:
+        low, high = self.clip_cov_lb, self.clip_cov_ub
+        if low is not None and high is not None and not low < high:
+            raise ConfigError(f"clip_cov_lb is {low:g} and clip_cov_ub {high:g}; nothing lies between them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +86,9 @@ class KlCovOptions(LossOptions):
 
     name: Literal["kl_cov"]
     """A registered policy loss, or `file.py:function`."""
-    kl_cov_ratio: float | None = None
+    kl_cov_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """The share of all tokens that is penalised."""
-    ppo_kl_coef: float | None = None
+    ppo_kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Weight of the penalty."""
 
 
@@ -92,9 +98,9 @@ class SapoOptions(LossOptions):
 
     name: Literal["sapo"]
     """A registered policy loss, or `file.py:function`."""
-    tau_pos: float | None = None
+    tau_pos: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """How fast the gate closes for tokens to be made likelier."""
-    tau_neg: float | None = None
+    tau_neg: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The same for tokens to be made less likely; above tau_pos for stability."""
 
 

@@ -53,12 +53,10 @@ class Sources:
 def _is_there(values: Any, path: KeyPath) -> bool:
     """Return whether there is a value at `path`; what an override replaced is gone."""
     for step in path:
-        if isinstance(values, Mapping) and step in values:
-            values = values[str(step)]
-        elif isinstance(values, list) and isinstance(step, int) and step < len(values):
-            values = values[step]
-        else:
+        is_index = isinstance(values, list) and isinstance(step, int) and step < len(values)
+        if not is_index and not (isinstance(values, Mapping) and step in values):
             return False
+        values = values[step]
     return True
 
 

@@ -54,6 +54,7 @@ def test_a_run_of_ones_own_loss_keeps_the_arguments_that_losses_of_ours_have_too
         ("algorithm.advantage.lam=0.9", "It is for algorithm.advantage.name gae or turn_gae or bilevel_gae"),
         ("algorithm.loss={name: 'mine.py:f', correction: {cap: -1}}", "algorithm.loss.correction.cap is -1"),
         ("algorithm.loss=5", "algorithm.loss is 5"),
+        ("algorithm.loss={name: clip_cov, clip_cov_lb: 5, clip_cov_ub: 1}", "nothing lies between them"),
         ("algorithm.clip_low=0.1", r"no key any more; write algorithm.loss: {name: ppo_clip, clip_low: …}"),
     ],
 )
@@ -61,6 +62,30 @@ def test_a_wrong_option_is_one_sentence(override: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         algorithm(override)
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_key_that_is_no_text_is_an_unknown_one(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("algorithm: {advantage: {name: grpo, 3: 4}}\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.advantage\.3', set to 4 \(in .*run\.yaml\)"):
+        algorithm(path=tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "-7"])
+@pytest.mark.parametrize("union", [NamedEstimatorOptions, NamedLossOptions])
+def test_no_option_of_a_part_is_a_number_that_no_formula_can_mean(union: Any, value: str) -> None:
+    """A bound may be infinite, which is none, and a weight below 0; nothing may be what makes every loss NaN."""
+    section = "advantage" if union is NamedEstimatorOptions else "loss"
+    may_be = {"clip_low": ".inf", "clip_high": ".inf", "dual_clip": ".inf"}
+    signed = {"clip_cov_lb", "clip_cov_ub", "outcome_weight", "step_weight"}
+    for options in get_args(union):
+        name, *_ = kinds_of(options)["name"]
+        for key, found in keys_of(options).items():
+            if "float" not in str(found.annotation) or key in ("correction", "distill", "weights"):
+                continue
+            if may_be.get(key) == value or (value == "-7" and key in signed):
+                continue
+            with pytest.raises(ConfigError, match=key):
+                algorithm(f"algorithm.{section}={{name: {name}, {key}: {value}}}")
 
 
 def named(union: Any) -> dict[str, type]:
