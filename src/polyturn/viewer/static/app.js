@@ -8,13 +8,14 @@ import { groups, timelinePage } from "/static/groups.js";
 import { compare, one } from "/static/one.js";
 import { about } from "/static/run.js";
 import { trajectories } from "/static/table.js";
+import { task } from "/static/task.js";
 import { why } from "/static/why.js";
 
 const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"], ["answer", "Answer"]];
 // Without runs there is the page for answers alone; a report has those pages whose answers are in its file.
 const isThere = (name) => (name === "answer" ? state.hasDesk : state.runs.length > 0 && (!kept || ["curves", "about"].includes(name)));
-const PAGES = { curves, trajectories, groups, timeline: timelinePage, one, compare, why, about, answer };
-const INSIDE = ["one", "compare", "why"]; // pages of single trajectories, which stand under the table's tab
+const PAGES = { curves, trajectories, groups, timeline: timelinePage, one, compare, why, task, about, answer };
+const INSIDE = ["one", "compare", "why", "task"]; // pages of single trajectories, which stand under the table's tab
 const main = document.getElementById("main");
 
 // The run's problems, above every page and as new as the last answer.

@@ -71,7 +71,7 @@ export function remember(values) {
 // From a trajectory back to the table as it was.
 export function leave() {
   const { run, page } = place();
-  if (["one", "compare", "why"].includes(page)) { const list = kept ? "about" : "trajectories"; location.hash = state.last[`${run}/${list}`] ?? `#/${run}/${list}`; }
+  if (["one", "compare", "why", "task"].includes(page)) { const list = kept ? "about" : "trajectories"; location.hash = state.last[`${run}/${list}`] ?? `#/${run}/${list}`; }
 }
 
 // The runs that stand beside one another: that of the page, and those that its address names.

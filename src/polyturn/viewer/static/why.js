@@ -25,7 +25,7 @@ export async function why(run, values) {
     el("div", { class: "pager" }, el("a", { href: "#", onclick: (e) => { e.preventDefault(); leave(); } }, "‹ back")),
     el("h2", {}, `Why has ${data.id} this advantage?`),
     el("p", {}, link("the trajectory", at(data.id, "one")), ...(kept ? [] : [" · ", link(`its group ${data.group}`, address("trajectories", { group: data.group, min_step: data.step, max_step: data.step, split: data.split }, run)), " · ",
-      link(`the task ${data.task_id} over training`, address("trajectories", { task_id: data.task_id, sort: "step" }, run))])),
+      link(`the task ${data.task_id} over training`, address("task", { task_id: data.task_id, split: data.split, step: data.step }, run))])),
     groupStrip(data, (id) => at(id, "why")), answer(data),
     el("h3", {}, "The group"), table("The group", [["member"], ["reward", 1], ["advantage", 1], ["turns", 1], ["trained tokens", 1], ["stop reason"], ["left out"]], members),
     parts.length ? el("h3", {}, "Parts of its reward") : null, parts.length ? table("Parts of its reward", [["part"], ["here", 1], ["mean of the group", 1], ["weight", 1]], parts) : null,
