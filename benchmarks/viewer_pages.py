@@ -1,11 +1,12 @@
-"""How long the viewer's pages take on a run of 100,000 trajectories and one of 5,000 steps. Prints one JSON line.
+"""What the viewer's pages cost on a run of 100,000 trajectories and one of 5,000 steps, in CPU time. Prints one JSON line.
 
     python benchmarks/viewer_pages.py [--trajectories 100000] [--steps 5000]
 
 Trajectories of the demo's size are written as a run of that length writes them: 128 a step, small parts joined. Then the
 requests of a first visit are made, in one process, the median of seven: opening the run, the first page of the table, a
 filter, a sort, the groups, one trajectory, words and an expression in what was said (and the first search, which reads the
-texts), what a poll costs while nothing is new; of the metrics, opening them and ten curves with the bytes that travel.
+texts), the tables of tools and results, what a poll costs while nothing is new; of the metrics, opening them and ten curves
+with the bytes that travel. CPU time of all threads, because a machine that does other work tells little by its clock.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from polyturn.store.parquet_store import ParquetStore
 from polyturn.viewer.curves import Window
 from polyturn.viewer.run_view import RunView
 
-TARGET_MS = 1000.0
+TARGETS_MS = {"open_curves_ms": 1000.0, "first_search_ms": 2000.0}
 REPEATS = 7
+clock = time.process_time
 
 
 def write_run(folder: Path, count: int) -> None:
@@ -57,27 +59,27 @@ def write_metrics(folder: Path, steps: int, *, num_metrics: int = 200) -> int:
 
 
 def curve_times(folder: Path, steps: int) -> dict[str, float]:
-    """Return the milliseconds until the first curves of a long run are there, and of those after."""
+    """Return the milliseconds of CPU until the first curves of a long run are there, and of those after."""
     size = write_metrics(folder, steps)
     names = ["reward/mean", *(f"tool/search/m{i}" for i in range(9))]
-    began = time.perf_counter()
+    began = clock()
     view = RunView(folder)
     view.summary()
     view.metrics()
     drawn = view.curves(names, Window())
-    opened = round(1000 * (time.perf_counter() - began), 1)
+    opened = round(1000 * (clock() - began), 1)
     smooth = timed(lambda: view.curves(names, Window(smoothing=0.9)))
     sent = len(json.dumps(drawn))
     return {"open_curves_ms": opened, "ten_smooth_curves_ms": smooth, "curves_bytes": sent, "metrics_bytes": size}
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Return the median milliseconds of a call."""
+    """Return the median milliseconds of CPU of a call."""
     spent = []
     for _ in range(REPEATS):
-        began = time.perf_counter()
+        began = clock()
         call()
-        spent.append(1000 * (time.perf_counter() - began))
+        spent.append(1000 * (clock() - began))
     return round(median(spent), 1)
 
 
@@ -90,16 +92,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         folder.mkdir()
-        began = time.perf_counter()
+        began = clock()
         write_run(folder, args.trajectories)
-        written = time.perf_counter() - began
-        began = time.perf_counter()
+        written = clock() - began
+        began = clock()
         view = RunView(folder)
-        found = {"open_run_ms": round(1000 * (time.perf_counter() - began), 1)}
+        found = {"open_run_ms": round(1000 * (clock() - began), 1)}
         total = view.page({})["total"]
-        began = time.perf_counter()
+        began = clock()
         view.page({"text": "apples"})
-        found["first_search_ms"] = round(1000 * (time.perf_counter() - began), 1)
+        found["first_search_ms"] = round(1000 * (clock() - began), 1)
         middle = view.page({}, offset=total // 2, limit=1)["rows"][0]
         pages: dict[str, Callable[[], Any]] = {
             "first_page_ms": lambda: view.page({}, descending=True),
@@ -111,6 +113,7 @@ def main() -> None:
             "groups_ms": lambda: view.groups({"split": "train"}),
             "trajectory_ms": lambda: view.trajectory(middle["id"], step=middle["step"], split=middle["split"]),
             "advantage_ms": lambda: view.advantage(middle["id"], step=middle["step"], split=middle["split"]),
+            "overview_ms": view.overview,
             "poll_ms": view.summary,
         }
         found |= {name: timed(call) for name, call in pages.items()}
@@ -118,7 +121,7 @@ def main() -> None:
         size = sum(p.stat().st_size for p in folder.rglob("*.parquet"))
         parts = len(list(folder.rglob("*.parquet")))
     line = {"benchmark": "viewer_pages", "trajectories": total, "parts": parts, "bytes_per_trajectory": round(size / total)}
-    print(json.dumps({**line, "write_s": round(written, 1), **found, "target_ms": TARGET_MS}))
+    print(json.dumps({**line, "write_s": round(written, 1), **found, "targets_ms": TARGETS_MS}))
 
 
 if __name__ == "__main__":

@@ -34,23 +34,54 @@ MAX_BYTES = 64 << 20
 """Bytes of a run's metrics that are read; the lines after them are not shown."""
 
 
+_TOGETHER = 256
+"""Lines that are parsed at once, so that they share the texts of their names; where one is damaged, each by itself."""
+
+
+def parse_lines(data: bytes) -> list[dict[str, Any] | None]:
+    """Return what `parse_line` gives for each line of a file."""
+    lines, found = data.splitlines(), []
+    for start in range(0, len(lines), _TOGETHER):
+        some = lines[start : start + _TOGETHER]
+        try:
+            read = json.loads(b"[" + b",".join(some) + b"]")
+        except (ValueError, RecursionError):
+            read = []
+        found += [_numbers(line) for line in read] if len(read) == len(some) else [parse_line(line) for line in some]
+    return found
+
+
 def parse_line(text: str | bytes) -> dict[str, Any] | None:
     """Return the numbers of one line, null and what is not finite as None; None for what is no such line.
 
     A line is an object with a whole number `step`, and a number or null under every other name.
     """
     try:
-        line = json.loads(text)
-        "".join(line).encode()  # a name that no page and no file can hold
-    except (ValueError, TypeError, RecursionError):
+        return _numbers(json.loads(text))
+    except (ValueError, RecursionError):
         return None  # half a line, from a crash, or something else altogether
+
+
+def _numbers(line: Any) -> dict[str, Any] | None:
     if not isinstance(line, dict) or type(line.get("step")) is not int or not 0 <= line["step"] < 2**53:
         return None
-    if not all(value is None or type(value) in (int, float) for value in line.values()):
+    kinds = set(map(type, line.values()))
+    if not kinds <= {int, float, type(None)} or not _is_text("".join(line)):
         return None
-    if any(type(value) is int and abs(value) > sys.float_info.max for value in line.values()):
+    if max(abs(value) for value in line.values() if type(value) is int) > sys.float_info.max:
         return None  # a number that no float can hold
+    if type(None) not in kinds and all(map(math.isfinite, line.values())):
+        return line
     return {name: None if value is None or not math.isfinite(value) else value for name, value in line.items()}
+
+
+def _is_text(name: str) -> bool:
+    """Return whether a page and a file can hold a name: it has no half of a character."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def metric_lines(path: Path, *, max_bytes: int = -1) -> list[dict[str, Any]]:
@@ -67,4 +98,4 @@ def metric_lines(path: Path, *, max_bytes: int = -1) -> list[dict[str, Any]]:
             data = file.read(max_bytes)
     except OSError as problem:
         raise DataError(f"{path} cannot be read: {one_line(problem)}") from problem
-    return [line for text in data.splitlines() if (line := parse_line(text)) is not None]
+    return [line for line in parse_lines(data) if line is not None]

@@ -41,7 +41,9 @@ class BoundedFile:
             raise DataError(f"it has {head.num_rows} rows, and at most {MAX_ROWS} are read")
         columns = [head.schema.column(i) for i in range(len(head.schema))]
         self._paths = [c.path for c in columns]
-        self._file = pq.ParquetFile(path, read_dictionary=[c.path for c in columns if c.physical_type == "BYTE_ARRAY"])
+        self._file = pq.ParquetFile(
+            path, read_dictionary=[c.path for c in columns if c.physical_type == "BYTE_ARRAY"], metadata=head
+        )
         self.schema = self._file.schema_arrow
         self.num_rows: int = head.num_rows
         self.rows_of_groups: list[int] = [head.row_group(i).num_rows for i in range(head.num_row_groups)]
@@ -57,7 +59,8 @@ class BoundedFile:
         roots = frozenset(column.partition(".")[0] for column in columns)
         self._check(sum(self._size(number, roots) for number in chosen))
         # One at a time: each group has dictionaries of its own, and nested texts of several cannot be read together.
-        read = [self._file.read_row_group(number, columns=list(columns)) for number in chosen]
+        # Groups are small: to share out the columns of one among threads costs more than to read them.
+        read = [self._file.read_row_group(number, columns=list(columns), use_threads=False) for number in chosen]
         return pa.concat_tables(read) if read else self._file.schema_arrow.empty_table().select(list(columns))
 
     def paths(self, column: str, leaf: str) -> list[str]:

@@ -135,12 +135,11 @@ class TextSearch:
 
 def _texts_in(file: BoundedFile) -> Iterator[_Texts]:
     start = 0
+    paths = [path for column, leaves in _COLUMNS.items() for leaf in leaves for path in file.paths(column, leaf)]
     for group, count in enumerate(file.rows_of_groups):
-        for column, leaves in _COLUMNS.items():
-            paths = [path for leaf in leaves for path in file.paths(column, leaf)]
-            if not paths:
-                continue  # an older version
-            of = file.read(paths, groups=[group])[column].combine_chunks()
+        table = file.read(paths, groups=[group])
+        for column in table.column_names:
+            of = table[column].combine_chunks()
             row = start + np.asarray(pc.list_parent_indices(of), np.int64)
             whole = of.flatten()
             for field_ in whole.type:

@@ -12,7 +12,7 @@ from typing import Any
 
 from polyturn.core.contained import contained
 from polyturn.core.errors import DataError
-from polyturn.core.metrics_file import MAX_BYTES, parse_line
+from polyturn.core.metrics_file import MAX_BYTES, parse_lines
 
 
 class MetricFile:
@@ -50,12 +50,12 @@ class MetricFile:
             self.problem = f"{self._name} has {size} bytes, and only the first {MAX_BYTES} are shown"
         whole = new[: new.rfind(b"\n") + 1]
         self._read_to += len(whole)
-        for line in whole.splitlines():
-            values = parse_line(line)
+        for values in parse_lines(whole):
             if values is None:
                 self._bad_lines += 1
-            else:
-                self.lines.append(values)
+                continue
+            self.lines.append(values)
+            if not values.keys() <= self.names.keys():
                 self.names.update(dict.fromkeys(values))
 
     def steps(self) -> list[dict[str, Any]]:

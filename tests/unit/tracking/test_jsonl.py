@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from polyturn.core.metrics_file import parse_line, parse_lines
 from polyturn.core.protocols import Tracker
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 
@@ -51,3 +52,18 @@ def test_several_lines_of_one_step_are_read_as_one(tmp_path: Path) -> None:
     tracker.log(1, {"b": 2})
     tracker.close()
     assert read_metrics(tmp_path / "m.jsonl") == [{"step": 0, "a": 0}, {"step": 1, "a": 1, "b": 2}]
+
+
+def test_lines_that_are_parsed_together_are_those_that_are_parsed_alone() -> None:
+    """Also where one of them is damaged, holds two objects, or begins what the next one ends."""
+    good = [json.dumps({"step": s, "a": s / 7, "b": None}).encode() for s in range(600)]
+    for bad in (
+        b'{"step": 1}, {"step": 2}',
+        b'{"step": 3',
+        b"",
+        b"\xff",
+        b'{"step": 4, "\\ud800": 1}',
+        b'{"step": 5, "a": NaN}',
+    ):
+        lines = [*good[:300], bad, *good[300:]]
+        assert parse_lines(b"\n".join(lines)) == [parse_line(line) for line in lines], bad
