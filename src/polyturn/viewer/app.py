@@ -108,6 +108,10 @@ def create_app(
     def overview(number: int) -> Response:
         return JSONResponse(view(number).overview())
 
+    @app.get("/api/runs/{number}/distributions")
+    def distributions(number: int, split: str = "train") -> Response:
+        return JSONResponse(view(number).distributions(split))
+
     @app.get("/api/runs/{number}/telling")
     def telling(number: int) -> Response:
         return JSONResponse(view(number).telling(NUM_TELLING))

@@ -64,10 +64,12 @@ def _answers(view: RunView, num_trajectories: int) -> dict[str, Any]:
         "telling": chosen,
         "config": view.config(),
     }
+    for split in view.summary()["splits"]:
+        found[f"distributions {split}"] = view.distributions(split)
     for one in chosen:
-        name, place = f"{one['id']} {one['step']} {one['split']}", {"step": one["step"], "split": one["split"]}
-        found[f"trajectory {name}"] = view.trajectory(one["id"], **place, page_size=MAX_TOKENS)
-        found[f"advantage {name}"] = view.advantage(one["id"], **place)
+        id, step, split = one["id"], one["step"], one["split"]
+        found[f"trajectory {id} {step} {split}"] = view.trajectory(id, step=step, split=split, page_size=MAX_TOKENS)
+        found[f"advantage {id} {step} {split}"] = view.advantage(id, step=step, split=split)
     return found
 
 

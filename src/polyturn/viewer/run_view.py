@@ -25,6 +25,16 @@ from polyturn.store.parquet_store import FOLDER
 from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.metric_docs import meaning
 from polyturn.viewer.curves import Window, draw
+from polyturn.viewer.distributions import (
+    OF_TOKENS,
+    OF_TRAJECTORIES,
+    TokenValues,
+    distribution,
+    of_tokens,
+    of_trajectories,
+    reward_parts,
+    token_values,
+)
 from polyturn.viewer.filters import PLAIN, check_size, facets, narrow
 from polyturn.viewer.highlights import telling
 from polyturn.viewer.labels import Label, Labels, known_labels
@@ -61,6 +71,7 @@ class RunView:
         self._metrics = MetricFile(folder, "metrics.jsonl")
         self._warm_start = MetricFile(folder, "sft_metrics.jsonl")
         self._calls: dict[Any, pa.Table] = {}
+        self._values: dict[Any, dict[str, TokenValues]] = {}
 
     def summary(self) -> dict[str, Any]:
         """Return what the list of runs shows."""
@@ -155,6 +166,19 @@ class RunView:
             "settings": settings(read.values),
             "config_problem": read.problem,
         }
+
+    def distributions(self, split: str) -> dict[str, Any]:
+        """Return how numbers of a split's trajectories and tokens are distributed over its steps."""
+        self._store.refresh()
+        chosen = self._store.select(split=split)
+        parts = list(chosen.scan(token_values, self._values))
+        known = of_trajectories(chosen.table()) | {name: of_tokens(name, parts) for name in OF_TOKENS}
+        drawn = [
+            {"name": name, "title": title, **found}
+            for name, title in (OF_TRAJECTORIES | OF_TOKENS).items()
+            if (found := distribution(*known[name])) is not None
+        ]
+        return {"distributions": drawn, "parts": reward_parts(chosen.table())}
 
     def telling(self, num: int) -> list[dict[str, Any]]:
         """Return at most `num` trajectories that tell the most: what names each, and why it is shown."""

@@ -101,3 +101,8 @@ def test_several_runs_are_drawn_with_their_names_in_either_theme(page, drawn, ke
     page.click("#theme")
     until(page, f"document.querySelector('.plot').plot.series[2].stroke() !== '{light}'")
     keep(page, "curves-two-dark")
+    page.get_by_label("runs as a band").check()
+    until(page, "document.querySelector('.plot').plot.bands.length === 1")
+    x, mean, low, high = page.evaluate(DATA)
+    assert mean == low == high and x[-1] == STEPS, "both runs are the same"
+    page.wait_for_url("**band=1")

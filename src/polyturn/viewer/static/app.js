@@ -4,6 +4,7 @@
 import { address, el, get, go, kept, leave, place, state } from "/static/base.js";
 import { answer } from "/static/answer.js";
 import { curves } from "/static/curves.js";
+import { distributions } from "/static/distributions.js";
 import { groups, timelinePage } from "/static/groups.js";
 import { compare, one } from "/static/one.js";
 import { about } from "/static/run.js";
@@ -11,10 +12,10 @@ import { trajectories } from "/static/table.js";
 import { task } from "/static/task.js";
 import { why } from "/static/why.js";
 
-const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"], ["answer", "Answer"]];
+const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["distributions", "Distributions"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Run"], ["answer", "Answer"]];
 // Without runs there is the page for answers alone; a report has those pages whose answers are in its file.
-const isThere = (name) => (name === "answer" ? state.hasDesk : state.runs.length > 0 && (!kept || ["curves", "about"].includes(name)));
-const PAGES = { curves, trajectories, groups, timeline: timelinePage, one, compare, why, task, about, answer };
+const isThere = (name) => (name === "answer" ? state.hasDesk : state.runs.length > 0 && (!kept || ["curves", "distributions", "about"].includes(name)));
+const PAGES = { curves, distributions, trajectories, groups, timeline: timelinePage, one, compare, why, task, about, answer };
 const INSIDE = ["one", "compare", "why", "task"]; // pages of single trajectories, which stand under the table's tab
 const main = document.getElementById("main");
 

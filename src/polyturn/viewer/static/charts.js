@@ -12,6 +12,7 @@ export function svg(name, attributes = {}, ...children) {
 }
 
 const COLOURS = 6;
+export const palette = (color) => `ink${color % COLOURS}`;
 const WHOLE = [...Array(15).keys()].flatMap((e) => [1, 2, 5].map((m) => m * 10 ** e));
 
 // The colour that a class has in the theme of the page, which a canvas cannot look up by itself.
@@ -22,16 +23,31 @@ function ink(name, property = "color") {
   return found;
 }
 
+const paled = (color) => color.replace("rgb(", "rgba(").replace(")", ", 0.25)");
+
 // Several curves, each with places of its own, on the places of all of them.
 function joined(curves) {
   const drawn = curves.filter(({ x }) => x.length);
   return drawn.length ? uPlot.join(drawn.map(({ x, y }) => [x, y])) : [[]];
 }
 
-// curves: [{name, color, x, y, isFaint, isSparse}]. What was measured is always drawn, behind what is smoothed (`isFaint`); points that
+// Runs as one curve: their mean, with the lowest and the highest of them, where every one of them has been.
+export function banded(curves) {
+  const drawn = curves.filter(({ x }) => x.length), low = Math.max(...drawn.map(({ x }) => x[0])), high = Math.min(...drawn.map(({ x }) => x.at(-1)));
+  const x = [...new Set(drawn.flatMap((curve) => curve.x))].filter((v) => v >= low && v <= high).sort((a, b) => a - b);
+  const at = drawn.map((curve) => { let i = 0; return x.map((v) => {
+    while (curve.x[i + 1] <= v) i++;
+    const share = i + 1 < curve.x.length ? (v - curve.x[i]) / (curve.x[i + 1] - curve.x[i]) : 0;
+    return curve.y[i] + share * ((curve.y[i + 1] ?? 0) - curve.y[i]);
+  }); });
+  const line = (name, of, more = {}) => ({ name, color: 0, x, y: x.map((_, i) => of(at.map((y) => y[i]))), ...more });
+  return [line(`mean of ${drawn.length} runs`, (all) => all.reduce((a, b) => a + b, 0) / all.length), line("lowest", (all) => Math.min(...all), { isFaint: true }), line("highest", (all) => Math.max(...all), { isFaint: true })];
+}
+
+// curves: [{name, color, x, y, isFaint, isSparse, isFilled}]. What was measured is always drawn, behind what is smoothed (`isFaint`); points that
 // stand apart (evaluations) are marked, because the line between them was not measured. `range` is the part of the axis that is shown,
 // `onZoom(low, high)` is told what was dragged over, and nothing after a double click.
-export function lineChart(curves, { label = "", height = 170, isLog = false, range = null, axis = "step", onZoom = () => {} } = {}) {
+export function lineChart(curves, { label = "", height = 170, isLog = false, range = null, axis = "step", band = null, onZoom = () => {} } = {}) {
   const positive = isLog ? curves.map((c) => ({ ...c, y: c.y.map((v) => (v > 0 ? v : null)) })) : curves;
   const drawn = positive.filter(({ x }) => x.length);
   const data = joined(positive);
@@ -46,10 +62,11 @@ export function lineChart(curves, { label = "", height = 170, isLog = false, ran
   };
   const options = {
     width: 320, height, legend: { show: false }, series: [{}, ...drawn.map((c) => {
-      const stroke = ink(`ink${c.color % COLOURS}`);
-      return { stroke, alpha: c.isFaint ? 0.3 : 1, width: 1.6, spanGaps: true, points: { show: c.isSparse || c.x.length === 1, size: 6, fill: stroke } };
+      const stroke = ink(palette(c.color));
+      return { stroke, fill: c.isFilled ? paled(stroke) : undefined, alpha: c.isFaint ? 0.3 : 1, width: 1.6, spanGaps: true, points: { show: c.isSparse || c.x.length === 1, size: 6, fill: stroke } };
     })],
-    scales: { x: { time: false, ...(range ? { range: () => range } : {}) }, y: { distr: isLog ? 3 : 1 } },
+    bands: band && drawn.length > Math.max(...band) ? [{ series: band.map((i) => i + 1), fill: paled(ink(palette(0))) }] : [],
+    scales: { x: { time: false, ...(range ? { range: () => range } : {}) }, y: { distr: isLog ? 3 : 1, ...(curves.some((c) => c.isFilled) ? { range: (u, low, high) => [Math.min(low, 0), Math.max(high, 0) * 1.05] } : {}) } },
     axes: [{ ...ticks, size: 28, space: 60, incrs: axis === "time" ? undefined : WHOLE }, { ...ticks, size: 54, space: 32 }],
     cursor: { sync: { key: "curves" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => { onZoom(); return null; } }, points: { size: 6 } },
     hooks: {
@@ -67,6 +84,22 @@ export function lineChart(curves, { label = "", height = 170, isLog = false, ran
     new ResizeObserver(() => { if (box.clientWidth > 0) box.plot.setSize({ width: box.clientWidth, height }); }).observe(box);
   } else box.append(el("p", { class: "muted" }, isLog && curves.some((c) => c.x.length) ? "No value above 0." : "Nothing here."));
   return el("div", {}, box, told);
+}
+
+// data: {steps, low, high, counts: [column][bin], mean}. The darker a field, the larger its share of the values of its column.
+export function heatMap({ steps, low, high, counts, mean }, { label = "" } = {}) {
+  const width = 400, height = 190, left = 52, top = 6, bottom = 20, wide = (width - left) / counts.length, tall = (height - top - bottom) / counts[0].length;
+  const box = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "heat-map", role: "img", "aria-label": `${label}: mean ${short(mean[0])} at step ${steps[0]}, ${short(mean.at(-1))} from step ${steps.at(-1)} on` });
+  const Y = (v) => height - bottom - ((Math.min(Math.max(v, low), high) - low) / (high - low)) * (height - top - bottom);
+  counts.forEach((column, i) => {
+    const most = Math.max(...column), group = svg("g", {}, svg("title", {}, `step ${steps[i]}${steps[i + 1] > steps[i] + 1 ? `–${steps[i + 1] - 1}` : ""}: ${column.reduce((a, b) => a + b, 0)} values, mean ${short(mean[i])}`));
+    column.forEach((count, bin) => { if (count) group.append(svg("rect", { x: left + i * wide, y: height - bottom - (bin + 1) * tall, width: wide, height: tall, class: "f0", "fill-opacity": Math.sqrt(count / most).toFixed(2) })); });
+    box.append(group);
+  });
+  box.append(svg("polyline", { class: "mean", points: mean.map((v, i) => `${left + (i + 0.5) * wide},${Y(v)}`).join(" ") }));
+  for (const v of [low, (low + high) / 2, high]) box.append(svg("text", { x: left - 4, y: Math.max(Y(v) + 4, 11), "text-anchor": "end" }, String(short(Number(v.toPrecision(3))))));
+  for (const [i, anchor] of [[0, "start"], [steps.length - 1, "end"]]) if (i || anchor === "start") box.append(svg("text", { x: i ? width : left, y: height - 5, "text-anchor": anchor }, String(steps[i])));
+  return box;
 }
 
 // A dot for each reward, on the range of all that are shown.

@@ -1,7 +1,7 @@
 // Curves of one or several runs: which metrics, over what, how smooth; drag over a chart to zoom into all of them.
 
 import { besidePicker, el, get, kept, remember, select, state, together } from "/static/base.js";
-import { lineChart } from "/static/charts.js";
+import { banded, lineChart } from "/static/charts.js";
 
 const MOST = 60;
 const AXES = [["step", "step"], ["time", "seconds of training"], ["tokens", "sampled tokens"]];
@@ -19,6 +19,7 @@ export async function curves(run, values) {
   const smoothing = el("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: values.smooth ?? 0, "aria-label": "Smoothing" });
   const axis = select("axis", { axis: values.axis ?? "step" }, [], "Over");
   axis.querySelector("select").replaceChildren(...AXES.map(([name, label]) => el("option", { value: name, selected: name === (values.axis ?? "step") }, label)));
+  const asBand = el("input", { type: "checkbox", checked: values.band === "1" });
   const isLog = el("input", { type: "checkbox", checked: values.log === "1" });
   const low = el("input", { type: "number", step: "any", value: values.low ?? "", "aria-label": "From" }), high = el("input", { type: "number", step: "any", value: values.high ?? "", "aria-label": "To" });
   let asked = 0;
@@ -47,9 +48,10 @@ export async function curves(run, values) {
       if (!found.smooth_x.length) return [{ ...one, x: found.x, y: found.y }];
       return [{ ...one, x: found.x, y: found.y, isFaint: true }, { ...one, x: found.smooth_x, y: found.smooth_y, isSparse: false }];
     });
+    const smooth = series.filter((one) => !one.isFaint && one.x.length), isBand = asBand.checked && smooth.length > 1;
     const total = Math.max(0, ...drawn.map((of) => of[name]?.total ?? 0));
     return el("section", { class: "chart", "aria-label": name }, el("h2", {}, name), meaning ? el("p", { class: "meaning" }, meaning) : null,
-      lineChart(series, { label: name, isLog: isLog.checked, range, axis: over, onZoom: zoom }), total > 1200 ? el("p", { class: "muted" }, `${total} points; drag to see single ones`) : null);
+      lineChart(isBand ? banded(smooth) : series, { label: name, band: isBand ? [2, 1] : null, isLog: isLog.checked, range, axis: over, onZoom: zoom }), total > 1200 ? el("p", { class: "muted" }, `${total} points; drag to see single ones`) : null);
   }
 
   function zoom(from = "", to = "") {
@@ -59,15 +61,15 @@ export async function curves(run, values) {
   }
 
   async function changed() {
-    remember({ metric: search.value, smooth: Number(smoothing.value) || "", axis: axis.querySelector("select").value === "step" ? "" : axis.querySelector("select").value, log: isLog.checked ? 1 : "", low: low.value, high: high.value });
+    remember({ metric: search.value, smooth: Number(smoothing.value) || "", axis: axis.querySelector("select").value === "step" ? "" : axis.querySelector("select").value, log: isLog.checked ? 1 : "", band: asBand.checked ? 1 : "", low: low.value, high: high.value });
     await load();
   }
 
   legend.replaceChildren(...runs.map((index, color) => el("span", {}, el("i", { class: `ink${color}` }), state.runs[index].name)));
   for (const input of [search, smoothing, low, high]) input.addEventListener("input", changed);
-  for (const input of [axis, isLog]) input.addEventListener("change", changed);
+  for (const input of [axis, isLog, asBand]) input.addEventListener("change", changed);
   const bar = el("div", { class: "bar" }, el("label", {}, "Metrics", search), kept ? null : el("label", {}, "Smoothing", smoothing), kept ? null : axis, el("label", {}, "From", low), el("label", {}, "to", high),
-    el("label", { class: "check" }, isLog, "log scale"), el("button", { type: "button", onclick: () => zoom() }, "Whole run"), besidePicker(run, "curves", runs));
+    el("label", { class: "check" }, isLog, "log scale"), runs.length > 1 ? el("label", { class: "check" }, asBand, "runs as a band") : null, el("button", { type: "button", onclick: () => zoom() }, "Whole run"), besidePicker(run, "curves", runs));
   await load();
   return { element: el("div", {}, alarms, bar, runs.length > 1 ? legend : null, grid), update: load, repaint: load };
 }

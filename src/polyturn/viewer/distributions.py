@@ -1,0 +1,141 @@
+"""How numbers of trajectories and tokens are distributed at each step, and what the parts of the reward add up to.
+
+    600 steps of 128 rewards  ->  at most 60 columns of steps x 24 bins, how many fall into each
+
+Numbers of trajectories come from the table of the store; those of tokens (advantages, log-probabilities) from its arrays,
+of which each trajectory gives at most 64, evenly spaced, so that a long one counts no more than 64 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from polyturn.store.bounded import BoundedFile
+from polyturn.store.stored_run import Rows
+
+Values = NDArray[np.float64]
+COLUMNS, BINS = 60, 24
+TOKENS = 64
+"""Tokens of a trajectory that are counted."""
+OF_TRAJECTORIES = {
+    "reward": "Reward",
+    "num_sampled_tokens": "Length: sampled tokens of a trajectory",
+    "num_turns": "Turns",
+    "staleness": "Staleness: policy versions between a trajectory's oldest token and its update",
+}
+OF_TOKENS = {
+    "advantages": "Advantages of tokens",
+    "difference": "Log-probabilities of tokens, engine minus trainer",
+}
+
+
+class TokenValues(NamedTuple):
+    """Numbers of tokens of one part."""
+
+    row: Rows
+    """[N] the row of the part that each belongs to."""
+    value: NDArray[np.float32]
+    """[N] finite or not."""
+
+
+def token_values(file: BoundedFile) -> dict[str, TokenValues]:
+    """Return the numbers of a part's tokens, a name of `OF_TOKENS` each; none where an older version wrote it."""
+    names = ["advantages", "logprobs", "policy_logprobs"]
+    if not set(names) <= set(file.schema.names):
+        return {}
+    table = file.read(names)
+    (row, _, advantages), engine, trainer = (_spaced(table[name].combine_chunks()) for name in names)
+    same = np.isin(engine.row, np.flatnonzero(engine.length == trainer.length))
+    both = np.isin(trainer.row, np.flatnonzero(engine.length == trainer.length))
+    difference = engine.value[same] - trainer.value[both]
+    return {"advantages": TokenValues(row, advantages), "difference": TokenValues(engine.row[same], difference)}
+
+
+class _Spaced(NamedTuple):
+    row: Rows
+    length: Rows
+    """[rows] of each list."""
+    value: NDArray[np.float32]
+
+
+def _spaced(lists: pa.ListArray) -> _Spaced:
+    """Return at most `TOKENS` numbers of each list, evenly spaced."""
+    length = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    taken, start = np.minimum(length, TOKENS), np.cumsum(length) - length
+    row = np.repeat(np.arange(len(length)), taken)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(taken) - taken, taken)
+    place = start[row] + number * length[row] // np.maximum(taken[row], 1)
+    return _Spaced(row, length, lists.flatten().to_numpy(zero_copy_only=False)[place].astype(np.float32))
+
+
+def of_trajectories(table: pa.Table) -> dict[str, tuple[Rows, Values]]:
+    """Return the steps [N] and the numbers [N] of each name of `OF_TRAJECTORIES`."""
+    step = table["step"].to_numpy()
+    oldest = pc.subtract(pc.subtract(table["step"], 1), table["min_version"].cast(pa.int64()))
+    columns = {name: table[name] if name in table.column_names else oldest for name in OF_TRAJECTORIES}
+    return {name: (step, column.cast(pa.float64()).to_numpy()) for name, column in columns.items()}
+
+
+def of_tokens(name: str, parts: Iterable[tuple[pa.Table, Rows, dict[str, TokenValues]]]) -> tuple[Rows, Values]:
+    """Return the steps [N] and the numbers [N] of tokens, of parts as `StoredRun.scan` gives them."""
+    steps, values = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
+    for table, rows, known in parts:
+        if name not in known or not len(rows):
+            continue
+        step_of = np.full(max(int(rows.max()), int(known[name].row.max(initial=0))) + 1, -1, np.int64)
+        step_of[rows] = table["step"].to_numpy()
+        mine = step_of[known[name].row]
+        steps.append(mine[mine >= 0])
+        values.append(known[name].value[mine >= 0].astype(np.float64))
+    return np.concatenate(steps), np.concatenate(values)
+
+
+def distribution(step: Rows, value: Values) -> dict[str, Any] | None:
+    """Return how many values fall into each bin of each column of steps; None without a finite value.
+
+    Args:
+        step: [N] at least 0.
+        value: [N] those that are not finite are left out; beyond the outer thousandths, they count in the outermost bins.
+    """
+    known = np.isfinite(value)
+    step, value = step[known], value[known]
+    if not len(value):
+        return None
+    low, high = np.quantile(value, (0.001, 0.999)).tolist()
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    starts = columns_of(step)
+    at = np.searchsorted(starts, step, side="right") - 1
+    bins = np.clip(((value - low) / (high - low) * BINS).astype(np.int64), 0, BINS - 1)
+    counts = np.zeros((len(starts), BINS), np.int64)
+    np.add.at(counts, (at, bins), 1)
+    mean = np.bincount(at, value, len(starts)) / counts.sum(1)
+    return {"steps": starts.tolist(), "low": low, "high": high, "counts": counts.tolist(), "mean": mean.tolist()}
+
+
+def columns_of(step: Rows) -> Rows:
+    """Return the first step of each column: every step, or at most `COLUMNS` that hold as many steps each."""
+    steps = np.unique(step)
+    return steps[:: -(-len(steps) // COLUMNS)] if len(steps) else steps
+
+
+def reward_parts(table: pa.Table) -> dict[str, Any]:
+    """Return the mean of each part of the reward in each column of steps; 0 where no trajectory has it."""
+    step = table["step"].to_numpy()
+    starts = columns_of(step)
+    at = np.searchsorted(starts, step, side="right") - 1
+    column = table["components"].combine_chunks()
+    length = np.diff(column.offsets.to_numpy()) * column.is_valid().to_numpy(zero_copy_only=False)
+    row, names, values = np.repeat(np.arange(len(step)), length), column.keys.to_numpy(zero_copy_only=False), column.items
+    value, trajectories = values.to_numpy(zero_copy_only=False).astype(np.float64), np.bincount(at, minlength=len(starts))
+    found = {}
+    for name in sorted(set(names.tolist()))[:12]:
+        mine = (names == name) & np.isfinite(value)
+        found[name] = (np.bincount(at[row[mine]], value[mine], len(starts)) / np.maximum(trajectories, 1)).tolist()
+    return {"steps": starts.tolist(), "parts": found}
