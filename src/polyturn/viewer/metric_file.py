@@ -25,6 +25,8 @@ class MetricFile:
         """What any line has a number for, in the order in which the names came."""
         self.problem = ""
         self.is_there = True  # until it has been looked for
+        self.written_at = 0.0
+        """Seconds of the clock at which it was last written."""
         self._folder, self._name = folder, name
         self._read_to = self._bad_lines = 0
 
@@ -40,7 +42,8 @@ class MetricFile:
         self.problem, self.is_there = "", path is not None
         if path is None:
             return
-        size = path.stat().st_size
+        about = path.stat()
+        size, self.written_at = about.st_size, about.st_mtime
         if size < self._read_to:  # a resumed run drops the steps that it takes again
             self.lines, self.names, self._read_to, self._bad_lines = [], {}, 0, 0
         with path.open("rb") as file:

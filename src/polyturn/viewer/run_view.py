@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -48,6 +49,8 @@ from polyturn.viewer.why_advantage import why_advantage
 
 MAX_CURVES = 60
 """Curves of a run that are drawn at once."""
+SILENT_S = 300.0
+"""Seconds without a line, or ten of its longest late steps, after which a run that is not at its end is called silent."""
 WARM_START = "warm_start/"
 """Stands before the names of the warm start's metrics."""
 FIRST = (
@@ -70,6 +73,7 @@ class RunView:
         self._labels = Labels(folder)
         self._metrics = MetricFile(folder, "metrics.jsonl")
         self._warm_start = MetricFile(folder, "sft_metrics.jsonl")
+        self._planned: int | None = None
         self._calls: dict[Any, pa.Table] = {}
         self._values: dict[Any, dict[str, TokenValues]] = {}
 
@@ -89,14 +93,29 @@ class RunView:
             "stop_reasons": known("stop_reason"),
             "data_sources": known("data_source"),
             "last_step": max(steps, default=None),
+            **self._progress(max(steps, default=0)),
             "num_metrics": len(self._metrics.lines) + len(self._warm_start.lines),
             "problems": self.problems(),
             "has_tokenizer": self._tokens().is_known,
         }
 
+    def _progress(self, last_step: int) -> dict[str, Any]:
+        """Return whether the run goes on, as far as its files tell, how long nothing was written, and how long it took."""
+        if self._planned is None:
+            train = read_config(self.folder).values.get("train")
+            steps = train.get("steps") if isinstance(train, Mapping) else None
+            self._planned = steps if type(steps) is int else 0
+        spent = [min(max(s, 0.0), 2.0**53) for line in self._metrics.lines if (s := line.get("time/step_s"))]
+        written = max(self._metrics.written_at, self._warm_start.written_at)
+        silent = time.time() - written if written else 0.0
+        state = "silent" if silent > max(SILENT_S, 10 * max(spent[-9:], default=0.0)) else "running" if written else ""
+        is_finished = 0 < self._planned <= last_step
+        return {"state": "finished" if is_finished else state, "silent_s": silent, "spent_s": sum(spent)}
+
     def unreadable(self, why: str) -> dict[str, Any]:
         """Return what the list shows of the run when nothing of it can be read."""
         nothing = {"num_trajectories": 0, "splits": [], "stop_reasons": [], "data_sources": [], "last_step": None}
+        nothing |= {"state": "", "silent_s": 0.0, "spent_s": 0.0}
         known = {"name": self.name, "folder": str(self.folder), "num_metrics": 0, "has_tokenizer": False}
         return {**known, **nothing, "problems": [f"the run cannot be read: {why}"]}
 

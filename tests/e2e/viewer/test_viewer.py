@@ -146,7 +146,8 @@ def test_labels_and_contrast_hold_on_every_page(browser, address: str, scheme: s
     ways = {"curves": ".chart", "trajectories": "tbody tr", "groups": "tbody tr", "timeline?step=2&split=train": "svg g",
             "one?id=g30/1&step=3&split=train": ".tokens span", "about": "pre",
             "why?id=g30/0&step=3&split=train": ".formula", "distributions": ".heat-map rect",
-            "task?task_id=t0&split=train": ".message", "compare?a=g30/0&as=3&al=train&b=g31/0&bs=3&bl=train": ".sides ins"}  # fmt: skip
+            "task?task_id=t0&split=train": ".message",
+            "compare?a=g30/0&as=3&al=train&b=g31/0&bs=3&bl=train": ".sides ins"}  # fmt: skip
     for way, ready in ways.items():
         page.goto(f"/#/0/{way}")
         page.wait_for_selector(ready)

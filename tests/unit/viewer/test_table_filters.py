@@ -112,3 +112,17 @@ def test_a_file_has_bounds_and_a_known_format(client: TestClient, monkeypatch: p
     assert client.get("/api/runs/0/export?format=exe").status_code == 422
     monkeypatch.setattr(filters, "MAX_EXPORT", 1)
     assert "narrow the table" in client.get("/api/runs/0/export").json()["detail"]
+
+
+def test_a_run_is_running_silent_or_finished_as_far_as_its_files_tell(tmp_path: Path):
+    metrics = tmp_path / "metrics.jsonl"
+    (tmp_path / "config.yaml").write_text("train: {steps: 3}\n")
+    metrics.write_text('{"step": 1, "time/step_s": 20.0}\n{"step": 2, "time/step_s": 1e308}\n')
+    assert RunView(tmp_path).summary()["state"] == "running"
+    metrics.write_text('{"step": 1, "time/step_s": 20.0}\n{"step": 2, "time/step_s": 40.0}\n')
+    os.utime(metrics, (1000, 1000))
+    found = RunView(tmp_path).summary()
+    assert found["state"] == "silent" and found["spent_s"] == 60.0 and found["silent_s"] > 1e6
+    with metrics.open("a") as file:
+        file.write('{"step": 3}\n')
+    assert RunView(tmp_path).summary()["state"] == "finished"

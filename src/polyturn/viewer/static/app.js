@@ -1,7 +1,7 @@
 // The frame: which page the address names, the runs, what is polled while a run goes on, the keyboard.
 // A page is a function of run, values and run's summary that returns {element, ready?, update?, key?, leave?, follows?}.
 
-import { address, el, get, go, kept, leave, place, state } from "/static/base.js";
+import { address, el, get, go, kept, lasting, leave, place, state } from "/static/base.js";
 import { answer } from "/static/answer.js";
 import { curves } from "/static/curves.js";
 import { distributions } from "/static/distributions.js";
@@ -107,7 +107,8 @@ async function poll() {
     const info = state.runs[place().run];
     drawProblems(info);
     if (before !== size(state.runs)) await follow();
-    live.textContent = info ? `step ${info.last_step ?? "–"} · ${info.num_trajectories} trajectories · read at ${new Date().toLocaleTimeString()}` : "";
+    const doing = info && (info.state === "silent" ? `silent for ${lasting(info.silent_s)}` : info.state);
+    live.textContent = info ? `${doing}${info.spent_s ? ` · ${lasting(info.spent_s)}` : ""} · step ${info.last_step ?? "–"} · ${info.num_trajectories} trajectories · read at ${new Date().toLocaleTimeString()}` : "";
   } catch (problem) {
     live.textContent = problem instanceof TypeError ? "the viewer has stopped" : problem.message;
   }

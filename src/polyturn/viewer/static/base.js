@@ -94,6 +94,12 @@ export const cell = (value, isNumber) => el("td", { class: isNumber ? "number" :
 export const table = (label, names, rows) => el("div", { class: "scroll" }, el("table", { class: "plain", "aria-label": label },
   el("thead", {}, el("tr", {}, ...names.map(([name, isNumber]) => el("th", { class: isNumber ? "number" : null, scope: "col" }, name)))), el("tbody", {}, ...rows)));
 
+// Seconds as a person says them: 42 s, 3 min, 5 h, 2 days.
+export function lasting(seconds) {
+  const [size, unit] = [[86400, "days"], [3600, "h"], [60, "min"]].find(([one]) => seconds >= 2 * one) ?? [1, "s"];
+  return `${Math.round(seconds / size)} ${unit}`;
+}
+
 export function short(value) {
   if (typeof value !== "number") return value ?? "–";
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);

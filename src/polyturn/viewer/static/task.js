@@ -32,13 +32,12 @@ export async function task(run, values) {
     }
     const before = number ? at(steps[number - 1]) : [];
     const pair = [chosen[member.selectedIndex], before[Math.min(member.selectedIndex, before.length - 1)]];
-    remember({ step: steps[number] });
     const [now, old] = await Promise.all(pair.map((row) => row && get(`runs/${run}/trajectory`, { id: row.id, step: row.step, split: row.split })));
     if (mine !== asked) return;
     said.textContent = `step ${now.step}, ${number + 1} of ${steps.length}${old ? `; marked is what differs from ${old.id} at step ${old.step}` : ""}`;
     talk.replaceChildren(heading(now, run), el("p", {}, el("a", { href: address("one", { id: now.id, step: now.step, split: now.split }, run) }, "Its tokens")), ...now.messages.map((m, i) => message(m, { other: old?.messages[i], kind: "±" })));
   }
-  slider.addEventListener("input", show);
+  slider.addEventListener("input", () => { remember({ step: steps[slider.value] }); show(); });
   member.addEventListener("change", show);
   await show();
   const table = address("trajectories", { task_id: values.task_id, sort: "step" }, run);
