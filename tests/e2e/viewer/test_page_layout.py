@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run `make browser`")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 PAGES = {
     "curves": ".chart canvas",

@@ -139,6 +139,7 @@ def test_everything_can_be_reached_with_the_keyboard(page):
     assert page.is_visible("dialog")
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_labels_and_contrast_hold_on_every_page(browser, address: str, scheme: str):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed; run `make browser`")

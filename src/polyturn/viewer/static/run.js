@@ -9,7 +9,7 @@ const seconds = (value) => (typeof value === "number" ? Number(value.toPrecision
 // A row for each name that any of the runs has, and a column for each run.
 function words(title, runs, columns, names = [...new Set(columns.flatMap(Object.keys))]) {
   const rows = names.map((name) => el("tr", {}, el("th", { scope: "row" }, name), ...columns.map((column) => cell(column[name] ?? "–"))));
-  return el("section", { "aria-label": title }, el("h3", {}, title), rows.length ? table(title, [[""], ...runs.map((run) => [state.runs[run].name])], rows) : el("p", { class: "muted" }, "Nothing is recorded."));
+  return el("section", { "aria-label": title }, el("h3", {}, title), rows.length ? table(title, [["name"], ...runs.map((run) => [state.runs[run].name])], rows) : el("p", { class: "muted" }, "Nothing is recorded."));
 }
 
 function tools(runs, found) {
