@@ -52,6 +52,13 @@ def test_gpus_too_small_for_any_layout_say_so(tmp_path: Path) -> None:
     assert called.code != 0 and "no layout on 8 GPUs fits" in called.err
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "1e308", "80GB"])
+@pytest.mark.parametrize("option", ["--gpus", "--gpu-memory", "--link"])
+def test_a_number_that_no_machine_has_is_refused(tmp_path: Path, option: str, value: str) -> None:
+    called = plan(tmp_path, option, value)
+    assert called.code == 2 and f"Invalid value for '{option}'" in called.err
+
+
 @pytest.mark.parametrize(
     ("gpus", "limit_gb", "found"),
     [(8, 60, GpuLayout(4, 4, 1)), (8, 40, GpuLayout(5, 3, 1)), (8, 12, None), (64, 12, GpuLayout(33, 6, 2)), (4, 40, None)],

@@ -82,9 +82,11 @@ def train(
 def plan(
     config: ConfigArgument,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many GPUs there are.")] = 8,
-    gpu_memory: Annotated[float, typer.Option("--gpu-memory", min=0.1, help="GB of each.")] = 80.0,
-    link: Annotated[float, typer.Option("--link", min=0.01, help="GB a second from the ranks to a server.")] = 50.0,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=100_000, help="How many GPUs there are.")] = 8,
+    gpu_memory: Annotated[float, typer.Option("--gpu-memory", min=0.1, max=100_000, help="GB of each.")] = 80.0,
+    link: Annotated[
+        float, typer.Option("--link", min=0.01, max=100_000, help="GB a second from the ranks to a server.")
+    ] = 50.0,
 ) -> None:
     """Say what each process of a run holds, and what would fit. How long a weight sync takes on a given link, too."""
     _check_config(config, overrides or [])
