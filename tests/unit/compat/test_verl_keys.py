@@ -201,7 +201,6 @@ IGNORED = [
     "data.filter_overlong_prompts_workers=8",
     "actor_rollout_ref.hybrid_engine=True",
     "actor_rollout_ref.model.use_remove_padding=True",
-    f"{ACTOR}.strategy=fsdp2",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
     f"{ACTOR}.fsdp_config.param_offload=True",
     f"{ACTOR}.fsdp_config.optimizer_offload=True",
@@ -277,9 +276,10 @@ REJECTED = [
     ("reward_model.reward_manager=gdpo", "no such reward manager"),
     ("reward_model.reward_kwargs={colour: red}", "'colour'"),
     ("reward_model.enable=True", "custom_reward_function"),
-    (f"{ACTOR}.strategy=megatron", "Megatron"),
-    (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "Megatron"),
-    ("actor_rollout_ref.ref.megatron.param_offload=True", "Megatron"),
+    (f"{ACTOR}.strategy=torchtitan", "strategy"),
+    (f"+{ACTOR}.megatron.tensor_model_parallel_size=2", "strategy is megatron"),
+    (f"+{ACTOR}.megatron.context_parallel_size=2", "not split further"),
+    (f"+{ACTOR}.megatron.use_dist_checkpointing=True", "option of Megatron's"),
     (f"{ACTOR}.ppo_epochs=2", "ppo_mini_batch_size"),
     (f"{ACTOR}.ppo_mini_batch_size=2000", "from 1 to data.train_batch_size, which is 1024"),
     (f"{ACTOR}.policy_loss.loss_mode=gspoo", "Did you mean 'gspo'"),
@@ -392,10 +392,12 @@ def test_a_kl_in_the_loss_and_one_in_the_rewards_are_both_kept():
     ]
 
 
-def test_keys_of_megatron_are_refused_in_one_sentence_however_many_there_are():
-    with pytest.raises(ConfigError) as refused:
-        translated(f"{ACTOR}.strategy=megatron", f"+{ACTOR}.megatron.a=1", "+actor_rollout_ref.ref.megatron.b=2")
-    assert len(str(refused.value).splitlines()) == 1 and "strategy fsdp" in str(refused.value)
+def test_sizes_of_megatron_are_those_of_its_backend():
+    sizes = [f"+{ACTOR}.megatron.{what}_model_parallel_size=2" for what in ("tensor", "pipeline")]
+    ignored = [f"+{ACTOR}.megatron.param_offload=True", "+actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4"]
+    made = translated(f"{ACTOR}.strategy=megatron", *sizes, *ignored).native["train"]
+    assert made["backend"] == "megatron" and made["distributed"] == {"tensor_parallel": 2, "pipeline_parallel": 2}
+    assert "backend" not in translated().native["train"]
     with pytest.raises(ConfigError, match="Megatron's backend"):
         compose_name("ppo_megatron_trainer", folder=None)
 

@@ -182,7 +182,8 @@ def dispatch(arguments: Sequence[str]) -> None:
     name = arguments[0] if arguments else ""
     if name == "megatron":
         raise ConfigError(
-            "`swift megatron` is not available yet: run the same arguments with `swift rlhf`, without Megatron's"
+            "`swift megatron` is not available here: run `swift rlhf` without Megatron's own arguments, and say what they "
+            "mean as --polyturn.train.backend megatron and --polyturn.train.distributed.tensor_parallel 2"
         )
     if name not in COMMANDS:
         raise ConfigError(

@@ -20,7 +20,7 @@ from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
 from polyturn.compat.verl_config.convert_reward import reward_function, reward_manager
-from polyturn.compat.verl_config.convert_run import every, keep, run_folder, steps, trackers
+from polyturn.compat.verl_config.convert_run import backend, every, keep, run_folder, steps, trackers
 from polyturn.compat.verl_config.source import Source
 from polyturn.compat.verl_config.table import is_of_verl
 from polyturn.core.errors import did_you_mean, one_line
@@ -370,6 +370,6 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
         model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, grad_clip, warmup,
         temperature, agent_loop, engine, top_k, validation, limits, turns, tool_response, futures, sanity_mode, parser,
         advantage, discount, critic, kl_in_reward, trackers,
-        policy_loss, lora, correction, reward_function, reward_manager, steps, run_folder, every, keep,
+        policy_loss, lora, correction, reward_function, reward_manager, steps, backend, run_folder, every, keep,
     )
 }  # fmt: skip

@@ -18,7 +18,6 @@ from polyturn.compat.verl_config.table import table
 from polyturn.core.errors import ConfigError
 
 BACKENDS = {
-    "megatron": "Megatron's backend",
     "mindspeed": "MindSpeed's backend",
     "torchtitan": "TorchTitan's backend",
     "veomni": "VeOmni's backend",
@@ -101,6 +100,12 @@ class Override:
 
 
 def refuse_backend(text: str, *, what: str) -> None:
+    if "megatron" in text:
+        raise ConfigError(
+            f"{what}: verl's trees of Megatron's backend are not here: start from ppo_trainer, and write "
+            "actor_rollout_ref.actor.strategy=megatron with sizes such as "
+            "+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+        )
     for name, backend in BACKENDS.items():
         if name in text:
             raise ConfigError(
