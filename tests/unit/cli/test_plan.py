@@ -59,6 +59,12 @@ def test_a_number_that_no_machine_has_is_refused(tmp_path: Path, option: str, va
     assert called.code == 2 and f"Invalid value for '{option}'" in called.err
 
 
+@pytest.mark.parametrize("value", ["-1", ".nan", ".inf", "many"])
+def test_an_amount_of_a_resource_that_no_machine_has_is_refused(tmp_path: Path, value: str) -> None:
+    called = plan(tmp_path, f"cluster.engines={{count: 2, resources: {{GPU: {value}}}}}")
+    assert called.code == 2 and "cluster.engines.resources.GPU is" in called.err
+
+
 @pytest.mark.parametrize(
     ("gpus", "limit_gb", "found"),
     [(8, 60, GpuLayout(4, 4, 1)), (8, 40, GpuLayout(5, 3, 1)), (8, 12, None), (64, 12, GpuLayout(33, 6, 2)), (4, 40, None)],

@@ -7,9 +7,13 @@ Without an address every process is on this machine.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from polyturn.config.models.base import Section
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ActorsConfig(Section):
@@ -17,7 +21,7 @@ class ActorsConfig(Section):
 
     count: int = Field(1, ge=1)
     """How many of them."""
-    resources: dict[str, float] = {"CPU": 1}
+    resources: dict[str, Amount] = {"CPU": 1}
     """What each of them occupies, in Ray's words: CPU, GPU, and resources that a node was started with."""
 
 
@@ -26,7 +30,7 @@ class ClusterConfig(Section):
 
     address: str | None = None
     """`auto`, an address, or `local` for a cluster on this machine; `--ray` sets it."""
-    rank_resources: dict[str, float] = {"CPU": 1}
+    rank_resources: dict[str, Amount] = {"CPU": 1}
     """What each of train.distributed.ranks occupies."""
     engines: ActorsConfig = ActorsConfig()
     """Replicas of the engine: embedded ones, or servers that are started, each with all of these resources. Not for
