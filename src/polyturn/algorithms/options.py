@@ -1,6 +1,6 @@
-"""What can be chosen about the mathematics of training: off-policy correction and distillation.
+"""What can be chosen about the mathematics of training: averages, KL terms, off-policy correction and distillation.
 
-    algorithm: {loss: ppo_clip, correction: {cap: 2.0, reject: {seq_mean_k1: [0.99, 1.01]}}}
+    algorithm: {loss: {correction: {cap: 2.0, reject: {seq_mean_k1: [0.99, 1.01]}}}, aggregate: seq-mean-token-sum}
 
 Separate from `correction.py`, because a configuration is read where torch is not.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -83,6 +83,18 @@ def _bounds(name: str, value: float | tuple[float, float]) -> Bounds:
     if isinstance(value, tuple):
         return Bounds(*value)
     return Bounds(1 / value if value else math.inf, value) if name.endswith("_k1") else Bounds(-math.inf, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AverageOptions:
+    """How the losses of tokens become one number."""
+
+    PART: ClassVar[str] = "seq-mean-token-sum-norm"
+
+    name: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """What each token weighs (docs/algorithms.md)."""
+    norm_length: Annotated[float, Field(gt=0)] | None = None
+    """The constant of seq-mean-token-sum-norm; null takes the longest trajectory of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from polyturn.evaluation.evaluate import EvalSet
 from polyturn.interactions.context import check_row
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import ContextPolicy
+from polyturn.tokens.options import ParserOptions
 from polyturn.tokens.parsers import HermesParser, build_parser
 from polyturn.tokens.text_codec import text_codec
 
@@ -57,7 +58,9 @@ def build_endpoint_context(place: ConfigSource, endpoint: Endpoint) -> tuple[Rol
     context = RolloutContext(
         engine=engine,
         codec=codec,
-        parser=build_parser(codec, "hermes", needs_calls=bool(tools.tools)) if tools.tools else HermesParser(),
+        parser=build_parser(codec, ParserOptions(name="hermes"), needs_calls=bool(tools.tools))
+        if tools.tools
+        else HermesParser(),
         tools=tools,
         also=tuple(one.engine for one in policies.by_name.values()),
         interactions=build_interactions(place, policies),

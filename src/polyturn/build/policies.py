@@ -105,8 +105,7 @@ def _follower(
     own = _own_place(one, place, place.config.model)
     engine = build_engine(own, copied, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=None)
     follower = PolicySnapshot(name=name, model=copied, engine=engine, refresh_every=one.refresh_every)
-    rollout = place.config.rollout
-    parser = build_parser(codec, rollout.parser, reasoning=rollout.reasoning_parser, base=place.base)
+    parser = build_parser(codec, place.config.rollout.parser, base=place.base)
     return follower, _policy(name, one, place, engine=engine, codec=codec, parser=parser, max_context=max_context)
 
 

@@ -61,9 +61,9 @@ def policy_options(
         "loss": LossSettings(
             policy_loss=build_policy_loss(place),
             policy_loss_kwargs=loss_arguments(algorithm),
-            aggregation=algorithm.aggregate,
+            aggregation=algorithm.aggregate.name,
             segment_weight=algorithm.segment_weight,
-            norm_length=algorithm.norm_length,
+            norm_length=algorithm.aggregate.norm_length,
             kl_coef=algorithm.kl_in("loss").coef,
             kl_estimator=algorithm.kl_in("loss").name,
             entropy_coef=algorithm.entropy_coef,

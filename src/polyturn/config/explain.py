@@ -102,6 +102,8 @@ def _locate(loc: Sequence[str | int], model: type, values: Any) -> tuple[KeyPath
         )
         if is_there:
             path, annotation, values = (*path, step), schema.child(of, step), values[step]
+        elif isinstance(values, str):  # it is the name of a part
+            return path, True
         elif position == len(loc) - 1 and (isinstance(step, int) or (schema.is_model(of) and step in schema.keys_of(of))):
             path = (*path, step)
     return path, True

@@ -53,6 +53,13 @@ RETIRED: Mapping[str, Successor] = {
         "write algorithm.loss: {name: ppo_clip, correction: {…}}", "algorithm.loss.correction"
     ),
     "algorithm.distill": Successor("write algorithm.loss: {name: ppo_clip, distill: {…}}", "algorithm.loss.distill"),
+    "algorithm.norm_length": Successor(
+        "write algorithm.aggregate: {name: seq-mean-token-sum-norm, norm_length: …}", "algorithm.aggregate.norm_length"
+    ),
+    "rollout.reasoning_parser": Successor("write rollout.parser: {reasoning: …}", "rollout.parser.reasoning"),
+    "rollout.calls_in_reasoning": Successor(
+        "write rollout.parser: {calls_in_reasoning: …}", "rollout.parser.calls_in_reasoning", False
+    ),
     "data.mix": Successor("write data.sampler: {name: mix, weights: {…}}", "data.sampler"),
     "data.sampler_kwargs": Successor(f"{BESIDE}: data.sampler: {{name: …, start: …}}", "data.sampler"),
     "model.lora.rank_stabilized": Successor(

@@ -95,6 +95,8 @@ class CriticSettings:
 class LoraSettings:
     """Train low-rank adapters beside the weights instead of the weights; needs peft (the extra `lora`)."""
 
+    PART: ClassVar[str] = "an adapter"
+
     rank: Annotated[int, Field(ge=1)] = 16
     """Rank of the update of every adapted layer."""
     alpha: Annotated[float, Field(gt=0)] = 32.0

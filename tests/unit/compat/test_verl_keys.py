@@ -115,7 +115,7 @@ MAPPED: list[tuple[str, str, Any]] = [
     (f"{ACTOR}.kl_loss_coef=0.01", "algorithm.kl.coef", 0.0),
     (f"{ACTOR}.kl_loss_type=mse", "algorithm.kl.estimator", "k2"),
     (f"{ACTOR}.kl_loss_type=low_var_kl+", "algorithm.kl.estimator", "k3+"),
-    (f"{ACTOR}.loss_scale_factor=3000", "algorithm.norm_length", 3000),
+    (f"{ACTOR}.loss_scale_factor=3000", "algorithm.aggregate.norm_length", 3000),
     (f"{ACTOR}.tis_imp_ratio_cap=2.5", "algorithm.loss.correction", {"weight": "token", "cap": 2.5}),
     ("actor_rollout_ref.model.lora_rank=8", "model.lora.rank", 8),
     (

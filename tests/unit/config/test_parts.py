@@ -55,6 +55,14 @@ def test_a_run_of_ones_own_loss_keeps_the_arguments_that_losses_of_ours_have_too
         ("algorithm.loss={name: 'mine.py:f', correction: {cap: -1}}", "algorithm.loss.correction.cap is -1"),
         ("algorithm.loss=5", "algorithm.loss is 5"),
         ("algorithm.loss={name: clip_cov, clip_cov_lb: 5, clip_cov_ub: 1}", "nothing lies between them"),
+        (
+            "algorithm.aggregate=tokenmean",
+            "algorithm.aggregate is 'tokenmean' (from the override 'algorithm.aggregate=token",
+        ),
+        ("algorithm.aggregate={name: tokenmean}", "algorithm.aggregate.name is 'tokenmean'"),
+        ("algorithm.norm_length=9", "write algorithm.aggregate: {name: seq-mean-token-sum-norm, norm_length: …}"),
+        ("rollout.parser={name: hermes, reasonning: qwen3}", "Did you mean 'rollout.parser.reasoning'"),
+        ("rollout.reasoning_parser=qwen3", "no key any more; write rollout.parser: {reasoning: …}"),
         ("algorithm.clip_low=0.1", r"no key any more; write algorithm.loss: {name: ppo_clip, clip_low: …}"),
     ],
 )

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from polyturn.algorithms.estimator_options import EstimatorOptions, GroupOptions, NamedEstimatorOptions
 from polyturn.algorithms.loss_options import LossOptions, NamedLossOptions, PpoOptions
-from polyturn.algorithms.options import CorrectionSettings, DistillSettings, KlOptions
+from polyturn.algorithms.options import AverageOptions, CorrectionSettings, DistillSettings, KlOptions
 from polyturn.config.models.base import Section
 from polyturn.config.parts import BY_NAME, OwnPart
 from polyturn.training.options import CriticSettings, RoutingOptions
@@ -42,13 +42,10 @@ class AlgorithmConfig(Section):
     advantage: Annotated[NamedEstimatorOptions | OwnEstimator, BY_NAME] = GroupOptions()
     critic: CriticSettings = CriticSettings()
     loss: Annotated[NamedLossOptions | OwnLoss, BY_NAME] = PpoOptions()
-    aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """How the losses of tokens become one number."""
+    aggregate: Annotated[AverageOptions, BY_NAME] = AverageOptions()
     segment_weight: Literal["per_token", "per_trajectory"] = "per_token"
     """How much a trajectory's segments weigh together: as its tokens do (per_token), or as much as any other trajectory
     (per_trajectory). Either way each of its tokens weighs the same, wherever the history was cut into segments."""
-    norm_length: float | None = Field(None, gt=0)
-    """The constant of seq-mean-token-sum-norm; null takes the longest trajectory of the step."""
     loss_scale: str = "default"
     """Which of the sampled tokens are trained: default (all turns), last_round (the last message of each sample),
     ignore_empty_think, `file.py:function`, or several as `a+b`. What a scheduler weighed itself stays."""

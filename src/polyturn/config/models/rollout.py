@@ -7,13 +7,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from polyturn.config.models.base import Section
+from polyturn.config.parts import BY_NAME
 from polyturn.core.generation import Sampling
 from polyturn.rollout.limits import Limits
+from polyturn.tokens.options import ParserOptions
 from polyturn.tools.options import ToolsOptions
 
 LIMITS = Limits(timeout_s=7200.0)
@@ -30,12 +32,7 @@ class RolloutConfig(Section):
     """YAML file with an `interaction` list, or that list."""
     interaction_timeout_s: float = Field(60.0, gt=0)
     """Seconds of one answer of an interaction; beyond, the trajectory fails."""
-    parser: str = "auto"
-    """Reads tool calls and reasoning from the model's text; auto: the one that reads what the chat template writes."""
-    reasoning_parser: str | None = None
-    """Name of the reasoning format; null for the one that the chat template, or else the parser's family, writes."""
-    calls_in_reasoning: bool = False
-    """Execute calls inside reasoning too; they are thoughts otherwise."""
+    parser: Annotated[ParserOptions, BY_NAME] = ParserOptions()
     scheduler: str | None = None
     """A name of a shipped scheduler, or `file.py:Class` of a MultiTurnScheduler; the default answers tool calls first, else
     asks the interaction."""

@@ -19,10 +19,12 @@ from typing import Any
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.tokens.codec import Codec
+from polyturn.tokens.options import ParserOptions
 from polyturn.tokens.parsers.base import ParsedTurn, ToolCallParser, Tools, TurnParser, parsers
 from polyturn.tokens.parsers.reasoning import ReasoningFormat, reasoning_formats
 from polyturn.tokens.turn_ends import common_length
 
+AUTO = ParserOptions()
 _USER = Message(role="user", content="Hi")
 _SAID, _THOUGHT = "Zq4Said it.", "Zq4Thought of it"
 _ARGUMENTS: dict[str, Any] = {
@@ -81,29 +83,22 @@ class _Probe:
 
 
 def build_parser(
-    codec: Codec,
-    name: str = "auto",
-    *,
-    reasoning: str | None = None,
-    calls_in_reasoning: bool = False,
-    needs_calls: bool = False,
-    base: Path | None = None,
+    codec: Codec, options: ParserOptions = AUTO, *, needs_calls: bool = False, base: Path | None = None
 ) -> ToolCallParser:
-    """Return the parser that `name` stands for.
+    """Return the parser that `options` name.
 
     Args:
         codec: Tokenizer and template; what they write decides where nothing is named.
-        name: A registered name, `file.py:Class`, or "auto": the parser that reads what the template writes.
-        reasoning: Name of a reasoning format; None for what the template, or else the family, writes.
-        calls_in_reasoning: Execute calls inside reasoning too.
+        options: The parser's name, and what it takes for reasoning.
         needs_calls: The run has tools, so a template whose calls nobody reads is an error.
         base: The folder that relative file paths start from.
 
     Raises:
         UnknownNameError: there is no such parser or reasoning format.
-        TemplateError: `name` is "auto", the run has tools, and no parser reads the template's calls.
+        TemplateError: the name is "auto", the run has tools, and no parser reads the template's calls.
         ConfigError: options for a parser that takes none.
     """
+    name = options.name
     if name == "auto":
         name = detect(codec)
         if name == "none" and needs_calls:
@@ -115,17 +110,17 @@ def build_parser(
             )
     found = parsers.resolve(name, base=base, key="rollout.parser")
     if not inspect.isclass(found) or not issubclass(found, TurnParser):
-        if reasoning is not None or calls_in_reasoning:
+        if options.reasoning is not None or options.calls_in_reasoning:
             raise ConfigError(
-                f"the parser {name!r} takes no options; leave out rollout.reasoning_parser and rollout.calls_in_reasoning, "
-                "or derive it from polyturn.tokens.parsers.TurnParser"
+                f"the parser {name!r} takes no options; leave out rollout.parser.reasoning and "
+                "rollout.parser.calls_in_reasoning, or derive it from polyturn.tokens.parsers.TurnParser"
             )
         return found()
-    chosen = reasoning or detect_reasoning(codec, name, base=base)
+    chosen = options.reasoning or detect_reasoning(codec, name, base=base)
     return found(
         reasoning=chosen,
         reasoning_is_open=_is_open(codec, reasoning_formats.resolve(chosen)),
-        calls_in_reasoning=calls_in_reasoning,
+        calls_in_reasoning=options.calls_in_reasoning,
     )
 
 

@@ -12,6 +12,7 @@ from polyturn.core.errors import ConfigError, TemplateError, UnknownNameError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec, load_codec
+from polyturn.tokens.options import ParserOptions
 from polyturn.tokens.parsers import HermesParser, ParsedTurn, PlainParser, TurnParser, build_parser, detect, parsers
 from support.parser_samples import CALLS, TOOLS
 
@@ -97,7 +98,7 @@ def codec_of(source: str) -> Codec:
 
 def check_round_trip(codec: Codec, name: str, *, num_calls: int = 2) -> None:
     """Render a turn, decode its tokens, and read back the same calls."""
-    parser = build_parser(codec, name)
+    parser = build_parser(codec, ParserOptions(name=name))
     ids = ("functions.find:0", "functions.now:1")
     calls = tuple(ToolCall(id=i, name=n, arguments=a) for i, (n, a) in zip(ids, CALLS[:num_calls], strict=False))
     user = Message(role="user", content="Hi")
@@ -154,7 +155,7 @@ def test_a_generation_prompt_that_opens_reasoning_is_seen() -> None:
 
 
 def test_reasoning_can_be_named() -> None:
-    parser = build_parser(codec_of(template("hermes")), reasoning="kimi", calls_in_reasoning=True)
+    parser = build_parser(codec_of(template("hermes")), ParserOptions(reasoning="kimi", calls_in_reasoning=True))
     turn = parser.parse('◁think▷<tool_call>{"name": "now"}</tool_call>◁/think▷')
     assert [c.name for c in turn.tool_calls] == ["now"]
 
@@ -168,14 +169,14 @@ def test_a_template_without_calls_needs_a_named_parser_when_the_run_has_tools() 
     assert isinstance(build_parser(codec), PlainParser)
     with pytest.raises(TemplateError, match="name the parser in rollout"):
         build_parser(codec, needs_calls=True)
-    assert isinstance(build_parser(codec, "hermes", needs_calls=True), HermesParser)
+    assert isinstance(build_parser(codec, ParserOptions(name="hermes"), needs_calls=True), HermesParser)
 
 
 def test_unknown_parsers_are_refused_with_the_nearest_names() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'hermes'"):
-        build_parser(codec_of(PLAIN), "hermse")
+        build_parser(codec_of(PLAIN), ParserOptions(name="hermse"))
     with pytest.raises(UnknownNameError, match="Did you mean"):
-        build_parser(codec_of(PLAIN), "hermes", reasoning="qwen-3")
+        build_parser(codec_of(PLAIN), ParserOptions(name="hermes", reasoning="qwen-3"))
 
 
 def test_ones_own_parser_is_named_by_its_file_and_takes_no_options(tmp_path: Path) -> None:
@@ -186,9 +187,9 @@ def test_ones_own_parser_is_named_by_its_file_and_takes_no_options(tmp_path: Pat
         "        return ParsedTurn(text.upper())\n"
     )
     codec = codec_of(PLAIN)
-    assert build_parser(codec, "mine.py:Mine", base=tmp_path).parse("a") == ParsedTurn("A")
+    assert build_parser(codec, ParserOptions(name="mine.py:Mine"), base=tmp_path).parse("a") == ParsedTurn("A")
     with pytest.raises(ConfigError, match="takes no options"):
-        build_parser(codec, "mine.py:Mine", reasoning="qwen3", base=tmp_path)
+        build_parser(codec, ParserOptions(name="mine.py:Mine", reasoning="qwen3"), base=tmp_path)
 
 
 def test_a_registered_parser_is_detected_and_one_that_raises_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

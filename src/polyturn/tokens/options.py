@@ -1,0 +1,24 @@
+"""What can be chosen about how the text of a completion is read.
+
+rollout: {parser: hermes}
+rollout: {parser: {name: hermes, reasoning: deepseek_r1, calls_in_reasoning: true}}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParserOptions:
+    """What reads tool calls and reasoning from the model's text."""
+
+    PART: ClassVar[str] = "any parser"
+
+    name: str = "auto"
+    """A registered name or `file.py:Class`; auto: the one that reads what the chat template writes."""
+    reasoning: str | None = None
+    """Name of the reasoning format; null for the one that the chat template, or else the parser's family, writes."""
+    calls_in_reasoning: bool = False
+    """Execute calls inside reasoning too; they are thoughts otherwise."""
